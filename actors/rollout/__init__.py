@@ -1,0 +1,1 @@
+"""Where samples come from: the embedded engine, its rewards, and adapters."""

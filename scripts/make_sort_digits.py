@@ -1,0 +1,132 @@
+"""Write the example that learns on a laptop: a tiny random model, and the data of the task `sort 52837` -> `23578`.
+
+    python scripts/make_sort_digits.py OUT_DIR [--seed S]
+
+The warm-up demonstrations are half wrong on purpose: imitating them gives a policy that is right about half of the time
+at best, and only reinforcement learning goes beyond that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+SFT_RECORDS = 6400  # 100 updates of 64
+TRAIN_RECORDS = 8000
+HELDOUT_RECORDS = 256
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
+    """Write `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` under `out_dir`; the same seed, the same bytes.
+
+    Held-out prompts are distinct and in neither other file; `sft` and `train` are drawn with repetition and overlap.
+
+    Returns:
+        What was written: records per file name, and the model's parameters under `model`.
+    """
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    rng = random.Random(seed)
+    heldout: dict[str, dict[str, str]] = {}
+    while len(heldout) < HELDOUT_RECORDS:
+        record = _sorting(rng)
+        heldout[record["prompt"]] = record
+    sft = [_sorting(rng, excluded=heldout) for _ in range(SFT_RECORDS)]
+    for index in rng.sample(range(SFT_RECORDS), SFT_RECORDS // 2):
+        sft[index]["answer"] = "".join(rng.sample(sft[index]["answer"], len(sft[index]["answer"])))
+    train = [_sorting(rng, excluded=heldout) for _ in range(TRAIN_RECORDS)]
+
+    written = {"model": _write_model(out_dir / "model", seed)}
+    for name, records in (("sft.jsonl", sft), ("train.jsonl", train), ("heldout.jsonl", list(heldout.values()))):
+        (out_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        written[name] = len(records)
+    return written
+
+
+def _sorting(rng: random.Random, excluded: dict[str, Any] | None = None) -> dict[str, str]:
+    """One prompt of three to five random digits with its right answer, not among the `excluded` prompts."""
+    while True:
+        digits = "".join(rng.choice("0123456789") for _ in range(rng.randint(3, 5)))
+        prompt = f"sort {digits}"
+        if not excluded or prompt not in excluded:
+            return {"prompt": prompt, "answer": "".join(sorted(digits))}
+
+
+def _tokenizer() -> Any:
+    """A byte-level BPE whose merges build the words of the task and nothing else: every digit is its own token."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d| ?\p{L}+|[^\s\p{L}\p{N}]|\s"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["sort 0123456789", "user\n", "assistant\n"], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=512,
+    )
+
+
+def _write_model(folder: Path, seed: int) -> int:
+    """Write a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _tokenizer()
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays as it was
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--seed", type=int, default=0, help="of the model's weights and the data (default 0)")
+    arguments = parser.parse_args()
+    for name, count in write_sort_digits(arguments.out_dir, arguments.seed).items():
+        print(f"{arguments.out_dir / name}: {count} {'parameters' if name == 'model' else 'records'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Exact attention over packed sequences, behind one plan."""

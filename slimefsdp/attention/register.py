@@ -1,0 +1,86 @@
+"""The one place where transformers' attention interface meets ours.
+
+A registered function is called by every attention layer with its own query, key and value, and with whatever keywords
+the model was called with; `attention_plan` is ours. The name is registered as an attention function only, not as a mask
+function, so that the model builds no mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from slimefsdp.attention.kernels import packed_attention
+from slimefsdp.attention.plan import AttentionPlan
+from slimefsdp.errors import ModelError
+
+ATTENTION_NAME = "slimefsdp"
+_EXPECTED = ("module", "query", "key", "value", "attention_mask")
+_UNSUPPORTED = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "a position bias"}
+
+
+def register_attention() -> str:
+    """Makes our attention known to transformers; returns the name to load a model with.
+
+    Raises:
+        ModelError: this transformers calls attention functions in a way this code was not written for.
+    """
+    check_attention_interface(sdpa_attention_forward)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    return ATTENTION_NAME
+
+
+def check_attention_interface(builtin: Any) -> None:
+    """Compares transformers' own attention function with the calling convention ours relies on.
+
+    Raises:
+        ModelError: the leading parameters differ, or `scaling`, `dropout` or further keywords are not accepted.
+    """
+    parameters = inspect.signature(builtin).parameters
+    leading = tuple(parameters)[: len(_EXPECTED)]
+    takes_keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if leading != _EXPECTED or not {"scaling", "dropout"} <= set(parameters) or not takes_keywords:
+        raise ModelError(
+            f"transformers {transformers.__version__} calls attention with {tuple(parameters)}, "
+            f"expected {(*_EXPECTED, 'dropout', 'scaling', '**kwargs')}",
+            field="transformers",
+            hint="install a transformers release this version was tested with (see constraints.txt)",
+        )
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    attention_plan: AttentionPlan | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [1, heads, tokens, head_dim], key/value [1, kv_heads, tokens, head_dim] to [1, tokens, heads, head_dim]."""
+    if attention_plan is None or attention_mask is not None:
+        raise ModelError(
+            f"{type(module).__name__} was called without an attention plan, or with a mask of its own",
+            field="model.path",
+            hint="this architecture does not pass keywords on to its attention; use a supported one",
+        )
+    for name, what in _UNSUPPORTED.items():
+        if others.get(name) is not None:
+            raise ModelError(f"{type(module).__name__} uses {what}, which the kernels lack", field="model.path")
+    if dropout != 0.0 or not getattr(module, "is_causal", True):
+        raise ModelError(
+            f"{type(module).__name__} asks for dropout={dropout}, causal={getattr(module, 'is_causal', True)}",
+            field="model.path",
+            hint="only causal attention without dropout can be packed exactly",
+        )
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [tokens, heads, head_dim]
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return packed_attention(q, k, v, attention_plan.own, scale, sliding_window).unsqueeze(0), None

@@ -1,0 +1,1 @@
+"""What survives a process: checkpoints, and Hugging Face folders in and out."""

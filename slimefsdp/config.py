@@ -1,0 +1,381 @@
+"""The settings tree, and every rule about settings.
+
+Read once, checked once, frozen: past `load_config` nobody asks whether a setting makes sense. Importing this file costs
+pydantic and PyYAML, never torch, so that a bad setting is answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from slimefsdp.errors import ConfigError
+from slimefsdp.yaml_file import parse_yaml, read_yaml_mapping
+
+# strict mode refuses `str` for Path; JSON and YAML have no other way to say one
+PathSetting = Annotated[Path, Field(strict=False)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RunSettings(Settings):
+    """What one run is and where it leaves its files."""
+
+    dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
+    steps: PositiveInt | None = Field(None, description="steps of the loop: rollout batches, or updates under sft")
+    seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
+    export_dir: PathSetting | None = Field(None, description="write a Hugging Face folder here after the last step")
+    wandb_project: str | None = Field(None, min_length=1, description="also log to this Weights & Biases project")
+
+
+class ModelSettings(Settings):
+    """The policy."""
+
+    path: PathSetting = Field(description="local Hugging Face folder with safetensors weights")
+    activation_checkpointing: bool = Field(False, description="recompute each decoder layer in backward")
+
+
+class ReferenceSettings(Settings):
+    """The frozen model that KL is measured against; used only when `loss.kl_coefficient` > 0, or on request."""
+
+    path: PathSetting | None = Field(None, description="its folder; default: model.path")
+    placement: Literal["colocated", "group"] = Field(
+        "colocated", description="in the actor's processes, or a worker group of its own"
+    )
+    dp: PositiveInt | None = Field(None, description="ranks of its own group (placement: group); default: mesh.dp")
+
+
+class MeshSettings(Settings):
+    """The device mesh; its size is the number of ranks."""
+
+    dp: PositiveInt = Field(1, description="data-parallel ranks")
+    cp: PositiveInt = Field(1, description="context-parallel ranks that share each pack")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+
+    @model_validator(mode="after")
+    def context_parallel_attention_is_not_there_yet(self) -> MeshSettings:
+        if self.cp > 1:
+            raise ValueError(f"mesh.cp={self.cp}: this version has no ring attention yet; set mesh.cp=1")
+        return self
+
+
+class PrecisionSettings(Settings):
+    """Number formats. Masters are fp32 whatever the checkpoint's dtype (fp64 when computing in fp64)."""
+
+    compute_dtype: Literal["bfloat16", "float32", "float64"] = Field(
+        "bfloat16", description="parameters and activations in forward and backward"
+    )
+
+
+class BatchSettings(Settings):
+    """The two knobs of batch size."""
+
+    samples_per_update: PositiveInt | None = Field(None, description="samples per optimiser update; null: all at once")
+    max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
+
+
+class LossSettings(Settings):
+    """The training loss: which terms, and how tokens are weighted."""
+
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="1/N tokens; mean over samples of their token mean; sum over constant_length"
+    )
+    constant_length: PositiveInt | None = Field(None, description="the divisor of reduction=constant (Dr.GRPO)")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and above at 1 + clip_high")
+    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator of that KL")
+    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
+        "auto", description="auto: the current ones where the phase has one update, else recompute"
+    )
+    normalize_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
+    drop_zero_advantages: bool = Field(True, description="leave samples whose advantage is zero out of the update")
+    epochs: PositiveInt = Field(1, description="passes over one rollout batch")
+
+    @model_validator(mode="after")
+    def constant_length_belongs_to_reduction_constant(self) -> LossSettings:
+        if (self.reduction == "constant") != (self.constant_length is not None):
+            raise ValueError(
+                f"loss.reduction={self.reduction} with loss.constant_length={self.constant_length}; "
+                "set constant_length exactly when reduction is `constant`"
+            )
+        return self
+
+
+class OptimSettings(Settings):
+    """Optimiser and schedule; counted in optimiser updates, not rollouts."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
+        (0.9, 0.95), description="momentum, second moment"
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled decay; none on norms, biases and embeddings")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
+    total_updates: PositiveInt = Field(description="where the schedule ends")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
+    max_grad_norm: float = Field(1.0, gt=0, description="global-norm clipping")
+    max_skipped_updates: PositiveInt = Field(3, description="stop after this many non-finite gradient norms in a row")
+
+    @model_validator(mode="after")
+    def betas_lie_in_the_unit_interval(self) -> OptimSettings:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optim.betas={list(self.betas)} must lie in [0, 1); use e.g. [0.9, 0.95]")
+        return self
+
+    @model_validator(mode="after")
+    def warmup_ends_before_training_does(self) -> OptimSettings:
+        if self.warmup_updates >= self.total_updates:
+            raise ValueError(
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
+                f"optim.total_updates={self.total_updates}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_constant_schedule_has_no_floor(self) -> OptimSettings:
+        if self.schedule == "constant" and "min_lr_ratio" in self.model_fields_set:
+            raise ValueError(
+                f"optim.min_lr_ratio={self.min_lr_ratio} does nothing with optim.schedule=constant; "
+                "remove it or choose linear or cosine"
+            )
+        return self
+
+
+class DataSettings(Settings):
+    """JSONL files."""
+
+    train: PathSetting | None = Field(None, description="records with `prompt` (and `answer` under sft)")
+    heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
+
+
+class RolloutSettings(Settings):
+    """Sampling. The temperature is the engine's and the trainer's at once."""
+
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it too")
+    prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
+    samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
+    max_new_tokens: PositiveInt = Field(256, description="longest response")
+    engines: PositiveInt = Field(1, description="embedded engine processes")
+    reward: str | None = Field(None, pattern=r"^[\w.]+:\w+$", description="reward function as `module:function`")
+
+
+class EvaluationSettings(Settings):
+    """Held-out evaluation by sampling at the rollout temperature."""
+
+    interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
+    samples_per_prompt: PositiveInt = Field(1, description="responses per held-out prompt")
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints under `run.dir`/checkpoints."""
+
+    interval_steps: PositiveInt | None = Field(None, description="every so many steps; null: none are written")
+    keep_last: PositiveInt = Field(2, description="older ones are removed")
+    resume: bool = Field(False, description="continue from the newest verified one")
+
+
+class ClusterSettings(Settings):
+    """Ray, and how long to wait for it."""
+
+    address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
+    max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
+    launch_timeout_s: float = Field(300.0, gt=0, description="all ranks ready")
+    call_timeout_s: float = Field(3600.0, gt=0, description="one call on all ranks")
+    sync_timeout_s: float = Field(120.0, gt=0, description="one transfer of weights to the engines")
+
+
+class RunConfig(Settings):
+    """Everything one run is made of."""
+
+    algorithm: Literal["grpo", "sft"] = Field("grpo", description="grpo: reinforcement learning; sft: supervised")
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    reference: ReferenceSettings = ReferenceSettings()
+    mesh: MeshSettings = MeshSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    batch: BatchSettings = BatchSettings()
+    loss: LossSettings = LossSettings()
+    optim: OptimSettings
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    @model_validator(mode="after")
+    def sft_takes_no_rollout_settings(self) -> RunConfig:
+        if self.algorithm != "sft":
+            return self
+        sections = ("rollout", "evaluation", "reference")
+        given: list[str] = [name for name in sections if name in self.model_fields_set]
+        given += [
+            f"loss.{name}"
+            for name in sorted(self.loss.model_fields_set - {"reduction", "constant_length", "entropy_coefficient"})
+        ]
+        if self.data.heldout is not None:
+            given.append("data.heldout")
+        if given:
+            raise ValueError(f"{given[0]} has no effect under algorithm=sft; remove it, or set algorithm=grpo")
+        return self
+
+    @model_validator(mode="after")
+    def reference_group_size_belongs_to_a_group(self) -> RunConfig:
+        if self.reference.dp is not None and self.reference.placement != "group":
+            raise ValueError(
+                f"reference.dp={self.reference.dp} is for a group of its own; set reference.placement=group, "
+                "or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def the_schedule_covers_the_run(self) -> RunConfig:
+        needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
+        if needed is not None and self.optim.total_updates < needed:
+            raise ValueError(
+                f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates "
+                f"(run.steps={self.run.steps} x {self.updates_per_step} updates each); set optim.total_updates={needed}"
+            )
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one step of the loop: prompts x responses, or one update's under sft."""
+        if self.algorithm == "sft":
+            return self.batch.samples_per_update or 1
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser updates that one full rollout batch leads to."""
+        per_update = self.batch.samples_per_update or self.samples_per_step
+        return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the actor group."""
+        return self.mesh.dp * self.mesh.cp
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Hard cap on the tokens of one pack, which the cp ranks share."""
+        return self.batch.max_tokens_per_rank * self.mesh.cp
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training reads reference log-probs."""
+        return self.loss.kl_coefficient > 0
+
+    def check_ready_to_train(self) -> None:
+        """What `slimefsdp train` needs beyond what a custom loop does.
+
+        Raises:
+            ConfigError: naming the first setting that is missing.
+        """
+        needed = [
+            "run.dir",
+            "run.steps",
+            "data.train",
+            *(["batch.samples_per_update"] if self.algorithm == "sft" else []),
+        ]
+        needed += ["rollout.reward"] if self.algorithm == "grpo" else []
+        needed += ["data.heldout"] if self.evaluation.interval_steps is not None else []
+        for field in needed:
+            section, name = field.split(".")
+            if getattr(getattr(self, section), name) is None:
+                raise ConfigError(
+                    f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML"
+                )
+        if self.algorithm == "grpo" and self.loss.normalize_by_std and self.rollout.samples_per_prompt < 2:
+            raise ConfigError(
+                f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} makes groups of one: no advantage",
+                field="rollout.samples_per_prompt",
+                hint="sample at least 2 responses per prompt",
+            )
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked settings of one YAML file with dotted overrides (`optim.lr=1e-6`) on top.
+
+    Raises:
+        ConfigError: naming the setting, its value, the rule and the way out.
+    """
+    tree = read_yaml_mapping(Path(path))
+    for override in overrides:
+        _apply_override(tree, override)
+    return config_from_dict(tree)
+
+
+def config_from_dict(tree: dict[str, Any]) -> RunConfig:
+    """The checked settings of a nested dict (what a YAML file holds).
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise _config_error(error) from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or not all(key.isidentifier() for key in keys):
+        raise ConfigError(f"override {override!r} is not of the form section.name=value", hint="e.g. optim.lr=1e-6")
+    node = tree
+    for depth, key in enumerate(keys[:-1], start=1):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            raise ConfigError(
+                f"override {override!r}: {'.'.join(keys[:depth])} is a value, not a section",
+                field=name,
+                hint="check the dots",
+            )
+        node = child
+    node[keys[-1]] = parse_yaml(text, name=f"override {override!r}")
+
+
+def _config_error(error: ValidationError) -> ConfigError:
+    """Pydantic's findings as one error: the first in full, the others listed below it."""
+    findings = [_finding(item) for item in error.errors(include_url=False)]
+    field, message, hint = findings[0]
+    others = "".join(f"\n  also {m}" for _, m, _ in findings[1:8])
+    return ConfigError(message + others, field=field, hint=hint)
+
+
+def _finding(item: Any) -> tuple[str | None, str, str | None]:
+    field = ".".join(str(part) for part in item["loc"]) or None
+    if item["type"] == "value_error":  # our own rules name the field and the way out themselves
+        return (str(item["ctx"]["error"]).split("=")[0].split(":")[0], str(item["ctx"]["error"]), None)
+    if item["type"] == "missing":
+        return field, f"{field} is required and not set", f"add {field}"
+    if item["type"] == "extra_forbidden":
+        known = _known_names(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=2, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(known)}"
+        return field, f"{field}={item['input']!r} is not a setting", hint
+    return field, f"{field}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}", "correct the value"
+
+
+def _known_names(path: Sequence[int | str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return sorted(model.model_fields)

@@ -1,0 +1,127 @@
+"""Every error a user can cause, as a type that says which field, which value and the way out.
+
+Errors cross process borders (Ray pickles them), so each one rebuilds from its plain attributes. The command line turns
+`exit_code` into its own exit status.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SlimeError(Exception):
+    """Base of all errors of this project.
+
+    Args:
+        message: what is wrong, with the value.
+        field: the setting, tensor or batch field it is about, e.g. `mesh.dp` or `rewards`.
+        hint: the way out, as one imperative sentence.
+        rank: the global rank that raised it; None where no rank is involved (the driver, the command line).
+        phase: what was being done, e.g. `load` or `train_step`.
+    """
+
+    code = "error"
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        hint: str | None = None,
+        rank: int | None = None,
+        phase: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.hint = hint
+        self.rank = rank
+        self.phase = phase
+
+    def __str__(self) -> str:
+        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("in", self.phase)) if value is not None]
+        place = f" ({', '.join(where)})" if where else ""
+        # pydantic-style prefix, once: messages often begin with the field already
+        head = f"{self.field}: " if self.field and not self.message.startswith(self.field) else ""
+        return f"{head}{self.message}{place}" + (f"; {self.hint}" if self.hint else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # __dict__ is restored over the fresh instance, so subclasses may carry more attributes
+        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[SlimeError], message: str, state: dict[str, Any]) -> SlimeError:
+    error = cls(message)
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(SlimeError):
+    """A setting, override or YAML file that cannot be honoured."""
+
+    code = "config"
+    exit_code = 2
+
+
+class BatchError(SlimeError):
+    """A rollout batch that breaks a rule, found before any rank sees it."""
+
+    code = "batch"
+    exit_code = 3
+
+
+class ModelError(SlimeError):
+    """A model folder or architecture that cannot be loaded faithfully."""
+
+    code = "model"
+    exit_code = 4
+
+
+class CheckpointError(SlimeError):
+    """A checkpoint that is missing, torn, altered or of another run's shape."""
+
+    code = "checkpoint"
+    exit_code = 5
+
+
+class ResourceError(SlimeError):
+    """The machine or cluster cannot give what the run needs."""
+
+    code = "resource"
+    exit_code = 6
+
+
+class StateError(SlimeError):
+    """A call that does not fit the present state, e.g. an optimiser step without gradients."""
+
+    code = "state"
+    exit_code = 7
+
+
+class WorkerDied(SlimeError):
+    """A rank's process ended."""
+
+    code = "worker_died"
+    exit_code = 8
+
+
+class WorkerHung(SlimeError):
+    """A rank did not answer within its deadline."""
+
+    code = "worker_hung"
+    exit_code = 9
+
+
+class PeerFailed(SlimeError):
+    """This rank failed only because another one did; the other one's error is the cause."""
+
+    code = "peer_failed"
+    exit_code = 10
+
+
+class SyncError(SlimeError):
+    """New weights did not reach a rollout engine whole and in time."""
+
+    code = "sync"
+    exit_code = 11

@@ -1,0 +1,1 @@
+"""Pure losses: tensors in, tensors out. One other function, in `reduce.py`, owns normalisation."""

@@ -1,0 +1,69 @@
+"""Sums and counts in, one dict of floats out, reduced over the ranks once an update.
+
+Nothing here synchronises with the host before `reduce`. Each quantity is added by exactly one context-parallel rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+class MetricSums:
+    """Running totals of one update on one rank; every rank adds the same names."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, torch.Tensor] = {}
+
+    def add_total(self, name: str, value: torch.Tensor) -> None:
+        """A quantity that adds up over micro-batches and ranks, such as a weighted loss; 0-d."""
+        self._accumulate(self._sums, name, value.detach().double())
+
+    def add_mean(self, name: str, values: torch.Tensor) -> None:
+        """Values whose mean over all tokens of the update is wanted; [tokens], possibly none."""
+        self.add_total(name, values.detach().double().sum())
+        self._accumulate(self._counts, name, torch.tensor(float(values.numel()), dtype=torch.float64))
+
+    def add_max(self, name: str, values: torch.Tensor) -> None:
+        """Values >= 0 whose maximum is wanted; [tokens], possibly none."""
+        largest = values.detach().double().max() if values.numel() else torch.zeros((), dtype=torch.float64)
+        largest = largest.to(self._device)
+        self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
+
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """The update's metrics, the same on every rank; a mean over nothing is left out."""
+        names = [*self._sums, *self._maxima]
+        if not names:
+            return {}
+        sums = torch.stack([*self._sums.values(), *self._counts.values()]) if self._sums else torch.zeros(0)
+        dist.all_reduce(sums, group=group)
+        totals = dict(zip(self._sums, sums.tolist(), strict=False))
+        counts = dict(zip(self._counts, sums.tolist()[len(self._sums) :], strict=True))
+        result = {
+            name: total / counts[name] if name in counts else total
+            for name, total in totals.items()
+            if counts.get(name, 1.0) > 0
+        }
+        if self._maxima:
+            maxima = torch.stack(list(self._maxima.values()))
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
+        return result
+
+    def _accumulate(self, into: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+        value = value.to(self._device)
+        into[name] = into[name] + value if name in into else value
+
+
+def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """One dict for a phase of several updates: the mean of each metric, maxima (`*_max`) as maxima."""
+    merged: dict[str, list[float]] = {}
+    for metrics in updates:
+        for name, value in metrics.items():
+            merged.setdefault(name, []).append(value)
+    return {
+        name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in merged.items()
+    }

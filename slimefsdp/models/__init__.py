@@ -1,0 +1,1 @@
+"""The modules that are sharded, and how a Hugging Face folder becomes them."""

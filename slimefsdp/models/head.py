@@ -1,0 +1,218 @@
+"""The fused log-prob head: log-probabilities and entropies of given targets, without ever holding [rows, vocab] logits.
+
+Rows are worked through in chunks. Forward keeps two numbers per row, the largest logit and the sum of exponentials
+relative to it; backward recomputes a chunk's logits and turns them, in place, into their own gradient. With z the
+logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j:
+
+    log_prob = z_y - logsumexp(z)          d log_prob / d z_j = [j == y] - p_j
+                                           d H / d z_j        = -p_j (log p_j + H)
+
+Logits are never rounded below float32: half-precision inputs go through products with float32 results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# Half-precision weights are worked through in vocabulary blocks of these sizes in float32: on a CPU the widened weight
+# (a larger block costs page faults), on CUDA one product of the weight gradient (a smaller one costs kernel launches).
+CPU_BLOCK_BYTES = 8 * 2**20
+CUDA_BLOCK_BYTES = 64 * 2**20
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_grad: bool = False,
+    chunk_bytes: int = 128 * 2**20,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each row's target under softmax(softcapped(hidden @ weight.T) / temperature), and its entropy.
+
+    The first result has the same bits with and without gradients, and with and without entropy. Runs without a
+    host synchronisation. Gradients are first-order only.
+
+    Args:
+        hidden: [rows, hidden_dim] in the compute dtype; rows may be 0.
+        weight: [vocab, hidden_dim] of the same dtype.
+        targets: [rows] int64 in [0, vocab); the caller sees to the range, it is not checked here.
+        temperature: divides the logits, for log-probs and entropy alike; > 0.
+        with_entropy: also return the entropy in nats.
+        entropy_grad: let gradients flow through the entropy; otherwise it carries no graph.
+        chunk_bytes: bound on the two logits-sized buffers of one chunk; a chunk has at least two rows where there are
+            two, and soft-cap together with entropy_grad takes a third buffer.
+        softcap: the final logit soft-cap of Gemma 2: logits = softcap * tanh(logits / softcap), before the temperature.
+
+    Returns:
+        log_probs [rows], and entropy [rows] or None; both float32, or float64 for float64 inputs.
+    """
+    assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
+    assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
+    assert with_entropy or not entropy_grad, "entropy_grad needs with_entropy"
+    rows_per_chunk = chunk_bytes // (weight.shape[0] * _logits_dtype(hidden).itemsize * 2)
+    bounds = chunk_bounds(hidden.shape[0], rows_per_chunk)
+    return _TokenLogProbs.apply(hidden, weight, targets, temperature, softcap, with_entropy, entropy_grad, bounds)
+
+
+def chunk_bounds(rows: int, rows_per_chunk: int) -> list[tuple[int, int]]:
+    """[start, end) of near-equal chunks over `rows`, of at most max(rows_per_chunk, 3) rows.
+
+    No chunk has one row unless `rows` is 1: a matrix product with one row takes another path than the same row among
+    others, so a lone row would differ in its last bits from what it is under another split.
+    """
+    if rows == 0:
+        return []
+    chunks = -(-rows // max(rows_per_chunk, 1))
+    chunks = max(1, min(chunks, rows // 2))
+    return [(rows * i // chunks, rows * (i + 1) // chunks) for i in range(chunks)]
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        with_entropy: bool,
+        entropy_grad: bool,
+        bounds: list[tuple[int, int]],
+    ) -> tuple[Tensor, Tensor | None]:
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=_logits_dtype(hidden))
+        largest, exp_sums = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs) if with_entropy else None
+        logits_buffer = _chunk_buffer(log_probs, bounds, weight)
+        exps_buffer = _chunk_buffer(log_probs, bounds, weight) if with_entropy else logits_buffer
+        for start, end in bounds:
+            logits, exps = logits_buffer[: end - start], exps_buffer[: end - start]  # [chunk, vocab]
+            _write_logits(hidden[start:end], weight, logits)
+            _cap_and_scale(logits, temperature, softcap)
+            torch.amax(logits, dim=1, out=largest[start:end])
+            logits.sub_(largest[start:end, None])
+            at_target = logits.gather(1, targets[start:end, None]).squeeze(1)
+            torch.exp(logits, out=exps)
+            torch.sum(exps, dim=1, out=exp_sums[start:end])
+            log_sum = exp_sums[start:end].log()
+            # subtracting from the shifted logit, not adding up a logsumexp first, keeps log-probs near 0 exact
+            torch.sub(at_target, log_sum, out=log_probs[start:end])
+            if entropy is not None:
+                # H = log S - sum_j e_j z_j / S
+                mean_logit = exps.mul_(logits).sum(1).div_(exp_sums[start:end])
+                torch.sub(log_sum, mean_logit, out=entropy[start:end])
+        if entropy is not None and not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, largest, exp_sums, entropy if entropy_grad else None)
+        ctx.set_materialize_grads(False)
+        ctx.temperature, ctx.softcap, ctx.bounds = temperature, softcap, bounds
+        return log_probs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, largest, exp_sums, entropy = ctx.saved_tensors
+        if log_probs_grad is None:
+            log_probs_grad = torch.zeros_like(largest)
+        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        weight_grad = torch.zeros_like(weight, dtype=largest.dtype) if ctx.needs_input_grad[1] else None
+        buffer = _chunk_buffer(largest, ctx.bounds, weight)
+        exps_buffer = None if entropy_grad is None else torch.empty_like(buffer)
+        tanh_buffer = None if ctx.softcap is None else torch.empty_like(buffer)
+        for start, end in ctx.bounds:
+            logits = buffer[: end - start]  # [chunk, vocab]; becomes its own gradient below
+            tanh = None if tanh_buffer is None else tanh_buffer[: end - start]
+            exps = None if exps_buffer is None else exps_buffer[: end - start]
+            _write_logits(hidden[start:end], weight, logits)
+            _cap_and_scale(logits, ctx.temperature, ctx.softcap, tanh)
+            logits.sub_(largest[start:end, None])
+            target_grad = log_probs_grad[start:end] / ctx.temperature
+            scale = exp_sums[start:end].reciprocal()
+            if exps is None:
+                logits.exp_().mul_((-target_grad * scale)[:, None])
+            else:
+                assert entropy_grad is not None
+                slope = -entropy_grad[start:end] * scale / ctx.temperature
+                offset = slope * (entropy[start:end] - exp_sums[start:end].log()) - target_grad * scale
+                torch.exp(logits, out=exps)
+                torch.addcmul(offset[:, None], logits, slope[:, None], out=logits).mul_(exps)
+            logits.scatter_add_(1, targets[start:end, None], target_grad[:, None])
+            if tanh is not None:
+                logits.mul_(tanh.square_().neg_().add_(1))
+            if hidden_grad is not None:
+                _write_hidden_grad(logits, weight, hidden_grad[start:end])
+            if weight_grad is not None:
+                _add_weight_grad(logits, hidden[start:end], weight_grad)
+        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
+        return hidden_grad, weight_grad, None, None, None, None, None, None
+
+
+def _logits_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _chunk_buffer(like: Tensor, bounds: list[tuple[int, int]], weight: Tensor) -> Tensor:
+    # allocated once for all chunks: fresh large buffers cost more in page faults than in arithmetic
+    return like.new_empty(max((end - start for start, end in bounds), default=0), weight.shape[0])
+
+
+def _cap_and_scale(logits: Tensor, temperature: float, softcap: float | None, tanh: Tensor | None = None) -> None:
+    """Apply soft-cap and temperature to logits [chunk, vocab] in place; keep tanh(logits / softcap) where asked."""
+    if softcap is not None:
+        logits.div_(softcap).tanh_()
+        if tanh is not None:
+            tanh.copy_(logits)
+        logits.mul_(softcap)
+    if temperature != 1.0:
+        logits.div_(temperature)
+
+
+def _vocab_blocks(weight: Tensor) -> list[slice]:
+    """Slices of the vocabulary whose part of `weight` [vocab, hidden_dim] takes about the block's bytes in float32."""
+    vocab, hidden_dim = weight.shape
+    block = max(1, (CUDA_BLOCK_BYTES if weight.is_cuda else CPU_BLOCK_BYTES) // (4 * hidden_dim))
+    return [slice(start, min(start + block, vocab)) for start in range(0, vocab, block)]
+
+
+def _write_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [chunk, vocab] = hidden [chunk, hidden_dim] @ weight.T, accumulated and stored in out's dtype."""
+    if hidden.dtype == out.dtype:
+        torch.mm(hidden, weight.t(), out=out)
+    elif hidden.is_cuda:
+        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
+    else:
+        # only CUDA has a product of halves with a float32 result; float32 products are also the faster ones on a CPU
+        wide = hidden.to(out.dtype)
+        for block in _vocab_blocks(weight):
+            torch.mm(wide, weight[block].to(out.dtype).t(), out=out[:, block])
+
+
+def _write_hidden_grad(logits_grad: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out [chunk, hidden_dim] = logits_grad [chunk, vocab] @ weight, accumulated in logits_grad's dtype."""
+    if weight.dtype == logits_grad.dtype:
+        torch.mm(logits_grad, weight, out=out)
+    elif weight.is_cuda:
+        torch.mm(logits_grad.to(weight.dtype), weight, out=out)
+    else:
+        total = torch.zeros_like(out, dtype=logits_grad.dtype)
+        for block in _vocab_blocks(weight):
+            total.addmm_(logits_grad[:, block], weight[block].to(total.dtype))
+        out.copy_(total)
+
+
+def _add_weight_grad(logits_grad: Tensor, hidden: Tensor, total: Tensor) -> None:
+    """total [vocab, hidden_dim] += logits_grad.T @ hidden, without a second [vocab, hidden_dim] tensor."""
+    if hidden.is_cuda and hidden.dtype != total.dtype:
+        narrow = logits_grad.to(hidden.dtype)
+        for block in _vocab_blocks(total):
+            total[block].add_(torch.mm(narrow[:, block].t(), hidden, out_dtype=total.dtype))
+    else:
+        total.addmm_(logits_grad.t(), hidden.to(total.dtype))

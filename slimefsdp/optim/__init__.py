@@ -1,0 +1,1 @@
+"""Optimiser, learning-rate schedule and gradient clipping."""

@@ -1,0 +1,67 @@
+"""The optimiser over sharded parameters, and the global gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    name: Literal["adamw", "sgd"],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.Optimizer:
+    """AdamW, or SGD with momentum betas[0], with decay on matrices only (not on norms, biases and embeddings).
+
+    The optimiser's state exists at once, as zeros.
+    """
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
+    for parameter_name, parameter in named_parameters:
+        is_matrix = parameter.ndim >= 2 and "embed" not in parameter_name
+        (decayed if is_matrix else undecayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    optimizer: torch.optim.Optimizer
+    if name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0])
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    for parameter in [*decayed, *undecayed]:
+        # zeros are what both would start from at their first step; made now, there is one state to save and load
+        state = optimizer.state[parameter]
+        if name == "sgd":
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        else:
+            state["step"] = torch.tensor(0.0)  # on the host: a device scalar would cost a synchronisation per parameter
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> float:
+    """Scales gradients in place so that their global L2 norm is at most `max_norm`; returns the norm before.
+
+    One sum over ranks, in float64, so that the norm does not depend on how parameters are sharded. A non-finite norm
+    leaves the gradients as they are: the caller skips the update.
+    """
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norms = torch._foreach_norm(gradients, 2, torch.float64)
+    total = torch.stack(norms).square().sum()
+    dist.all_reduce(total, group=group)
+    norm = float(total.sqrt())
+    if max_norm < norm < float("inf"):
+        torch._foreach_mul_(gradients, max_norm / norm)
+    return norm
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,119 @@
+"""What is decided about an update phase before any rank works: whether the batch will do, its advantages, its plan.
+
+Numpy only, so that the driver decides it once, without torch, and ships the plan.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from slimefsdp.config import RunConfig
+from slimefsdp.data.plan import Plan, plan_phase
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError
+from slimefsdp.loss.advantages import group_advantages
+from slimefsdp.loss.reduce import token_weights
+
+
+def check_batch(config: RunConfig, batch: RolloutBatch, vocab_size: int, *, training: bool) -> None:
+    """Whether the batch can be used under these settings; its own consistency was checked when it was made.
+
+    Args:
+        vocab_size: of the model.
+        training: also check what training reads (rewards, groups, log-probs), not just the tokens.
+
+    Raises:
+        BatchError: naming field, sample, value and the way out.
+    """
+    batch.check_token_ids(vocab_size)
+    budget = config.max_pack_tokens
+    longest = int(batch.lengths.argmax())
+    if batch.lengths[longest] > budget:
+        raise BatchError(
+            f"sample {longest} has {batch.lengths[longest]} tokens, the budget is {budget} (batch.max_tokens_per_rank"
+            f"={config.batch.max_tokens_per_rank} x mesh.cp={config.mesh.cp})",
+            field="lengths",
+            hint=f"raise batch.max_tokens_per_rank to {-(-int(batch.lengths[longest]) // config.mesh.cp)}, or drop it",
+        )
+    if batch.temperature is not None and batch.temperature != config.rollout.temperature:
+        raise BatchError(
+            f"temperature={batch.temperature}, but rollout.temperature={config.rollout.temperature}",
+            field="temperature",
+            hint="sample and train at one temperature",
+        )
+    if training and config.algorithm == "grpo":
+        _check_policy_inputs(config, batch)
+
+
+def _check_policy_inputs(config: RunConfig, batch: RolloutBatch) -> None:
+    if batch.advantages is None:
+        for name in ("rewards", "group_ids"):
+            if getattr(batch, name) is None:
+                raise BatchError(
+                    f"{name} is missing, and group advantages are computed from it",
+                    field=name,
+                    hint=f"give {name}, or advantages of your own",
+                )
+        response_advantages(config, batch)  # raises what is wrong with the groups
+    if config.loss.old_log_probs == "rollout" and batch.rollout_log_probs is None:
+        raise BatchError(
+            "rollout_log_probs is missing, and loss.old_log_probs=rollout reads it",
+            field="rollout_log_probs",
+            hint="give it, or set loss.old_log_probs=recompute",
+        )
+
+
+def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
+    """Advantages per response token, float64 [R]: the caller's own, or the group's."""
+    if batch.advantages is not None:
+        return batch.advantages.astype(np.float64)
+    assert batch.rewards is not None and batch.group_ids is not None
+    per_sample = group_advantages(batch.rewards, batch.group_ids, normalize_by_std=config.loss.normalize_by_std)
+    return per_sample[batch.sample_ids]
+
+
+def plan_training(config: RunConfig, batch: RolloutBatch) -> Plan:
+    """The phase's updates; samples in which nothing trains are left out.
+
+    The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
+    """
+    trains = np.zeros(batch.num_samples, dtype=bool)
+    trains[batch.sample_ids[batch.mask]] = True
+    if config.algorithm == "grpo" and config.loss.drop_zero_advantages:
+        moves = np.zeros(batch.num_samples, dtype=bool)
+        moves[batch.sample_ids[batch.mask & (response_advantages(config, batch) != 0)]] = True
+        trains &= moves
+    per_update = config.batch.samples_per_update
+    one_update = per_update is None or per_update >= batch.num_samples
+    return plan_phase(
+        batch.lengths,
+        dp=config.mesh.dp,
+        max_pack_tokens=config.max_pack_tokens,
+        samples_per_update=per_update,
+        epochs=config.loss.epochs,
+        seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
+        trains=trains,
+    )
+
+
+def plan_everything(batch: RolloutBatch, *, dp: int, max_pack_tokens: int) -> Plan:
+    """One update that holds every sample: for log-probs, and for the primitives of custom loops."""
+    return plan_phase(batch.lengths, dp=dp, max_pack_tokens=max_pack_tokens)
+
+
+def update_weights_of_tokens(
+    config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
+) -> np.ndarray:
+    """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it."""
+    in_update = np.zeros(batch.num_samples, dtype=bool)
+    in_update[samples] = True
+    return token_weights(
+        batch.mask & in_update[batch.sample_ids],
+        batch.sample_ids,
+        batch.num_samples,
+        config.loss.reduction,
+        constant_length=config.loss.constant_length,
+        denominator=denominator,
+    )

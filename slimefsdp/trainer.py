@@ -1,0 +1,565 @@
+"""Trainer: one rank's model, optimiser and mesh, and the calls that a training loop makes.
+
+It composes; what is computed lives in `update.py`, `phase.py` and below. Every rank calls the same method with the same
+batch and gets the same result, under torchrun, under Ray, or alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import slimefsdp
+from slimefsdp.checkpoint.atomic import CheckpointStore
+from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
+from slimefsdp.checkpoint.sharded import read_rank_state, read_shard, write_shard, writing_ranks
+from slimefsdp.checkpoint.training import generator_state, restore_generators, training_tensors
+from slimefsdp.config import RunConfig
+from slimefsdp.data.plan import Plan
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import ConfigError, ModelError, StateError
+from slimefsdp.loss.objective import LossName, Objective, TokenInputs
+from slimefsdp.metrics import MetricSums, mean_over_updates
+from slimefsdp.models.folder import ModelFolder, read_model_folder
+from slimefsdp.models.load import build_policy, check_tensor_names, materialise, read_weights
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.optim.build import build_optimizer, clip_gradients
+from slimefsdp.optim.schedule import learning_rate
+from slimefsdp.parallel.agree import all_equal, raise_together
+from slimefsdp.parallel.fsdp import apply_fsdp
+from slimefsdp.parallel.mesh import Mesh, build_mesh
+from slimefsdp.parallel.offload import Sleeper
+from slimefsdp.phase import check_batch, plan_everything, plan_training, response_advantages, update_weights_of_tokens
+from slimefsdp.reports import Health, LogProbs, Memory, MemoryReport, SyncReport
+from slimefsdp.update import accumulate_gradients, log_probs_of_packs, reshard
+from slimefsdp.weights.gather import full_weights
+from slimefsdp.weights.receive import Manifest, Receiver, WeightReceiver
+
+Role = Literal["actor", "ref"]
+Tag = Literal["parameters", "optimizer", "reference"]
+TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
+NOTHING_MOVED = MemoryReport(0, 0, 0, 0.0)
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def rpc(returns: Literal["first", "all"]) -> Callable[[Method], Method]:
+    """Marks a Trainer method as callable on a whole group: rank 0's result, or the list of all ranks' results."""
+
+    def mark(method: Method) -> Method:
+        method.__dict__["rpc_returns"] = returns
+        return method
+
+    return mark
+
+
+class Trainer:
+    """One rank. The process group must exist (`slimefsdp.parallel.mesh.start_process_group*`).
+
+    Raises:
+        ConfigError: the mesh does not fit the ranks.
+        ModelError: the model folder cannot be loaded faithfully.
+    """
+
+    def __init__(self, config: RunConfig, role: Role = "actor", *, device: torch.device) -> None:
+        torch.manual_seed(config.run.seed + dist.get_rank())
+        self.config = config
+        self.role = role
+        dp = config.reference.dp or config.mesh.dp if role == "ref" else config.mesh.dp
+        self.mesh: Mesh = build_mesh(dp, config.mesh.cp, device)
+        self.compute_dtype = DTYPES[config.precision.compute_dtype]
+        self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
+        path = config.reference.path if role == "ref" and config.reference.path else config.model.path
+        self.folder = read_model_folder(path)
+        self.policy = self._load(self.folder)
+        self.reference: PolicyModel | None = None
+        self.updates_taken = 0
+        self.skipped_in_a_row = 0
+        self._sleepers = {tag: Sleeper() for tag in TAGS}
+        self._receiver = WeightReceiver(self.policy.named_weights())
+        if role == "ref":
+            self.policy.requires_grad_(False)
+            return
+        self.optimizer = build_optimizer(
+            self.policy.named_weights(),
+            config.optim.name,
+            lr=config.optim.lr,
+            betas=config.optim.betas,
+            eps=config.optim.eps,
+            weight_decay=config.optim.weight_decay,
+        )
+        if config.needs_reference and config.reference.placement == "colocated":
+            self._load_reference()
+
+    # ------------------------------------------------------------------ log-probs and training
+
+    @rpc("first")
+    def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
+        """Log-probs and entropies of every response token, masked ones too.
+
+        Args:
+            model: the actor's weights now, or the frozen reference (loaded on first use).
+
+        Raises:
+            BatchError: the batch does not fit the settings.
+        """
+        self._check(batch, training=False)
+        if model == "ref" and self.role == "actor" and self.reference is None:
+            self._load_reference()
+        plan = self._plan_everything(batch)
+        values = self._log_probs(model, batch, plan, trained_only=False).float().numpy()
+        return LogProbs(log_probs=values[0], entropy=values[1])
+
+    @rpc("first")
+    def train_step(self, batch: RolloutBatch, plan: Plan | None = None) -> dict[str, float]:
+        """The whole update phase over one rollout batch: log-probs where needed, then epochs x updates.
+
+        Args:
+            plan: of `slimefsdp.phase.plan_training`; made here when not given.
+
+        Returns:
+            Metrics, averaged over the phase's updates.
+
+        Raises:
+            BatchError: the batch does not fit the settings; nothing was changed.
+            StateError: too many non-finite gradient norms in a row.
+        """
+        self._require_actor("train_step")
+        start = time.perf_counter()
+        self._check(batch, training=True)
+        plan = self._agreed(plan or plan_training(self.config, batch))
+        self.wake_up(("parameters", "optimizer"))
+        loss: LossName = "sft" if self.config.algorithm == "sft" else "policy"
+        inputs = self._token_inputs(batch, plan, loss)
+        reports = []
+        for update, packs in enumerate(plan.updates):
+            weights = update_weights_of_tokens(self.config, batch, plan.samples_of(update))
+            metrics = self._accumulate(batch, packs, inputs, weights, loss)
+            reports.append(metrics | self.optimizer_step())
+        return mean_over_updates(reports) | _phase_metrics(plan, batch, time.perf_counter() - start)
+
+    @rpc("first")
+    def forward_backward(
+        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
+    ) -> dict[str, float]:
+        """Adds the gradients of one batch as (part of) one update; nothing is dropped.
+
+        Args:
+            loss: `policy` (needs advantages or rewards with groups) or `sft`.
+            denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
+                denominator (`slimefsdp.loss.reduce.update_denominator`) equal one call with the whole.
+
+        Raises:
+            BatchError: the batch does not fit the settings; no gradient was added.
+        """
+        self._require_actor("forward_backward")
+        if loss not in ("policy", "sft"):
+            raise ConfigError(f"loss={loss!r} is not a loss", field="loss", hint="use policy or sft")
+        self._check(batch, training=loss == "policy")
+        self.wake_up(("parameters", "optimizer"))
+        plan = self._agreed(self._plan_everything(batch))
+        weights = update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
+        inputs = self._token_inputs(batch, plan, loss)
+        return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
+
+    @rpc("first")
+    def optimizer_step(self) -> dict[str, float]:
+        """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
+
+        Raises:
+            StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
+        """
+        self._require_actor("optimizer_step")
+        if all(parameter.grad is None for parameter in self.policy.parameters()):
+            raise StateError("optimizer_step() without gradients", hint="call forward_backward first")
+        self.wake_up(("parameters", "optimizer"))
+        settings = self.config.optim
+        lr = learning_rate(
+            self.updates_taken,
+            peak=settings.lr,
+            schedule=settings.schedule,
+            warmup_updates=settings.warmup_updates,
+            total_updates=settings.total_updates,
+            min_ratio=settings.min_lr_ratio,
+        )
+        norm = clip_gradients(self.policy.parameters(), settings.max_grad_norm, self.mesh.group)
+        is_finite = bool(np.isfinite(norm))
+        if is_finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.updates_taken += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped_in_a_row += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.skipped_in_a_row >= settings.max_skipped_updates:
+            raise StateError(
+                f"{self.skipped_in_a_row} gradient norms in a row were not finite",
+                field="optim.max_skipped_updates",
+                hint="lower optim.lr, look at the batch, or raise the limit",
+            )
+        return {"grad_norm": norm, "lr": lr, "skipped_update": float(not is_finite)}
+
+    # ------------------------------------------------------------------ residency
+
+    @rpc("all")
+    def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
+        """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
+        reshard(self.policy)
+        reports = [self._sleepers[tag].sleep(self._tensors(tag)) for tag in self._known_tags(tags)]
+        return sum(reports, NOTHING_MOVED)
+
+    @rpc("all")
+    def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
+        """Brings them back; idempotent. Calls that need the model do it themselves."""
+        return sum((self._sleepers[tag].wake_up() for tag in self._known_tags(tags)), NOTHING_MOVED)
+
+    @rpc("all")
+    def memory(self) -> Memory:
+        """Bytes held on this rank."""
+        parameters, optimizer, reference = (sum(map(_nbytes, self._tensors(tag))) for tag in TAGS)
+        return Memory(
+            parameters=parameters,
+            optimizer=optimizer,
+            reference=reference,
+            host_buffers=sum(sleeper.host_bytes for sleeper in self._sleepers.values()),
+            device_allocated=torch.cuda.memory_allocated() if self.mesh.device.type == "cuda" else 0,
+            asleep=tuple(tag for tag in TAGS if self._sleepers[tag].is_asleep),
+        )
+
+    def health(self) -> Health:
+        """That this rank answers; takes no lock and joins no collective."""
+        return Health(dist.get_rank(), os.getpid(), self.updates_taken)
+
+    # ------------------------------------------------------------------ weights and state
+
+    @rpc("first")
+    def update_weights(self, receivers: Sequence[Receiver]) -> SyncReport:
+        """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
+
+        Raises:
+            SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
+        """
+        start = time.perf_counter()
+        self.wake_up(("parameters",))
+        named = self.policy.named_weights()
+        manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
+        version = self.updates_taken
+        stream = full_weights(named, self.mesh.group, dtype=self.compute_dtype)
+        sent = 0
+
+        def send() -> None:
+            nonlocal sent
+            for receiver in receivers:
+                receiver.begin(version, manifest)
+            for bucket in stream:
+                on_host = [(name, tensor.cpu()) for name, tensor in bucket]
+                sent += sum(tensor.nbytes for _, tensor in on_host)
+                for receiver in receivers:
+                    receiver.receive(on_host)
+            for receiver in receivers:
+                receiver.commit(version)
+
+        self._on_first_rank(send, stream)
+        return SyncReport(version, sent, time.perf_counter() - start)
+
+    @rpc("first")
+    def update_ref(self) -> None:
+        """Makes the colocated reference model equal to the actor, shard to shard.
+
+        Raises:
+            StateError: the reference is a group of its own, which is a receiver of `update_weights`.
+        """
+        if self.reference is None:
+            raise StateError(
+                "there is no colocated reference model", field="reference.placement", hint="set it up first"
+            )
+        self.wake_up(("parameters", "reference"))
+        with torch.no_grad():
+            for frozen, trained in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
+                frozen.copy_(trained)
+        self._sleepers["reference"].sleep(self._tensors("reference"))
+
+    @rpc("first")
+    def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
+        """Writes a checkpoint of everything that training continues from; committed whole or not at all.
+
+        Raises:
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written.
+        """
+        self._require_actor("save")
+        self.wake_up(("parameters", "optimizer"))
+        store = CheckpointStore(self._checkpoint_root())
+        rank, group = dist.get_rank(), self.mesh.group
+        self._on_first_rank(lambda: store.begin(step))
+        tensors = training_tensors(self.policy.named_weights(), self.optimizer)
+        own = {"generators": generator_state(self.mesh.device)}
+        raise_together(_error_of(lambda: write_shard(store.temporary_path(step), rank, tensors, own)), group)
+        info = {
+            "updates_taken": self.updates_taken,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "loop_state": loop_state or {},
+            "config": self.config.model_dump(mode="json"),
+            "versions": {"slimefsdp": slimefsdp.__version__, "torch": torch.__version__},
+        }
+
+        def commit() -> None:
+            store.commit(step, info)
+            store.prune(self.config.checkpoint.keep_last)
+
+        self._on_first_rank(commit)
+        return store.path_of(step)
+
+    @rpc("first")
+    def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
+        """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
+
+        Raises:
+            CheckpointError: there is none, or it is torn, altered, or of another model.
+        """
+        self._require_actor("load")
+        self.wake_up(("parameters", "optimizer"))
+        reshard(self.policy)
+        store = CheckpointStore(self._checkpoint_root())
+        found: dict[str, Any] = {}
+
+        def verify() -> None:
+            if step == "latest":
+                _, folder, skipped = store.newest_verified()
+                for reason in skipped:
+                    warnings.warn(f"checkpoint passed over: {reason}", stacklevel=2)
+            else:
+                folder = store.path_of(step)
+            found.update(folder=str(folder), info=store.verify(folder).info)
+
+        self._on_first_rank(verify)
+        chosen = [found]
+        dist.broadcast_object_list(chosen, src=0, group=self.mesh.group)
+        folder, info = Path(chosen[0]["folder"]), chosen[0]["info"]
+
+        def read() -> None:
+            read_shard(folder, training_tensors(self.policy.named_weights(), self.optimizer))
+            state = read_rank_state(folder, dist.get_rank())
+            if state is not None and writing_ranks(folder) == dist.get_world_size():
+                restore_generators(state["generators"], self.mesh.device)
+
+        raise_together(_error_of(read), self.mesh.group)
+        self.updates_taken = info["updates_taken"]
+        self.skipped_in_a_row = info["skipped_in_a_row"]
+        return info["loop_state"]
+
+    @rpc("first")
+    def export_hf(self, path: str | Path) -> Path:
+        """Writes the weights, in the master dtype, as a folder that `AutoModelForCausalLM.from_pretrained` opens.
+
+        Raises:
+            CheckpointError: the folder exists already, or cannot be written.
+        """
+        self.wake_up(("parameters",))
+        target = Path(path)
+        buckets = full_weights(self.policy.named_weights(), self.mesh.group, dtype=self.master_dtype)
+
+        def write() -> None:
+            require_free_folder(target)
+            write_model_folder(target, ([(n, t.cpu()) for n, t in bucket] for bucket in buckets), self.folder)
+
+        self._on_first_rank(write, buckets)
+        return target
+
+    # ------------------------------------------------------------------ a reference group receives weights
+
+    @rpc("all")
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """As `slimefsdp.weights.receive.Receiver`."""
+        reshard(self.policy)
+        self._receiver.begin(version, manifest)
+
+    @rpc("all")
+    def receive(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
+        """As `slimefsdp.weights.receive.Receiver`."""
+        self._receiver.receive(bucket)
+
+    @rpc("all")
+    def commit(self, version: int) -> None:
+        """As `slimefsdp.weights.receive.Receiver`."""
+        self._receiver.commit(version)
+
+    # ------------------------------------------------------------------ inside
+
+    def _load(self, folder: ModelFolder) -> PolicyModel:
+        policy = build_policy(
+            folder, self.master_dtype, activation_checkpointing=self.config.model.activation_checkpointing
+        )
+        check_tensor_names(policy, folder)
+        apply_fsdp(policy, self.mesh.flat, self.compute_dtype, self.master_dtype)
+        materialise(policy, self.mesh.device)
+        read_weights(policy, folder, self.mesh.group)
+        return policy
+
+    def _load_reference(self) -> None:
+        path = self.config.reference.path
+        folder = read_model_folder(path, field="reference.path") if path else self.folder
+        if folder.vocab_size != self.folder.vocab_size:
+            raise ModelError(
+                f"the reference has a vocabulary of {folder.vocab_size}, the policy of {self.folder.vocab_size}",
+                field="reference.path",
+                hint="choose a reference with the policy's vocabulary",
+            )
+        self.reference = self._load(folder).requires_grad_(False)
+        self._sleepers["reference"].sleep(self._tensors("reference"))
+
+    def _check(self, batch: RolloutBatch, *, training: bool) -> None:
+        assert self.folder.vocab_size is not None
+        check_batch(self.config, batch, self.folder.vocab_size, training=training)
+
+    def _require_actor(self, call: str) -> None:
+        if self.role != "actor":
+            raise StateError(f"{call}() on a group of role {self.role!r}", hint="call it on the actor group")
+
+    def _plan_everything(self, batch: RolloutBatch) -> Plan:
+        return plan_everything(batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
+
+    def _agreed(self, plan: Plan) -> Plan:
+        """The plan, once all ranks are known to hold the same one."""
+        if not all_equal(plan.digest(), self.mesh.group):
+            raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
+        return plan
+
+    def _log_probs(self, model: str, batch: RolloutBatch, plan: Plan, *, trained_only: bool) -> torch.Tensor:
+        """[2, R] log-probs and entropies, by the packs of the plan's first epoch."""
+        packs = [pack for update in plan.updates[: plan.num_first_epoch_updates] for pack in update[self.mesh.dp_rank]]
+        colocated = model == "ref" and self.role == "actor"
+        policy = self.reference if colocated else self.policy
+        assert policy is not None
+        self.wake_up(("reference",) if colocated else ("parameters",))
+        values = log_probs_of_packs(
+            policy, batch, packs, self.mesh, temperature=self.config.rollout.temperature, trained_only=trained_only
+        )
+        if colocated:  # between uses its shards live on the host
+            self._sleepers["reference"].sleep(self._tensors("reference"))
+        return values
+
+    def _token_inputs(self, batch: RolloutBatch, plan: Plan, loss: LossName) -> TokenInputs:
+        """Everything the phase's losses read, [R] each; weights are set per update."""
+        nothing = torch.zeros(batch.num_response_tokens)
+        if loss == "sft" or not plan.updates:
+            return TokenInputs(nothing)
+        old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
+        how = self.config.loss.old_log_probs
+        if old is None and how == "rollout":
+            old = _tensor(batch.rollout_log_probs)
+        elif old is None and (how == "recompute" or len(plan.updates) > 1):
+            old = self._log_probs("actor", batch, plan, trained_only=True)[0]
+        if reference is None and self.config.needs_reference:
+            reference = self._log_probs("ref", batch, plan, trained_only=True)[0]
+        return TokenInputs(
+            weights=nothing,
+            advantages=torch.from_numpy(response_advantages(self.config, batch)),
+            old_log_probs=old,
+            ref_log_probs=reference if self.config.needs_reference else None,
+            rollout_log_probs=_tensor(batch.rollout_log_probs),
+        )
+
+    def _objective(self, loss: LossName) -> Objective:
+        settings = self.config.loss
+        return Objective(
+            loss=loss,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            kl_coefficient=settings.kl_coefficient,
+            kl_estimator=settings.kl_estimator,
+            entropy_coefficient=settings.entropy_coefficient,
+        )
+
+    def _accumulate(
+        self, batch: RolloutBatch, packs: Sequence[Sequence[np.ndarray]], inputs: TokenInputs, weights: np.ndarray,
+        loss: LossName,
+    ) -> dict[str, float]:  # fmt: skip
+        """Adds one update's gradients; returns its metrics."""
+        sums = MetricSums(self.mesh.device)
+        accumulate_gradients(
+            self.policy,
+            batch,
+            packs[self.mesh.dp_rank],
+            replace(inputs, weights=torch.from_numpy(weights)),
+            self._objective(loss),
+            self.mesh,
+            sums,
+            temperature=self.config.rollout.temperature,
+        )
+        return sums.reduce(self.mesh.group)
+
+    def _tensors(self, tag: Tag) -> list[torch.Tensor]:
+        if tag == "parameters":
+            return [*self.policy.parameters(), *self.policy.buffers()]
+        if tag == "reference":
+            return [] if self.reference is None else [*self.reference.parameters(), *self.reference.buffers()]
+        if self.role != "actor":
+            return []
+        # Adam's step scalars stay on the host: moved, they would cost a synchronisation per parameter
+        return [value for state in self.optimizer.state.values() for value in state.values() if value.ndim > 0]
+
+    def _known_tags(self, tags: Sequence[Tag]) -> list[Tag]:
+        for tag in tags:
+            if tag not in TAGS:
+                raise ConfigError(f"{tag!r} is not a tag", field="tags", hint=f"use some of {', '.join(TAGS)}")
+        return [tag for tag in TAGS if tag in tags]
+
+    def _checkpoint_root(self) -> Path:
+        if self.config.run.dir is None:
+            raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
+        return self.config.run.dir / "checkpoints"
+
+    def _on_first_rank(self, action: Callable[[], object], stream: Iterable[object] = ()) -> None:
+        """Runs `action` on rank 0 alone; its error is raised on every rank.
+
+        Args:
+            stream: a collective iterable that `action` consumes; the other ranks keep step with it, and rank 0 finishes
+                it if the action fails half-way.
+        """
+        error = _error_of(action) if self.mesh.is_first else None
+        for _ in stream:
+            pass
+        raise_together(error, self.mesh.group)
+
+
+def _error_of(action: Callable[[], object]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    return None if values is None else torch.tensor(values)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().nbytes()
+
+
+def _phase_metrics(plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:
+    trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
+    return {
+        "updates": float(len(plan.updates)),
+        "empty_updates": float(plan.num_skipped_updates),
+        "dropped_samples": float(plan.num_dropped),
+        "plan_imbalance": plan.imbalance(batch.lengths),
+        "tokens_per_second": trained / seconds,
+        "train_seconds": seconds,
+    }

@@ -1,0 +1,124 @@
+"""The work of one rank: log-probs of its packs, and the gradients of one update's micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from slimefsdp.attention.plan import AttentionPlan, attention_plan
+from slimefsdp.data.layout import zigzag_layout
+from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, pack
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.loss.objective import Objective, TokenInputs
+from slimefsdp.metrics import MetricSums
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.mesh import Mesh, gather_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack, and what this rank computes of it, on the device."""
+
+    packed: PackedBatch
+    share: LocalShare
+    attention: AttentionPlan
+
+
+def micro_batches(
+    batch: RolloutBatch, samples: Sequence[np.ndarray], mesh: Mesh, *, trained_only: bool
+) -> Iterator[MicroBatch]:
+    """This rank's packs, one after the other."""
+    for indices in samples:
+        packed = pack(batch, indices, trained_only=trained_only)
+        share = local_share(packed, zigzag_layout(packed.cu_seqlens, mesh.cp), mesh.cp_rank)
+        on_device = LocalShare(
+            tokens=share.tokens.to(mesh.device, non_blocking=True),
+            positions=share.positions.to(mesh.device, non_blocking=True),
+            pieces=share.pieces,
+            rows=share.rows.to(mesh.device, non_blocking=True),
+            targets=share.targets.to(mesh.device, non_blocking=True),
+            pairs=share.pairs.to(mesh.device, non_blocking=True),
+        )
+        yield MicroBatch(packed, on_device, attention_plan(share.pieces, mesh.device))
+
+
+def evaluate(
+    policy: PolicyModel, micro_batch: MicroBatch, mesh: Mesh, *, temperature: float, entropy_grad: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs and entropies of all pairs of the pack, [pairs] each, on every cp rank."""
+    share = micro_batch.share
+    log_probs, entropy = policy(
+        share.tokens, share.positions, micro_batch.attention, share.rows, share.targets,
+        temperature=temperature, with_entropy=True, entropy_grad=entropy_grad,
+    )  # fmt: skip
+    num_pairs = len(micro_batch.packed.rows)
+    return gather_pairs(log_probs, share.pairs, num_pairs, mesh), gather_pairs(entropy, share.pairs, num_pairs, mesh)
+
+
+@torch.no_grad()
+def log_probs_of_packs(
+    policy: PolicyModel,
+    batch: RolloutBatch,
+    samples: Sequence[np.ndarray],
+    mesh: Mesh,
+    *,
+    temperature: float,
+    trained_only: bool,
+) -> torch.Tensor:
+    """Log-probs and entropies in the batch's order, [2, R] on the CPU, the same on every rank; 0 where no pack looked.
+
+    Args:
+        samples: this rank's packs; over the dp ranks they are disjoint.
+        trained_only: only tokens under the loss mask.
+    """
+    result: torch.Tensor | None = None
+    for micro_batch in micro_batches(batch, samples, mesh, trained_only=trained_only):
+        values = torch.stack(evaluate(policy, micro_batch, mesh, temperature=temperature))
+        if result is None:
+            result = values.new_zeros(2, batch.num_response_tokens)
+        result[:, micro_batch.packed.response_index.to(mesh.device)] = values
+    assert result is not None
+    # the root stays unsharded after a forward without backward; whoever changes the shards next must not be outrun
+    reshard(policy)
+    if mesh.cp_rank != 0:
+        result.zero_()  # cp ranks hold the same values: they are summed once
+    dist.all_reduce(result, group=mesh.group)  # adding zeros to one value changes no bit of it
+    return result.cpu()
+
+
+def accumulate_gradients(
+    policy: PolicyModel,
+    batch: RolloutBatch,
+    samples: Sequence[np.ndarray],
+    inputs: TokenInputs,
+    objective: Objective,
+    mesh: Mesh,
+    sums: MetricSums,
+    *,
+    temperature: float,
+) -> None:
+    """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
+
+    Args:
+        inputs: per response token of the batch, [R], on the CPU.
+        sums: receives this rank's metrics.
+    """
+    for micro_batch in micro_batches(batch, samples, mesh, trained_only=True):
+        log_probs, entropy = evaluate(
+            policy, micro_batch, mesh, temperature=temperature, entropy_grad=objective.entropy_coefficient != 0
+        )
+        here = inputs.at(micro_batch.packed.response_index).to(mesh.device, log_probs.dtype)
+        loss = objective(log_probs, entropy, here, sums if mesh.cp_rank == 0 else None)
+        loss.backward()
+
+
+def reshard(policy: PolicyModel) -> None:
+    """Frees every unsharded parameter."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,124 @@
+"""The sort-digits example on disk: reproducible, loadable, disjoint, and as half-wrong as it says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.rollout.prompts import encode_prompt, read_jsonl
+from actors.rollout.rewards import sorted_digits
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_sort_digits.py"
+
+
+@pytest.fixture(scope="module")
+def make():
+    spec = importlib.util.spec_from_file_location("make_sort_digits", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example(make, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("example")
+    return folder, make.write_sort_digits(folder, seed=0)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def read(folder: Path, name: str) -> list[dict]:
+    return read_jsonl(folder / f"{name}.jsonl", field="test")
+
+
+def test_one_seed_writes_the_same_bytes_and_another_seed_other_data_and_weights(make, example, tmp_path):
+    folder, _ = example
+    make.write_sort_digits(tmp_path / "again", seed=0)
+    assert contents(tmp_path / "again") == contents(folder)
+    make.write_sort_digits(tmp_path / "other", seed=1)
+    first, other = contents(folder), contents(tmp_path / "other")
+    changed = {name for name in first if first[name] != other[name]}
+    assert changed == {"model/model.safetensors", "sft.jsonl", "train.jsonl", "heldout.jsonl"}
+
+
+def test_writing_leaves_the_callers_random_state_alone(make, tmp_path):
+    before = torch.get_rng_state()
+    make.write_sort_digits(tmp_path, seed=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_counts_it_returns_are_those_on_disk(example):
+    folder, written = example
+    assert {name: len(read(folder, name)) for name in ("sft", "train", "heldout")} == {
+        "sft": written["sft.jsonl"],
+        "train": written["train.jsonl"],
+        "heldout": written["heldout.jsonl"],
+    }
+    assert (written["sft.jsonl"], written["heldout.jsonl"]) == (6400, 256)
+
+
+def test_held_out_prompts_are_distinct_and_in_no_other_file(example):
+    folder, _ = example
+    heldout = {record["prompt"] for record in read(folder, "heldout")}
+    assert len(heldout) == 256
+    for name in ("sft", "train"):
+        assert not heldout & {record["prompt"] for record in read(folder, name)}
+
+
+def test_every_answer_is_sorted_but_about_half_of_the_demonstrations(example):
+    folder, _ = example
+    for name in ("sft", "train", "heldout"):
+        for record in read(folder, name):
+            task, digits = record["prompt"].split(" ")
+            assert task == "sort" and digits.isdecimal() and 3 <= len(digits) <= 5
+            assert sorted(record["answer"]) == sorted(digits)
+    for name in ("train", "heldout"):
+        assert all(list(record["answer"]) == sorted(record["answer"]) for record in read(folder, name))
+    # 3200 are shuffled; a shuffle of 3 to 5 digits that repeat at times leaves less than a fifth of them sorted
+    wrong = sum(list(record["answer"]) != sorted(record["answer"]) for record in read(folder, "sft"))
+    assert 0.8 * 3200 < wrong <= 3200
+
+
+def test_the_model_folder_loads_as_a_tied_float32_model_of_the_tokenizers_size(example):
+    folder, written = example
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert type(model).__name__ == "Qwen3ForCausalLM" and model.num_parameters() == written["model"] < 500_000
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.vocab_size % 64 == 0 and len(tokenizer) <= model.config.vocab_size == 320
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id and tokenizer.padding_side == "left"
+
+
+def test_a_digit_is_one_token_and_the_prompt_opens_the_assistants_turn(example):
+    folder, _ = example
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokens = tokenizer.encode("52837", add_special_tokens=False)
+    assert tokenizer.convert_ids_to_tokens(tokens) == list("52837")
+    prompt = encode_prompt(tokenizer, "sort 52837")
+    assert tokenizer.decode(prompt) == "<|im_start|>user\nsort 52837<|im_end|>\n<|im_start|>assistant\n"
+    assert len(prompt) == 15
+
+
+def test_a_right_response_decodes_to_the_full_reward(example):
+    folder, _ = example
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    for record in read(folder, "heldout")[:20]:
+        tokens = [*tokenizer.encode(record["answer"], add_special_tokens=False), tokenizer.eos_token_id]
+        response = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        assert sorted_digits(record, response, True) == {"reward": 1.0, "exact": 1.0}
+
+
+def test_the_command_prints_what_it_wrote(make, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["make_sort_digits.py", str(tmp_path / "out"), "--seed", "4"])
+    make.main()
+    printed = capsys.readouterr().out
+    for name in ("model", "sft.jsonl", "train.jsonl", "heldout.jsonl"):
+        assert f"{tmp_path / 'out' / name}: " in printed and (tmp_path / "out" / name).exists()

@@ -1,0 +1,164 @@
+"""Prompt files: every fault is named by file and line; the stream's order is a function of seed and place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from actors.rollout.prompts import PromptStream, encode_prompt, read_jsonl
+from slimefsdp.errors import CheckpointError, ConfigError
+
+FIELD = "rollout.prompts"
+WORDS = ["<s>", "</s>", "[user]", "[system]", "[assistant]", "sort", "52", "now"]
+CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
+CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+def word_tokenizer(chat_template=None):
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template)
+
+
+def ids(text):
+    return [WORDS.index(word) for word in text.split()]
+
+
+def write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_records_come_back_whole_and_in_file_order(tmp_path):
+    records = [
+        {"prompt": "sort 52", "answer": 25, "source": ["x"]},
+        {"prompt": [{"role": "user", "content": "h\u2028i"}], "answer": None},
+    ]
+    lines = [json.dumps(record, ensure_ascii=False) for record in records]
+    path = write(tmp_path, lines[0] + "\r\n\n" + lines[1])
+    assert read_jsonl(path, field=FIELD) == records == read_jsonl(str(path), field=FIELD)
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ('{"prompt": "a"', "not JSON"),
+        ('["prompt"]', "a list, not an object"),
+        ('{"answer": 1}', r"no 'prompt' among the keys \['answer'\]"),
+        ('{"prompt": " "}', "'prompt' is empty"),
+        ('{"prompt": []}', "'prompt' is empty"),
+        ('{"prompt": null}', "'prompt' is a NoneType"),
+        ('{"prompt": [{"role": "user", "content": "a"}, "b"]}', "no chat message at index 1"),
+        ('{"prompt": [{"role": "user"}]}', "no chat message at index 0"),
+        ('{"prompt": [{"content": "a"}]}', "no chat message at index 0"),
+    ],
+)
+def test_a_faulty_line_is_named_by_file_number_and_fault(tmp_path, line, fault):
+    path = write(tmp_path, '{"prompt": "good"}\n\n' + line + "\n")
+    with pytest.raises(ConfigError, match=f"prompts.jsonl:3: .*{fault}") as caught:
+        read_jsonl(path, field=FIELD)
+    assert caught.value.field == FIELD and caught.value.hint and str(path) in str(caught.value)
+
+
+def test_a_file_without_records_or_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"missing\.jsonl does not exist"):
+        read_jsonl(tmp_path / "missing.jsonl", field=FIELD)
+    with pytest.raises(ConfigError, match="holds no records"):
+        read_jsonl(write(tmp_path, "\n \n"), field=FIELD)
+    with pytest.raises(ConfigError, match="codec can't decode"):
+        read_jsonl(write(tmp_path, b'{"prompt": "\xff"}\n'), field=FIELD)
+    with pytest.raises(ConfigError, match="directory"):
+        read_jsonl(tmp_path, field=FIELD)
+
+
+def test_reading_a_file_imports_neither_torch_nor_transformers_nor_numpy(tmp_path):
+    path = write(tmp_path, '{"prompt": "a"}\n')
+    code = (
+        "import sys; from actors.rollout.prompts import read_jsonl; "
+        f"read_jsonl({str(path)!r}, field='x'); print({{'torch', 'transformers', 'numpy', 'ray'}} & set(sys.modules))"
+    )
+    root = Path(__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "set()"
+
+
+def test_a_text_becomes_one_user_message_with_the_assistants_turn_opened():
+    tokenizer = word_tokenizer(CHAT)
+    assert encode_prompt(tokenizer, "sort 52") == ids("[user] sort 52 [assistant]")
+    messages = [{"role": "system", "content": "now"}, {"role": "user", "content": "sort 52"}]
+    assert encode_prompt(tokenizer, messages) == ids("[system] now [user] sort 52 [assistant]")
+
+
+def test_without_a_chat_template_a_text_is_encoded_with_the_tokenizers_own_special_tokens():
+    assert encode_prompt(word_tokenizer(), "sort 52") == ids("<s> sort 52")
+
+
+def test_chat_messages_need_a_chat_template():
+    with pytest.raises(ConfigError, match="no chat template"):
+        encode_prompt(word_tokenizer(), [{"role": "user", "content": "sort 52"}])
+
+
+def test_a_prompt_that_encodes_to_nothing_is_refused():
+    with pytest.raises(ConfigError, match="encodes to no token"):
+        encode_prompt(word_tokenizer("{% if false %}{% endif %}"), "sort 52")
+
+
+def records(count):
+    return [{"prompt": f"p{index}"} for index in range(count)]
+
+
+@settings(deadline=None)
+@given(
+    count=st.integers(1, 20), takes=st.lists(st.integers(0, 30), min_size=1, max_size=8), seed=st.integers(0, 2**64 - 1)
+)
+def test_any_way_of_taking_gives_the_same_stream_each_record_once_per_epoch(count, takes, seed):
+    stream = PromptStream(records(count), seed)
+    parts = [stream.take(size) for size in takes]
+    assert [len(part) for part in parts] == takes
+    joined = [record["prompt"] for part in parts for record in part]
+    assert joined == [record["prompt"] for record in PromptStream(records(count), seed).take(sum(takes))]
+    for start in range(0, len(joined), count):
+        epoch = Counter(joined[start : start + count])
+        assert max(epoch.values()) == 1
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 20), before=st.integers(0, 60), seed=st.integers(0, 1000))
+def test_a_restored_stream_goes_on_where_the_saved_one_stood(count, before, seed):
+    stream = PromptStream(records(count), seed)
+    stream.take(before)
+    state = json.loads(json.dumps(stream.state()))
+    resumed = PromptStream(records(count), seed)
+    resumed.take(3)
+    resumed.restore(state)
+    assert resumed.state() == state
+    assert resumed.take(2 * count + 1) == stream.take(2 * count + 1)
+    assert resumed.state() == stream.state()
+
+
+def test_epochs_and_seeds_differ_in_order():
+    count = 50
+    stream, other = PromptStream(records(count), 1), PromptStream(records(count), 2)
+    orders = [tuple(record["prompt"] for record in part) for part in (stream.take(count), stream.take(count))]
+    orders.append(tuple(record["prompt"] for record in other.take(count)))
+    in_file_order = tuple(record["prompt"] for record in records(count))
+    assert len({*orders, in_file_order}) == 4
+
+
+@pytest.mark.parametrize(("count", "seed", "field"), [(9, 1, "prompts.records"), (10, 2, "prompts.seed")])
+def test_a_place_in_another_stream_is_refused(count, seed, field):
+    state = PromptStream(records(10), 1).state()
+    with pytest.raises(CheckpointError) as caught:
+        PromptStream(records(count), seed).restore(state)
+    assert caught.value.field == field

@@ -1,0 +1,275 @@
+"""Plans cover every sample once, respect the cap, and give dp ranks equal counts and nearly equal work."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slimefsdp.data.plan import CostModel, Plan, plan_phase, plan_update
+from slimefsdp.errors import BatchError
+
+COST = CostModel()
+
+
+def log_normal_lengths(num_samples: int, seed: int = 0, longest: int = 8192) -> np.ndarray:
+    return np.random.default_rng(seed).lognormal(7, 0.8, num_samples).clip(16, longest).astype(np.int64)
+
+
+def packs_of(update) -> list[np.ndarray]:
+    return [pack for micro_batches in update for pack in micro_batches]
+
+
+def fewest_packs_by_search(lengths: list[int], cap: int) -> int:
+    """The true minimum, by trying every way to place each sample."""
+
+    def fits(left: list[int], rooms: tuple[int, ...]) -> bool:
+        if not left:
+            return True
+        options = {rooms[:i] + (room - left[0],) + rooms[i + 1 :] for i, room in enumerate(rooms) if room >= left[0]}
+        return any(fits(left[1:], tuple(sorted(rooms))) for rooms in options)
+
+    ordered = sorted(lengths, reverse=True)
+    return next(n for n in range(1, len(lengths) + 1) if fits(ordered, (cap,) * n))
+
+
+@st.composite
+def phases(draw):
+    """Arguments of plan_phase: lengths anywhere up to the cap, so that packs are tight as often as loose."""
+    cap = draw(st.integers(1, 60))
+    lengths = np.array(draw(st.lists(st.integers(1, cap), min_size=1, max_size=60)), dtype=np.int64)
+    trains = draw(st.none() | st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+    return {
+        "lengths": lengths,
+        "dp": draw(st.integers(1, 9)),
+        "max_pack_tokens": cap,
+        "samples_per_update": draw(st.none() | st.integers(1, 70)),
+        "epochs": draw(st.integers(1, 3)),
+        "seed": draw(st.none() | st.integers(0, 5)),
+        "trains": None if trains is None else np.array(trains, dtype=bool),
+    }
+
+
+@given(phases())
+@settings(max_examples=300, deadline=None)
+def test_every_kept_sample_is_used_once_per_epoch(phase):
+    plan = plan_phase(**phase)
+    num_samples, epochs = len(phase["lengths"]), phase["epochs"]
+    kept = np.arange(num_samples) if phase["trains"] is None else np.flatnonzero(phase["trains"])
+    first = plan.num_first_epoch_updates
+    for updates in (range(first), range(first, len(plan.updates))):
+        used = [plan.samples_of(update) for update in updates]
+        expected = np.repeat(kept, 1 if updates.start == 0 else epochs - 1)
+        assert np.array_equal(np.sort(np.concatenate(used)) if used else np.array([], dtype=np.int64), expected)
+    updates_cut = epochs * math.ceil(num_samples / (phase["samples_per_update"] or num_samples))
+    assert len(plan.updates) + plan.num_skipped_updates == updates_cut
+    assert plan.num_dropped == num_samples - len(kept)
+
+
+@given(phases())
+@settings(max_examples=300, deadline=None)
+def test_no_pack_exceeds_the_cap_and_ranks_have_equal_micro_batch_counts(phase):
+    plan = plan_phase(**phase)
+    for update in plan.updates:
+        assert len(update) == phase["dp"]
+        assert len({len(micro_batches) for micro_batches in update}) == 1
+        for pack in packs_of(update):
+            assert pack.dtype == np.int64
+            assert phase["lengths"][pack].sum() <= phase["max_pack_tokens"]
+            assert (np.diff(pack) > 0).all()
+
+
+@given(phases())
+@settings(max_examples=200, deadline=None)
+def test_a_rank_has_dummies_only_for_want_of_samples_and_always_last(phase):
+    for update in plan_phase(**phase).updates:
+        for micro_batches in update:
+            sizes = [len(pack) for pack in micro_batches]
+            num_dummies = sizes.count(0)
+            assert num_dummies == 0 or max(sizes) <= 1, sizes
+            assert all(size == 0 for size in sizes[len(sizes) - num_dummies :])
+        assert any(len(micro_batches[-1]) > 0 for micro_batches in update), "a micro-batch of dummies alone"
+
+
+@given(phases())
+@settings(max_examples=100, deadline=None)
+def test_equal_input_gives_an_equal_digest(phase):
+    first, second = plan_phase(**phase), plan_phase(**phase)
+    assert first.digest() == second.digest() == pickle.loads(pickle.dumps(first)).digest()
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20), st.integers(1, 3))
+@settings(max_examples=150, deadline=None)
+def test_micro_batches_are_within_first_fit_decreasings_bound_of_the_true_minimum(lengths, cap, dp):
+    update = plan_update(np.array(lengths), np.arange(len(lengths)), dp=dp, max_pack_tokens=cap, cost=COST)
+    fewest = fewest_packs_by_search(lengths, cap)
+    most = (11 * fewest + 6) // 9  # Dosa 2007
+    assert math.ceil(fewest / dp) <= len(update[0]) <= math.ceil(most / dp)
+
+
+def test_the_digest_changes_with_anything_in_the_plan():
+    def plan(*packs, counts=(0, 0, 1), cap=10) -> Plan:
+        arrays = tuple(tuple(np.array(pack, dtype=np.int64) for pack in rank) for rank in packs)
+        return Plan((arrays,), *counts, cap)
+
+    plans = [
+        plan([[0, 1], [2]], [[3], []]),
+        plan([[0, 1], [3]], [[2], []]),  # two samples swapped
+        plan([[0], [1, 2]], [[3], []]),  # the same samples in the same order, cut elsewhere
+        plan([[0, 1], [2]], [[], [3]]),
+        plan([[0, 1]], [[2]], [[3]], [[]]),  # other ranks
+        plan([[0, 1], [2], [3], []]),
+        plan([[0, 1], [2]], [[3], []], counts=(1, 0, 1)),
+        plan([[0, 1], [2]], [[3], []], counts=(0, 1, 1)),
+        plan([[0, 1], [2]], [[3], []], counts=(0, 0, 0)),
+        plan([[0, 1], [2]], [[3], []], cap=11),
+    ]
+    assert len({plan.digest() for plan in plans}) == len(plans)
+
+
+def test_the_digest_sees_where_an_update_ends():
+    first = ((np.array([0]),), (np.array([1]),))
+    second = ((np.array([2]),), (np.array([3]),))
+    both = ((np.array([0]), np.array([2])), (np.array([1]), np.array([3])))
+    assert Plan((first, second), 0, 0, 1, 9).digest() != Plan((both,), 0, 0, 1, 9).digest()
+
+
+@pytest.mark.parametrize(("dp", "num_samples"), [(8, 512), (8, 4096), (64, 8192), (64, 40_000)])
+@pytest.mark.parametrize("cap", [8192, 16384, 65536])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_log_normal_lengths_are_balanced_over_ranks_in_few_packs(dp, num_samples, cap, seed):
+    lengths = log_normal_lengths(num_samples, seed)
+    plan = plan_phase(lengths, dp=dp, max_pack_tokens=cap)
+    work = [(lengths[s] + lengths[s] ** 2 / (12 * 2048)).sum() for s in map(np.concatenate, plan.updates[0])]
+    assert max(work) / np.mean(work) <= 1.02
+    assert plan.imbalance(lengths) == pytest.approx(max(work) / np.mean(work), rel=1e-12)
+    fewest = math.ceil(lengths.sum() / cap)
+    assert len(plan.updates[0][0]) <= math.ceil(1.02 * fewest / dp)
+
+
+def test_micro_batches_that_run_at_the_same_time_hold_similar_work():
+    lengths = log_normal_lengths(4096)
+    (update,) = plan_phase(lengths, dp=8, max_pack_tokens=16384).updates
+    costs = np.array([[COST.cost(lengths[pack]).sum() for pack in micro_batches] for micro_batches in update])
+    assert (np.diff(costs, axis=1) <= 0).all(), "costliest first"
+    waited_for = costs.max(axis=0).sum()  # ranks meet in every collective, so each step takes as long as its slowest
+    assert waited_for / costs.mean(axis=0).sum() <= 1.02
+
+
+def test_imbalance_sums_the_slowest_rank_of_each_update():
+    updates = (((np.array([0]),), (np.array([1]),)), ((np.array([1]),), (np.array([0]),)))
+    linear = CostModel(linear=1.0, quadratic=0.0)
+    # over both updates each rank does 4, yet each update takes as long as its slower rank: 3 + 3 against 2 + 2
+    assert Plan(updates, 0, 0, 1, 9).imbalance(np.array([3, 1]), linear) == pytest.approx(1.5)
+
+
+def test_cost_has_a_quadratic_term_and_decides_who_works_with_whom():
+    lengths = np.array([1000, 250, 250, 250, 250, 250, 250])
+    by_tokens, by_pairs = (
+        plan_phase(lengths, dp=2, max_pack_tokens=4000, cost_model=model)
+        for model in (CostModel(1, 0), CostModel(0, 1))
+    )
+    assert sorted(lengths[rank[0]].sum() for rank in by_tokens.updates[0]) == [1250, 1250]
+    assert sorted(len(rank[0]) for rank in by_pairs.updates[0]) == [1, 6]
+    assert CostModel(2.0, 0.5).cost(np.array([3, 10])).tolist() == [10.5, 70.0]
+
+
+def test_the_cap_is_what_one_pack_over_all_cp_ranks_may_hold():
+    lengths = np.array([3000, 1000])
+    max_tokens_per_rank, cp = 2000, 2
+    (update,) = plan_phase(lengths, dp=1, max_pack_tokens=max_tokens_per_rank * cp).updates
+    assert [pack.tolist() for pack in update[0]] == [[0, 1]]
+
+
+def test_a_pack_count_that_suffices_is_not_overfilled_for_balance():
+    # Only {6, 4} {5, 5} {3, 3, 2, 2} and the like fill three packs of 10 exactly; balancing first puts 11 into one.
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        parts = [rng.multinomial(10, np.ones(3) / 3) for _ in range(3)]
+        lengths = np.concatenate([part[part > 0] for part in parts])
+        (update,) = plan_phase(lengths, dp=3, max_pack_tokens=10).updates
+        assert max(lengths[pack].sum() for pack in packs_of(update)) <= 10
+
+
+def test_packs_that_only_fit_tightly_are_kept_and_still_fill_every_rank():
+    # By cost alone the 7s come to lie apart and the 5s find no room: what first-fit decreasing found is used.
+    lengths = np.array([7, 7, 5, 5, 5, 4, 3, 3, 1])
+    (update,) = plan_phase(lengths, dp=4, max_pack_tokens=10).updates
+    assert len(update[0]) == 1
+    assert sorted(int(lengths[rank[0]].sum()) for rank in update) == [10, 10, 10, 10]
+
+
+def test_a_sample_over_the_cap_is_refused_by_name_with_the_way_out():
+    lengths = np.array([10, 5000, 20, 7000])
+    with pytest.raises(BatchError) as caught:
+        plan_phase(lengths, dp=2, max_pack_tokens=4096, samples_per_update=1)
+    assert caught.value.field == "batch.max_tokens_per_rank"
+    assert "sample 3" in str(caught.value) and "7000" in caught.value.message and "4096" in caught.value.message
+    assert caught.value.hint is not None and "at least 7000" in caught.value.hint
+    with pytest.raises(BatchError, match="sample 1"):
+        plan_update(lengths, np.array([0, 1, 2]), dp=2, max_pack_tokens=4096, cost=COST)
+
+
+def test_a_sample_over_the_cap_that_trains_nothing_is_dropped_like_any_other():
+    plan = plan_phase(np.array([10, 5000]), dp=1, max_pack_tokens=4096, trains=np.array([True, False]))
+    assert plan.num_dropped == 1 and plan.samples_of(0).tolist() == [0]
+
+
+def test_updates_are_cut_before_samples_are_dropped():
+    trains = np.array([True, False, True, True, True, False])
+    plan = plan_phase(np.full(6, 5), dp=2, max_pack_tokens=10, samples_per_update=3, trains=trains)
+    assert [plan.samples_of(update).tolist() for update in range(2)] == [[0, 2], [3, 4]]
+    assert plan.num_dropped == 2
+
+
+def test_an_update_with_nothing_to_train_is_skipped_and_counted_in_every_epoch():
+    trains = np.array([True, True, False, False, True])
+    plan = plan_phase(np.full(5, 5), dp=2, max_pack_tokens=10, samples_per_update=2, epochs=3, trains=trains)
+    assert plan.num_skipped_updates == 3 and plan.num_first_epoch_updates == 2
+    assert [plan.samples_of(update).tolist() for update in range(6)] == [[0, 1], [4]] * 3
+    nothing = plan_phase(np.full(5, 5), dp=2, max_pack_tokens=10, trains=np.zeros(5, dtype=bool))
+    assert nothing.updates == () and nothing.num_skipped_updates == 1 and nothing.num_dropped == 5
+    assert nothing.imbalance(np.full(5, 5)) == 1.0
+
+
+def test_a_last_short_update_runs_with_its_own_count():
+    plan = plan_phase(np.full(10, 7), dp=2, max_pack_tokens=14, samples_per_update=4)
+    assert [len(plan.samples_of(update)) for update in range(3)] == [4, 4, 2]
+
+
+def test_fewer_samples_than_ranks_leave_whole_ranks_with_dummies():
+    (update,) = plan_phase(np.array([5, 9, 7]), dp=8, max_pack_tokens=100).updates
+    assert sorted(len(pack) for pack in packs_of(update)) == [0, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_without_a_seed_updates_follow_the_batch_and_with_one_each_epoch_is_shuffled_anew():
+    lengths = log_normal_lengths(64)
+    shape = {"dp": 2, "max_pack_tokens": 16384, "samples_per_update": 16, "epochs": 2}
+    in_order = plan_phase(lengths, **shape)
+    assert [in_order.samples_of(u).tolist() for u in range(8)] == np.tile(np.arange(64), 2).reshape(8, 16).tolist()
+    shuffled, other_seed = plan_phase(lengths, seed=3, **shape), plan_phase(lengths, seed=4, **shape)
+    first_updates = [shuffled.samples_of(0), shuffled.samples_of(4), other_seed.samples_of(0), in_order.samples_of(0)]
+    assert len({tuple(samples) for samples in first_updates}) == 4
+
+
+def test_an_update_does_not_depend_on_the_order_its_samples_come_in():
+    lengths, samples = log_normal_lengths(300), np.arange(0, 300, 2)
+    shape = {"dp": 4, "max_pack_tokens": 8192, "cost": COST}
+    forwards, backwards = plan_update(lengths, samples, **shape), plan_update(lengths, samples[::-1], **shape)
+    assert all(np.array_equal(a, b) for a, b in zip(packs_of(forwards), packs_of(backwards), strict=True))
+
+
+@pytest.mark.slow
+def test_a_million_samples_for_1024_ranks_are_planned_in_seconds():
+    lengths = log_normal_lengths(1_000_000, longest=16384)
+    start_s = time.process_time()
+    plan = plan_phase(lengths, dp=1024, max_pack_tokens=16384)
+    assert time.process_time() - start_s <= 20  # 6 s on one unloaded core; a quadratic step would take hours
+    assert plan.imbalance(lengths) <= 1.02
+    assert np.array_equal(plan.samples_of(0), np.arange(1_000_000))
+    assert max(lengths[pack].sum() for pack in packs_of(plan.updates[0])) <= 16384

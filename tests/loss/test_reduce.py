@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.loss.reduce import REDUCTIONS, ReductionName, token_weights, update_denominator
+
+every_reduction = pytest.mark.parametrize("reduction", list(REDUCTIONS))
+CONSTANT_LENGTH = 17
+
+
+def length_for(reduction):
+    return CONSTANT_LENGTH if reduction == "constant" else None
+
+
+def loss_by_the_formula(losses, mask, sample_of_token, num_samples, reduction):
+    """The update's loss as the papers write it: a mean over tokens, or over samples of a mean or a scaled sum."""
+    of_sample = [
+        [
+            float(loss)
+            for loss, is_trained, owner in zip(losses, mask, sample_of_token, strict=True)
+            if is_trained and owner == sample
+        ]
+        for sample in range(num_samples)
+    ]
+    trained = [tokens for tokens in of_sample if tokens]
+    if reduction == "token_mean":
+        flat = [loss for tokens in trained for loss in tokens]
+        return sum(flat) / len(flat)
+    if reduction == "sequence_mean":
+        return sum(sum(tokens) / len(tokens) for tokens in trained) / len(trained)
+    return sum(sum(tokens) / CONSTANT_LENGTH for tokens in trained) / len(trained)
+
+
+@st.composite
+def updates(draw):
+    """(losses, mask, sample_of_token, num_samples): ragged samples, some all masked, tokens in any order."""
+    masks = draw(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=8))
+    mask = np.array([bit for of_sample in masks for bit in of_sample])
+    sample_of_token = np.repeat(np.arange(len(masks)), [len(of_sample) for of_sample in masks])
+    order = np.array(draw(st.permutations(range(mask.size))))
+    losses = np.random.default_rng(draw(st.integers(0, 2**32))).normal(size=mask.size)
+    return losses, mask[order], sample_of_token[order], len(masks)
+
+
+def test_every_name_a_setting_may_have_is_in_the_table():
+    assert set(get_args(ReductionName)) == set(REDUCTIONS)
+
+
+@every_reduction
+@settings(deadline=None)
+@given(update=updates())
+def test_the_weighted_sum_is_the_papers_loss(reduction, update):
+    losses, mask, sample_of_token, num_samples = update
+    assume(mask.any())
+    weights = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length_for(reduction))
+    assert weights.dtype == np.float64
+    assert weights @ losses == pytest.approx(loss_by_the_formula(*update, reduction), rel=1e-12, abs=1e-13)
+
+
+@every_reduction
+@settings(deadline=None)
+@given(update=updates())
+def test_masked_out_tokens_weigh_exactly_nothing_and_the_others_something(reduction, update):
+    _, mask, sample_of_token, num_samples = update
+    weights = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length_for(reduction))
+    assert ((weights > 0) == mask).all() and (weights[~mask] == 0.0).all()
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@settings(deadline=None)
+@given(update=updates())
+def test_the_weights_of_a_mean_sum_to_one(reduction, update):
+    _, mask, sample_of_token, num_samples = update
+    assume(mask.any())
+    assert token_weights(mask, sample_of_token, num_samples, reduction).sum() == pytest.approx(1.0, rel=1e-12)
+
+
+@every_reduction
+@settings(deadline=None)
+@given(update=updates(), random=st.randoms(use_true_random=False))
+def test_reordering_tokens_and_renumbering_samples_moves_each_weight_with_its_token(reduction, update, random):
+    _, mask, sample_of_token, num_samples = update
+    order, names = list(range(mask.size)), list(range(num_samples))
+    random.shuffle(order)
+    random.shuffle(names)
+    length = length_for(reduction)
+    before = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length)
+    renamed = np.array(names)[sample_of_token][order]
+    after = token_weights(mask[order], renamed, num_samples, reduction, constant_length=length)
+    assert (after == before[order]).all()
+
+
+@every_reduction
+@settings(deadline=None)
+@given(update=updates(), data=st.data())
+def test_parts_given_the_wholes_denominator_have_the_wholes_weights(reduction, update, data):
+    _, mask, sample_of_token, num_samples = update
+    assume(mask.any())
+    length = length_for(reduction)
+    whole = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length)
+    denominator = update_denominator(mask, sample_of_token, num_samples, reduction)
+    part_of_sample = np.array(data.draw(st.lists(st.integers(0, 2), min_size=num_samples, max_size=num_samples)))
+    parts_denominator = 0.0
+    for part in range(3):
+        samples = np.flatnonzero(part_of_sample == part)
+        here = np.isin(sample_of_token, samples)
+        local_sample = np.searchsorted(samples, sample_of_token[here])  # each call numbers its own samples from 0
+        arguments = mask[here], local_sample, samples.size, reduction
+        weights = token_weights(*arguments, constant_length=length, denominator=denominator)
+        assert (weights == whole[here]).all()
+        parts_denominator += update_denominator(*arguments)
+    assert parts_denominator == denominator
+
+
+def test_a_sample_without_trained_tokens_leaves_the_denominators():
+    mask, sample_of_token = np.array([True, True, False, True]), np.array([0, 0, 1, 3])
+    assert [update_denominator(mask, sample_of_token, 5, reduction) for reduction in REDUCTIONS] == [3.0, 2.0, 2.0]
+    assert token_weights(mask, sample_of_token, 5, "token_mean").tolist() == [1 / 3, 1 / 3, 0, 1 / 3]
+    assert token_weights(mask, sample_of_token, 5, "sequence_mean").tolist() == [1 / 4, 1 / 4, 0, 1 / 2]
+    constant = token_weights(mask, sample_of_token, 5, "constant", constant_length=8)
+    assert constant.tolist() == [1 / 16, 1 / 16, 0, 1 / 16]
+
+
+@every_reduction
+@pytest.mark.parametrize("denominator", [None, 0.0, 3.0])
+def test_an_update_with_nothing_to_train_on_weighs_nothing(reduction, denominator):
+    mask, sample_of_token = np.zeros(3, bool), np.array([0, 1, 1])
+    length = length_for(reduction)
+    for size in (3, 0):
+        tokens = mask[:size], sample_of_token[:size], 2, reduction
+        weights = token_weights(*tokens, constant_length=length, denominator=denominator)
+        assert weights.shape == (size,) and (weights == 0.0).all()
+        assert update_denominator(*tokens) == 0.0
+
+
+@pytest.mark.parametrize("denominator", [0.0, -2.0, float("nan"), float("inf")])
+def test_a_denominator_that_cannot_divide_is_refused(denominator):
+    with pytest.raises(BatchError, match=str(denominator)) as caught:
+        token_weights(np.ones(3, bool), np.zeros(3, np.int64), 1, "token_mean", denominator=denominator)
+    assert caught.value.field == "denominator" and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("reduction", "constant_length"), [("constant", None), ("constant", 0), ("constant", -4), ("token_mean", 8)]
+)
+def test_a_constant_length_goes_with_the_constant_reduction_and_only_with_it(reduction, constant_length):
+    with pytest.raises(ConfigError) as caught:
+        token_weights(np.ones(1, bool), np.zeros(1, np.int64), 1, reduction, constant_length=constant_length)
+    assert caught.value.field == "constant_length" and caught.value.hint

@@ -1,0 +1,70 @@
+"""Real gloo ranks for tests: a few processes started once, each call a fresh process group over some of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.multiprocessing as mp
+
+
+class RankPool:
+    """`pool.run(world_size, function, *args)` calls function(rank, *args) on every rank; returns the list of results."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        while len(self._ranks) < world_size:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self._ranks.append((process, here))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        for rank, (_, connection) in enumerate(self._ranks[:world_size]):
+            connection.send((rank, world_size, port, function, args))
+        results: dict[int, Any] = {}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
+        while waiting:
+            for connection in wait(list(waiting), timeout=240):
+                results[waiting.pop(connection)] = connection.recv()
+        failed = [value for _, value in sorted(results.items()) if isinstance(value, Exception)]
+        if failed:
+            raise failed[0]
+        return [results[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        for process, connection in self._ranks:
+            connection.send(None)
+            process.join(timeout=20)
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from slimefsdp.parallel.mesh import start_process_group
+
+    torch.set_num_threads(1)
+    while (call := connection.recv()) is not None:
+        rank, world_size, port, function, args = call
+        try:
+            start_process_group(
+                torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=120
+            )
+            result = function(rank, *args)
+            dist.barrier()
+        except Exception as error:
+            error.__traceback__ = None
+            result = error
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        connection.send(result)
+    sys.stdout.flush()
+    os._exit(0)  # gloo may abort at interpreter exit after sub-groups were used; everything is done by now
