@@ -1,1 +1,28 @@
-"""The Ray edge of slimefsdp: worker processes, the driver's handle on them, rollouts and the command line."""
+"""The Ray edge of slimefsdp: worker processes, the driver's handle on them, rollouts and the command line.
+
+Names are resolved on first use: `actors.connect` must be able to prepare the environment before ray is imported.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from actors.cluster import connect
+    from actors.rollout.engine import EnginePool
+    from actors.worker_group import WorkerGroup
+
+__all__ = ["EnginePool", "WorkerGroup", "connect"]
+
+_HOME = {
+    "EnginePool": "actors.rollout.engine",
+    "WorkerGroup": "actors.worker_group",
+    "connect": "actors.cluster",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'actors' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

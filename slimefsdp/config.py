@@ -6,19 +6,50 @@ pydantic and PyYAML, never torch, so that a bad setting is answered at once.
 
 from __future__ import annotations
 
-import difflib
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
+from slimefsdp.config_messages import config_error
 from slimefsdp.errors import ConfigError
-from slimefsdp.yaml_file import parse_yaml, read_yaml_mapping
+from slimefsdp.yaml_file import MAX_DEPTH, parse_yaml, read_yaml_mapping, short_text
 
-# strict mode refuses `str` for Path; JSON and YAML have no other way to say one
-PathSetting = Annotated[Path, Field(strict=False)]
+
+def _broken_rule(rule: str, hint: str) -> PydanticCustomError:
+    """The error of a rule about one value; the setting and the value are named in front of it."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
+
+
+def _path_from_text(value: Any) -> Path:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise _broken_rule("must be a path", "write the path of a file or folder")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise _broken_rule("begins with the home of an unknown user", "write the path out") from None
+
+
+def _two_fractions(value: Any) -> tuple[float, float]:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if not is_pair or not all(type(item) in (int, float) and 0 <= item < 1 for item in value):
+        raise _broken_rule("must be two numbers in [0, 1)", "write them like [0.9, 0.95]")
+    return (float(value[0]), float(value[1]))
+
+
+def _function_name(value: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise _broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
+    return value
+
+
+PathSetting = Annotated[Path, BeforeValidator(_path_from_text)]
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -65,7 +96,7 @@ class MeshSettings(Settings):
     @model_validator(mode="after")
     def context_parallel_attention_is_not_there_yet(self) -> MeshSettings:
         if self.cp > 1:
-            raise ValueError(f"mesh.cp={self.cp}: this version has no ring attention yet; set mesh.cp=1")
+            raise ValueError(f"mesh.cp={self.cp} needs ring attention, which this version lacks; set mesh.cp=1")
         return self
 
 
@@ -105,10 +136,12 @@ class LossSettings(Settings):
 
     @model_validator(mode="after")
     def constant_length_belongs_to_reduction_constant(self) -> LossSettings:
-        if (self.reduction == "constant") != (self.constant_length is not None):
+        if self.reduction == "constant" and self.constant_length is None:
+            raise ValueError("loss.reduction=constant divides by loss.constant_length, which is not set; set it")
+        if self.reduction != "constant" and self.constant_length is not None:
             raise ValueError(
-                f"loss.reduction={self.reduction} with loss.constant_length={self.constant_length}; "
-                "set constant_length exactly when reduction is `constant`"
+                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}; "
+                "remove it, or set loss.reduction=constant"
             )
         return self
 
@@ -118,8 +151,8 @@ class OptimSettings(Settings):
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    betas: Annotated[tuple[float, float], Field(strict=False)] = Field(
-        (0.9, 0.95), description="momentum, second moment"
+    betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
+        (0.9, 0.95), description="momentum, second moment; each in [0, 1)"
     )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="decoupled decay; none on norms, biases and embeddings")
@@ -129,12 +162,6 @@ class OptimSettings(Settings):
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
     max_grad_norm: float = Field(1.0, gt=0, description="global-norm clipping")
     max_skipped_updates: PositiveInt = Field(3, description="stop after this many non-finite gradient norms in a row")
-
-    @model_validator(mode="after")
-    def betas_lie_in_the_unit_interval(self) -> OptimSettings:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"optim.betas={list(self.betas)} must lie in [0, 1); use e.g. [0.9, 0.95]")
-        return self
 
     @model_validator(mode="after")
     def warmup_ends_before_training_does(self) -> OptimSettings:
@@ -170,7 +197,9 @@ class RolloutSettings(Settings):
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response")
     engines: PositiveInt = Field(1, description="embedded engine processes")
-    reward: str | None = Field(None, pattern=r"^[\w.]+:\w+$", description="reward function as `module:function`")
+    reward: Annotated[str, AfterValidator(_function_name)] | None = Field(
+        None, description="reward function as `module:function`"
+    )
 
 
 class EvaluationSettings(Settings):
@@ -220,16 +249,15 @@ class RunConfig(Settings):
     def sft_takes_no_rollout_settings(self) -> RunConfig:
         if self.algorithm != "sft":
             return self
-        sections = ("rollout", "evaluation", "reference")
-        given: list[str] = [name for name in sections if name in self.model_fields_set]
-        given += [
-            f"loss.{name}"
-            for name in sorted(self.loss.model_fields_set - {"reduction", "constant_length", "entropy_coefficient"})
+        given = [
+            f"{section}.{name}"
+            for section in ("rollout", "evaluation", "reference", "loss", "data")
+            for name in sorted(getattr(self, section).model_fields_set)
         ]
-        if self.data.heldout is not None:
-            given.append("data.heldout")
-        if given:
-            raise ValueError(f"{given[0]} has no effect under algorithm=sft; remove it, or set algorithm=grpo")
+        kept = {"loss.reduction", "loss.constant_length", "loss.entropy_coefficient", "data.train"}
+        unread = [f"{field}={short_text(self._value(field))}" for field in given if field not in kept]
+        if unread:
+            raise ValueError(f"{', '.join(unread)} not read under algorithm=sft; remove, or set algorithm=grpo")
         return self
 
     @model_validator(mode="after")
@@ -294,17 +322,20 @@ class RunConfig(Settings):
         needed += ["rollout.reward"] if self.algorithm == "grpo" else []
         needed += ["data.heldout"] if self.evaluation.interval_steps is not None else []
         for field in needed:
-            section, name = field.split(".")
-            if getattr(getattr(self, section), name) is None:
+            if self._value(field) is None:
                 raise ConfigError(
                     f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML"
                 )
-        if self.algorithm == "grpo" and self.loss.normalize_by_std and self.rollout.samples_per_prompt < 2:
+        if self.algorithm == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ConfigError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} makes groups of one: no advantage",
                 field="rollout.samples_per_prompt",
                 hint="sample at least 2 responses per prompt",
             )
+
+    def _value(self, field: str) -> Any:
+        section, name = field.split(".")
+        return getattr(getattr(self, section), name)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -328,54 +359,37 @@ def config_from_dict(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise _config_error(error) from None
+        raise config_error(error.errors(include_url=False), _known_settings()) from None
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     keys = name.split(".")
-    if not equals or not all(key.isidentifier() for key in keys):
-        raise ConfigError(f"override {override!r} is not of the form section.name=value", hint="e.g. optim.lr=1e-6")
+    if not equals or not all(key.isidentifier() for key in keys) or len(keys) > MAX_DEPTH:
+        raise ConfigError(
+            f"override {short_text(override)} is not of the form section.name=value",
+            hint="write it like optim.lr=1e-6, without spaces or dashes before the =",
+        )
     node = tree
     for depth, key in enumerate(keys[:-1], start=1):
         child = node.setdefault(key, {})
         if not isinstance(child, dict):
+            parent = ".".join(keys[:depth])
             raise ConfigError(
-                f"override {override!r}: {'.'.join(keys[:depth])} is a value, not a section",
-                field=name,
-                hint="check the dots",
+                f"override {short_text(override)} needs the section {parent}, but {parent}={short_text(child)}",
+                hint=f"remove that value of {parent}, or correct the name",
             )
         node = child
-    node[keys[-1]] = parse_yaml(text, name=f"override {override!r}")
+    node[keys[-1]] = parse_yaml(text, name=f"override {short_text(override)}")
 
 
-def _config_error(error: ValidationError) -> ConfigError:
-    """Pydantic's findings as one error: the first in full, the others listed below it."""
-    findings = [_finding(item) for item in error.errors(include_url=False)]
-    field, message, hint = findings[0]
-    others = "".join(f"\n  also {m}" for _, m, _ in findings[1:8])
-    return ConfigError(message + others, field=field, hint=hint)
-
-
-def _finding(item: Any) -> tuple[str | None, str, str | None]:
-    field = ".".join(str(part) for part in item["loc"]) or None
-    if item["type"] == "value_error":  # our own rules name the field and the way out themselves
-        return (str(item["ctx"]["error"]).split("=")[0].split(":")[0], str(item["ctx"]["error"]), None)
-    if item["type"] == "missing":
-        return field, f"{field} is required and not set", f"add {field}"
-    if item["type"] == "extra_forbidden":
-        known = _known_names(item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"known here: {', '.join(known)}"
-        return field, f"{field}={item['input']!r} is not a setting", hint
-    return field, f"{field}={item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}", "correct the value"
-
-
-def _known_names(path: Sequence[int | str]) -> list[str]:
-    model: type[BaseModel] = RunConfig
-    for part in path:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            return []
-        model = annotation
-    return sorted(model.model_fields)
+def _known_settings() -> dict[str, dict[str, bool]]:
+    """Section ("" for the top level) -> its names -> whether one must be given."""
+    models: dict[str, type[BaseModel]] = {"": RunConfig}
+    for name, info in RunConfig.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            models[name] = info.annotation
+    return {
+        section: {name: info.is_required() for name, info in model.model_fields.items()}
+        for section, model in models.items()
+    }

@@ -52,16 +52,23 @@ class SlimeError(Exception):
 
 
 def _rebuild(cls: type[SlimeError], message: str, state: dict[str, Any]) -> SlimeError:
-    error = cls(message)
+    error = cls.__new__(cls, message)  # not cls(message): a subclass's __init__ may take other arguments
     error.__dict__.update(state)
     return error
 
 
 class ConfigError(SlimeError):
-    """A setting, override or YAML file that cannot be honoured."""
+    """A setting, override or YAML file that cannot be honoured.
+
+    `others` holds what else is wrong with the same settings, one sentence each; set by who raises it.
+    """
 
     code = "config"
     exit_code = 2
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n  also ".join([super().__str__(), *self.others])
 
 
 class BatchError(SlimeError):

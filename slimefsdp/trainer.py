@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,19 +50,6 @@ Tag = Literal["parameters", "optimizer", "reference"]
 TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
 NOTHING_MOVED = MemoryReport(0, 0, 0, 0.0)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def rpc(returns: Literal["first", "all"]) -> Callable[[Method], Method]:
-    """Marks a Trainer method as callable on a whole group: rank 0's result, or the list of all ranks' results."""
-
-    def mark(method: Method) -> Method:
-        method.__dict__["rpc_returns"] = returns
-        return method
-
-    return mark
 
 
 class Trainer:
@@ -105,7 +92,6 @@ class Trainer:
 
     # ------------------------------------------------------------------ log-probs and training
 
-    @rpc("first")
     def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
         """Log-probs and entropies of every response token, masked ones too.
 
@@ -122,7 +108,6 @@ class Trainer:
         values = self._log_probs(model, batch, plan, trained_only=False).float().numpy()
         return LogProbs(log_probs=values[0], entropy=values[1])
 
-    @rpc("first")
     def train_step(self, batch: RolloutBatch, plan: Plan | None = None) -> dict[str, float]:
         """The whole update phase over one rollout batch: log-probs where needed, then epochs x updates.
 
@@ -150,7 +135,6 @@ class Trainer:
             reports.append(metrics | self.optimizer_step())
         return mean_over_updates(reports) | _phase_metrics(plan, batch, time.perf_counter() - start)
 
-    @rpc("first")
     def forward_backward(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
     ) -> dict[str, float]:
@@ -174,7 +158,6 @@ class Trainer:
         inputs = self._token_inputs(batch, plan, loss)
         return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
 
-    @rpc("first")
     def optimizer_step(self) -> dict[str, float]:
         """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
 
@@ -215,19 +198,16 @@ class Trainer:
 
     # ------------------------------------------------------------------ residency
 
-    @rpc("all")
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
         reshard(self.policy)
         reports = [self._sleepers[tag].sleep(self._tensors(tag)) for tag in self._known_tags(tags)]
         return sum(reports, NOTHING_MOVED)
 
-    @rpc("all")
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
         return sum((self._sleepers[tag].wake_up() for tag in self._known_tags(tags)), NOTHING_MOVED)
 
-    @rpc("all")
     def memory(self) -> Memory:
         """Bytes held on this rank."""
         parameters, optimizer, reference = (sum(map(_nbytes, self._tensors(tag))) for tag in TAGS)
@@ -246,7 +226,6 @@ class Trainer:
 
     # ------------------------------------------------------------------ weights and state
 
-    @rpc("first")
     def update_weights(self, receivers: Sequence[Receiver]) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
@@ -276,7 +255,6 @@ class Trainer:
         self._on_first_rank(send, stream)
         return SyncReport(version, sent, time.perf_counter() - start)
 
-    @rpc("first")
     def update_ref(self) -> None:
         """Makes the colocated reference model equal to the actor, shard to shard.
 
@@ -293,7 +271,6 @@ class Trainer:
                 frozen.copy_(trained)
         self._sleepers["reference"].sleep(self._tensors("reference"))
 
-    @rpc("first")
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
 
@@ -323,7 +300,6 @@ class Trainer:
         self._on_first_rank(commit)
         return store.path_of(step)
 
-    @rpc("first")
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
 
@@ -361,7 +337,6 @@ class Trainer:
         self.skipped_in_a_row = info["skipped_in_a_row"]
         return info["loop_state"]
 
-    @rpc("first")
     def export_hf(self, path: str | Path) -> Path:
         """Writes the weights, in the master dtype, as a folder that `AutoModelForCausalLM.from_pretrained` opens.
 
@@ -381,18 +356,15 @@ class Trainer:
 
     # ------------------------------------------------------------------ a reference group receives weights
 
-    @rpc("all")
     def begin(self, version: int, manifest: Manifest) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
         reshard(self.policy)
         self._receiver.begin(version, manifest)
 
-    @rpc("all")
     def receive(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
         self._receiver.receive(bucket)
 
-    @rpc("all")
     def commit(self, version: int) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
         self._receiver.commit(version)

@@ -6,16 +6,19 @@ twice) is refused. Aliases are refused too: they are how a small file becomes a 
 
 from __future__ import annotations
 
+import math
 import re
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from slimefsdp.errors import ConfigError
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 100_000
 MAX_DEPTH = 20
+MAX_INTEGER_DIGITS = 40
 
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"^[-+]?(?:0|[1-9][0-9]*)$")
@@ -28,6 +31,17 @@ _SURPRISE = re.compile(
     r"^[-+]?(?:0[0-9_]+|0[oO][0-7_]+|0[xX][0-9a-fA-F_]+|0[bB][01_]+|[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)$"
 )
 
+# a piece of PyYAML's sentence, what to say instead (None keeps it), and the way out
+_SYNTAX_ERRORS = (
+    ("found character '\\t'", "a tab", "use spaces, not tabs"),
+    ("found another document", "a second document begins", "keep one: remove the `---` and what does not belong"),
+    ("mapping values are not allowed", "a `:` where no setting can begin", "quote text that holds `: `; indent evenly"),
+    ("cannot start any token", None, "put the value in quotes"),
+    ("stream end", "it ends inside a bracket", "close the bracket"),
+    ("end of stream", "it ends inside a quote", "close the quote"),
+    ("expected <block end>", "this does not fit the lines above", "indent one section's settings alike"),
+)
+
 
 class _StrictLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own protocol
@@ -36,9 +50,12 @@ class _StrictLoader(yaml.SafeLoader):
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             _refuse(event.start_mark, f"alias *{event.anchor}", "write the value out where it is used")
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            _refuse(event.start_mark, f"tag {tag}", "remove it: a value's type follows from how it is written")
         self._depth = getattr(self, "_depth", 0) + 1
         if self._depth > MAX_DEPTH:
-            _refuse(event.start_mark, f"more than {MAX_DEPTH} levels", "settings are at most a few levels deep")
+            _refuse(event.start_mark, f"more than {MAX_DEPTH} levels", "write settings as section and name")
         node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
         self._depth -= 1
         return node
@@ -48,14 +65,14 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if not isinstance(key, str):
-                _refuse(key_node.start_mark, f"key {key!r} is not a string", "quote it or remove it")
+                _refuse(key_node.start_mark, f"key {short_text(key)} is not a name", "quote it or remove it")
             if key in seen:
-                _refuse(key_node.start_mark, f"key {key!r} is given twice", "keep one of them")
+                _refuse(key_node.start_mark, f"key {short_text(key)} is given twice", "keep one of them")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
-def _refuse(mark: Any, problem: str, hint: str) -> None:
+def _refuse(mark: Any, problem: str, hint: str) -> NoReturn:
     where = f"line {mark.line + 1}, column {mark.column + 1}"
     raise ConfigError(f"{problem} ({mark.name}, {where})", hint=hint)
 
@@ -63,9 +80,32 @@ def _refuse(mark: Any, problem: str, hint: str) -> None:
 def _construct_surprise(loader: _StrictLoader, node: yaml.ScalarNode) -> None:
     _refuse(
         node.start_mark,
-        f"{node.value!r} means different numbers to different YAML parsers",
+        f"{short_text(node.value)} means different numbers to different YAML parsers",
         "write a plain decimal number, or quote it if text is meant",
     )
+
+
+def _construct_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    digits = len(node.value.lstrip("+-"))
+    if digits > MAX_INTEGER_DIGITS:  # Python itself refuses to convert some thousands
+        _refuse(node.start_mark, f"an integer of {digits} digits", "write a smaller number")
+    return int(node.value)
+
+
+def _construct_float(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
+    if node.value[-1] in "fFnN":  # .inf, .nan; the caller decides whether they are legal
+        return float(node.value.replace(".", ""))
+    value = float(node.value)
+    if math.isinf(value):
+        _refuse(node.start_mark, f"{short_text(node.value)} is beyond the range of a float", "write a smaller number")
+    return value
+
+
+def _construct_text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
+    text = str(node.value)
+    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+        _refuse(node.start_mark, f"{short_text(text)} holds a NUL or half a character", "remove the escape")
+    return text
 
 
 for _tag, _pattern, _first in (
@@ -76,7 +116,13 @@ for _tag, _pattern, _first in (
     ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
 ):
     _StrictLoader.add_implicit_resolver(_tag, _pattern, list(_first))
-_StrictLoader.add_constructor("!surprise", _construct_surprise)
+for _tag, _constructor in (
+    ("!surprise", _construct_surprise),
+    ("tag:yaml.org,2002:int", _construct_int),
+    ("tag:yaml.org,2002:float", _construct_float),
+    ("tag:yaml.org,2002:str", _construct_text),
+):
+    _StrictLoader.add_constructor(_tag, _constructor)
 
 
 def parse_yaml(text: str, *, name: str = "<text>") -> Any:
@@ -84,44 +130,100 @@ def parse_yaml(text: str, *, name: str = "<text>") -> Any:
 
     Raises:
         ConfigError: with line and column, on bad syntax, duplicate or non-string keys, aliases, tags, several
-            documents, and scalars that YAML 1.1 and 1.2 read differently.
+            documents, numbers out of range, and scalars that YAML 1.1 and 1.2 read differently.
     """
-    loader = _StrictLoader(text)
+    try:
+        loader = _StrictLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"character U+{ord(text[error.position]):04X} is not text ({name}, line {line})", hint="remove it"
+        ) from None
     loader.name = name
     try:
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}, line {mark.line + 1}, column {mark.column + 1}" if mark else name
-        raise ConfigError(f"not valid YAML: {error.problem} ({where})", hint="correct the file at that place") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"not valid YAML: {error} ({name})", hint="correct the file") from None
-    except (ValueError, OverflowError) as error:  # e.g. an integer of 5,000 digits
-        raise ConfigError(f"not a usable value: {error} ({name})", hint="correct the file") from None
+        raise _syntax_error(error, text, name) from None
+    except (ValueError, OverflowError):  # "\UFFFFFFFF"
+        line = loader.get_mark().line + 1  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"an escape that names no character ({name}, line {line})", hint="remove the escape"
+        ) from None
     finally:
         loader.dispose()  # type: ignore[no-untyped-call]
 
 
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigError:
+    problem, hint = error.problem, "correct it at that place"
+    for needle, instead, way_out in _SYNTAX_ERRORS:
+        if needle in str(error.problem):
+            problem, hint = instead or problem, way_out
+            break
+    # where an unclosed bracket was opened says more than where the file ends
+    ends_early = "ends inside" in str(problem)
+    mark = (error.context_mark if ends_early else None) or error.problem_mark or error.context_mark
+    if mark is None:
+        return ConfigError(f"not valid YAML: {problem} ({name})", hint=hint)
+    line = "".join(text.splitlines()[mark.line : mark.line + 1]).strip(" ")
+    where = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
+    return ConfigError(f"not valid YAML: {problem} at {short_text(line)} ({where})", hint=hint)
+
+
 def read_yaml_mapping(path: Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file of at most 1 MB.
+    """The top-level mapping of a YAML file of at most 100 kB.
 
     Raises:
         ConfigError: the file is missing, unreadable, not UTF-8, too large, empty or not a mapping.
     """
+    name = str(path) if str(path).isprintable() and len(str(path)) < 300 else short_text(str(path))
     try:
-        raw = path.read_bytes() if path.stat().st_size <= MAX_BYTES else None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", hint="give the path of a YAML file") from None
-    if raw is None:
-        raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes", hint="settings files are a few kilobytes")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)  # bounded: a device has size 0 and no end
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {name}: {reason}", hint="give the path of a YAML file") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{name} is larger than {MAX_BYTES} bytes", hint="give a settings file: a few kilobytes")
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})", hint="save it as UTF-8") from None
-    value = parse_yaml(text, name=str(path))
-    if not isinstance(value, dict):
+        line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(
-            f"{path} holds {type(value).__name__}, not a mapping of settings",
-            hint="begin with sections such as `model:` and `mesh:`",
-        )
+            f"{name} is not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line})", hint="save it as UTF-8"
+        ) from None
+    value = parse_yaml(text, name=name)
+    if not isinstance(value, dict):
+        problem = "is empty" if value is None else f"holds {short_text(value)}, not sections of settings"
+        raise ConfigError(f"{name} {problem}", hint="begin with sections such as `model:` and `optim:`")
     return value
+
+
+class _ShortText(reprlib.Repr):
+    """`reprlib` with YAML's own words where they differ from Python's; it calls `repr_<type name>`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 4, 6, 6
+        self.maxstring = self.maxother = 60
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 200:  # Python refuses to print some thousands of digits
+            return f"(an integer of about {int(value.bit_length() * math.log10(2)) + 1} digits)"
+        return repr(value)
+
+    def repr_float(self, value: float, level: int) -> str:
+        return repr(value) if math.isfinite(value) else {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
+
+    def repr_PosixPath(self, value: Path, level: int) -> str:
+        return self.repr1(str(value), level)
+
+
+def short_text(value: Any) -> str:
+    """The value on one line of bounded length, as a YAML file would say it, for error messages."""
+    return _ShortText().repr(value)

@@ -33,9 +33,9 @@ Packs = list[list[int]]  # positions in the order of descending length, pack by 
 class CostModel:
     """Estimated time of a sample of n tokens: linear * n + quadratic * n^2, in units that cancel.
 
-    A transformer layer of hidden size h spends about 24 h^2 n FLOPs in its matrices and 2 h n^2 in causal attention
-    (Kaplan et al. 2020, arXiv 2001.08361, section 2.1, halved for the causal mask), so quadratic / linear = 1 / (12 h).
-    The default is h = 2048, a model of 1 to 2 billion parameters; balance depends on it only weakly.
+    A forward pass through a transformer layer of hidden size h takes about 24 h^2 n FLOPs in its matrices (12 h^2
+    weights) and 4 h n^2 in the two attention products, half of which the causal mask saves: quadratic / linear is
+    1 / (12 h). The default is h = 2048, a model of 1 to 2 billion parameters.
     """
 
     linear: float = 1.0

@@ -1,0 +1,134 @@
+"""The command line: `slimefsdp train` and `slimefsdp replay`.
+
+What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
+lines and set the exit status of their class; `--debug` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.cluster import check_machine, connect, disconnect
+from actors.rollout.prompts import read_jsonl
+from slimefsdp.config import RunConfig, load_config
+from slimefsdp.errors import BatchError, ConfigError, SlimeError
+from slimefsdp.models.folder import read_model_folder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except SlimeError as error:
+        if options.debug:
+            raise
+        print(f"error [{error.code}]: {error.message}", file=sys.stderr)
+        if error.rank is not None or error.phase is not None:
+            place = f"rank {error.rank}" if error.rank is not None else "driver"
+            print(f"  where: {place}{f', in {error.phase}' if error.phase else ''}", file=sys.stderr)
+        if error.field:
+            print(f"  field: {error.field}", file=sys.stderr)
+        if error.hint:
+            print(f"  hint:  {error.hint}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slimefsdp", description="FSDP2 training backend for RL post-training")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="run the training loop of a YAML file")
+    train.add_argument("config", type=Path, help="YAML settings")
+    train.add_argument("overrides", nargs="*", help="dotted settings, e.g. optim.lr=1e-6 mesh.dp=2")
+    train.set_defaults(run=_train)
+    replay = commands.add_parser("replay", help="run one recorded batch through train_step")
+    replay.add_argument("config", type=Path, help="YAML settings")
+    replay.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.dp=2")
+    replay.add_argument("--batch", type=Path, required=True, help="file written by RolloutBatch.save")
+    replay.add_argument("--export", type=Path, help="write the new weights here as a Hugging Face folder")
+    replay.set_defaults(run=_replay)
+    return parser
+
+
+def check_before_launch(config: RunConfig) -> None:
+    """All that can be known to fail without starting anything.
+
+    Raises:
+        SlimeError: of the class that fits: settings, model folder, data files, reward function, machine.
+    """
+    config.check_ready_to_train()
+    _check_models(config)
+    assert config.data.train is not None and config.run.dir is not None
+    read_jsonl(config.data.train, field="data.train")
+    if config.data.heldout is not None:
+        read_jsonl(config.data.heldout, field="data.heldout")
+    if config.rollout.reward is not None:
+        from actors.rollout.rewards import load_reward
+
+        load_reward(config.rollout.reward)
+    check_machine(config)
+    if (config.run.dir / "metrics.jsonl").exists() and not config.checkpoint.resume:
+        raise ConfigError(
+            f"run.dir={config.run.dir} holds an earlier run",
+            field="run.dir",
+            hint="choose another run.dir, remove it, or set checkpoint.resume=true",
+        )
+    if config.run.export_dir is not None and config.run.export_dir.exists() and any(config.run.export_dir.iterdir()):
+        raise ConfigError(
+            f"run.export_dir={config.run.export_dir} is not empty", field="run.export_dir", hint="choose another folder"
+        )
+
+
+def _check_models(config: RunConfig) -> None:
+    read_model_folder(config.model.path)
+    if config.reference.path is not None:
+        read_model_folder(config.reference.path, field="reference.path")
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    check_before_launch(config)
+    connect(config)
+    try:
+        from actors.loop import train
+
+        print(train(config))
+    finally:
+        disconnect()
+    return 0
+
+
+def _replay(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    _check_models(config)
+    check_machine(config)
+    if not options.batch.exists():
+        raise BatchError(f"{options.batch} does not exist", field="--batch", hint="name a file of RolloutBatch.save")
+    from slimefsdp.data.rollout import RolloutBatch
+
+    batch = RolloutBatch.load(options.batch)
+    connect(config)
+    try:
+        from actors.worker_group import WorkerGroup
+
+        group = WorkerGroup.launch(config)
+        metrics = group.train_step(batch)
+        if options.export is not None:
+            group.export_hf(options.export)
+        group.shutdown()
+        print(json.dumps(metrics))
+    finally:
+        disconnect()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Where worker processes go: one placement group, one bundle a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from slimefsdp.errors import ResourceError
+
+
+def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGroup:
+    """A placement group with one bundle a rank, packed onto as few nodes as possible, ready to use.
+
+    Raises:
+        ResourceError: the cluster does not have that much, or not free within the time.
+    """
+    bundle: dict[str, float] = {"CPU": 1.0}
+    if gpus_per_rank:
+        bundle["GPU"] = float(gpus_per_rank)
+    total = ray.cluster_resources()
+    for kind, amount in bundle.items():
+        if total.get(kind, 0.0) < amount * ranks:
+            raise ResourceError(
+                f"{ranks} ranks need {amount * ranks:g} {kind}, the cluster has {total.get(kind, 0.0):g}",
+                field="mesh.dp",
+                hint="use fewer ranks, or a larger cluster",
+            )
+    group = placement_group([bundle] * ranks, strategy="PACK")
+    if not group.wait(timeout_seconds=timeout_s):
+        remove_placement_group(group)
+        raise ResourceError(
+            f"{ranks} ranks of {bundle} were not free within {timeout_s:g} s",
+            field="cluster.launch_timeout_s",
+            hint="end other jobs on the cluster, or raise the timeout",
+        )
+    return group
+
+
+def release(group: PlacementGroup) -> None:
+    """Gives the bundles back; processes in them end."""
+    remove_placement_group(group)
+
+
+def gpus_per_rank(device: str) -> int:
+    """Accelerators a rank asks for under `mesh.device`: auto takes one where the cluster has any."""
+    if device == "cpu":
+        return 0
+    return 1 if device == "cuda" or ray.cluster_resources().get("GPU", 0.0) > 0 else 0
+
+
+def actor_options(group: PlacementGroup, bundle: int, gpus: int) -> dict[str, Any]:
+    """Options that put an actor into one bundle, with one thread a rank and no silent restart."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    return {
+        "num_cpus": 1,
+        "num_gpus": gpus,
+        "max_restarts": 0,  # a restarted actor would come back without its state
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}} if gpus == 0 else {},
+    }

@@ -1,0 +1,125 @@
+"""A run's progress as plain lines: a header, then one aligned row per step, on a terminal or in a log file."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+ROWS_PER_HEADER = 20
+_MIN_WIDTH = 7  # the longest a float gets in `.0e` form is `-1e-300`, so every number fits
+_GAP = "  "
+_STEPS_OF_ETA = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One metric of the table: its heading, its name in the loop's metrics, and how it is best written."""
+
+    title: str
+    metric: str
+    spec: str = ".3f"
+
+    @property
+    def width(self) -> int:
+        return max(_MIN_WIDTH, len(self.title))
+
+
+GRPO_COLUMNS = (
+    Column("reward", "rollout/reward"),
+    Column("exact", "rollout/exact"),
+    Column("held-out", "eval/exact"),
+    Column("loss", "loss", ".4f"),
+    Column("entropy", "entropy"),
+    Column("grad norm", "grad_norm"),
+    Column("mismatch", "rollout_mismatch_max", ".1e"),
+    Column("s/step", "seconds/step", ".1f"),
+)
+SFT_COLUMNS = (
+    Column("loss", "loss", ".4f"),
+    Column("held-out", "eval/exact"),
+    Column("grad norm", "grad_norm"),
+    Column("lr", "lr", ".1e"),
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+)
+
+
+class ProgressTable:
+    """Prints one line per step; all lines of a table have the same width.
+
+    The step stands first and the time left last, around the given columns. The header is repeated every 20 rows.
+
+    Args:
+        columns: what to show of the metrics, such as `GRPO_COLUMNS`; a metric that is absent is printed as `-`.
+        total_steps: the step after which the run ends.
+        stream: the standard output of the moment if not given.
+    """
+
+    def __init__(self, columns: Sequence[Column], *, total_steps: int, stream: TextIO | None = None) -> None:
+        self._columns = columns
+        self._total_steps = total_steps
+        self._stream = stream or sys.stdout
+        self._step_width = max(len("step"), 2 * len(str(total_steps)) + 1)
+        self._rows = 0
+        self._recent_seconds: deque[float] = deque(maxlen=_STEPS_OF_ETA)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the row of a finished step, 0 <= step <= total_steps.
+
+        The time left is the median of the last 20 values of `seconds/step` (`train_seconds` where there is no rollout)
+        times the steps to go: a median, because the first step and those with an evaluation are longer.
+        """
+        assert 0 <= step <= self._total_steps
+        if self._rows % ROWS_PER_HEADER == 0:
+            self._print_header()
+        self._rows += 1
+        seconds = metrics.get("seconds/step", metrics.get("train_seconds", math.nan))
+        if math.isfinite(seconds):
+            self._recent_seconds.append(seconds)
+        pace = statistics.median(self._recent_seconds) if self._recent_seconds else math.nan
+        cells = [f"{step}/{self._total_steps}".rjust(self._step_width)]
+        for column in self._columns:
+            value = metrics.get(column.metric)
+            text = "-" if value is None else number_text(value, column.spec, column.width)
+            cells.append(text.rjust(column.width))
+        cells.append(duration_text(pace * (self._total_steps - step)).rjust(_MIN_WIDTH))
+        self._print(cells)
+
+    def _print_header(self) -> None:
+        titles = ["step".rjust(self._step_width)]
+        titles += [column.title.rjust(column.width) for column in self._columns]
+        titles.append("ETA".rjust(_MIN_WIDTH))
+        self._print(titles)
+        self._print(["-" * len(title) for title in titles])
+
+    def _print(self, cells: list[str]) -> None:
+        # flushed: a log file that is followed should show the step when it ends
+        print(_GAP.join(cells), file=self._stream, flush=True)
+
+
+def number_text(value: float, spec: str, width: int) -> str:
+    """`value` in at most `width` >= 7 characters: by `spec` if it fits and does not round to zero, else shorter."""
+    text = format(value, spec)
+    if value and math.isfinite(value) and not any(digit in text.partition("e")[0] for digit in "123456789"):
+        text = format(value, ".1e")
+    return text if len(text) <= width else format(value, ".1e" if len(format(value, ".1e")) <= width else ".0e")
+
+
+def duration_text(seconds: float) -> str:
+    """A time >= 0 in at most 7 characters, its two largest units; `-` if it is not known or not finite."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days > 999:
+        return ">999d"
+    if days:
+        return f"{days}d{hours:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

@@ -1,0 +1,219 @@
+"""The embedded rollout engine: Ray actors that sample from a Hugging Face model, fed like any other engine.
+
+An engine loads the model's architecture and tokenizer from the folder, never its weights: those come through
+`begin / receive / commit`, and without a committed version it refuses to sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from actors.calls import CallFuture
+from actors.placement import actor_options, gpus_per_rank, release, reserve
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One response to one prompt."""
+
+    prompt: int  # its place among the prompts of the call
+    tokens: list[int]  # prompt and response
+    response_length: int
+    log_probs: list[float]  # [response_length], at the sampling temperature
+    text: str  # the response without special tokens, stripped
+    finished: bool  # ended by an end token
+
+
+class EmbeddedEngine:
+    """One engine process; a Ray actor."""
+
+    def __init__(self, model_path: str, compute_dtype: str, device: str) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        from slimefsdp.weights.receive import WeightReceiver
+
+        on_cuda = device != "cpu" and torch.cuda.is_available()
+        if not on_cuda:
+            torch.set_num_threads(1)
+        dtype = getattr(torch, compute_dtype)
+        self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda" if on_cuda else "cpu").eval()
+        self._model.requires_grad_(False)
+        self._receiver = WeightReceiver(list(self._model.named_parameters()))
+
+    def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
+        """As `slimefsdp.weights.receive.Receiver`."""
+        self._receiver.begin(version, manifest)
+
+    def receive(self, bucket: Any) -> None:
+        """As `slimefsdp.weights.receive.Receiver`, from the object store."""
+        from actors.weight_transport import unpack_bucket
+
+        self._receiver.receive(unpack_bucket(bucket))
+
+    def commit(self, version: int) -> None:
+        """As `slimefsdp.weights.receive.Receiver`."""
+        self._receiver.commit(version)
+
+    def generate(
+        self, prompts: list[Any], samples_per_prompt: int, max_new_tokens: int, temperature: float, seed: int
+    ) -> tuple[int, list[Sampled]]:
+        """Samples from the committed weights; returns their version and the samples, prompt-major.
+
+        Args:
+            prompts: texts or lists of chat messages.
+            seed: of this call's generator; equal calls give equal samples.
+
+        Raises:
+            StateError: no weights are committed.
+        """
+        import torch
+
+        from actors.rollout.prompts import encode_prompt
+        from actors.rollout.sampler import sample
+
+        version = self._receiver.version
+        if version is None:
+            raise StateError("the engine has no committed weights", hint="call update_weights first")
+        if self._model.device.type == "cpu":
+            torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
+        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
+        completions = sample(
+            self._model,
+            encoded,
+            samples_per_prompt=samples_per_prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos_token_ids={self._tokenizer.eos_token_id},
+            pad_token_id=self._tokenizer.pad_token_id or 0,
+            generator=torch.Generator(self._model.device).manual_seed(seed),
+        )
+        texts = self._tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
+        samples = []
+        for index, (completion, text) in enumerate(zip(completions, texts, strict=True)):
+            prompt = index // samples_per_prompt
+            tokens = [*encoded[prompt], *completion.tokens]
+            samples.append(
+                Sampled(prompt, tokens, len(completion.tokens), completion.log_probs, text.strip(), completion.finished)
+            )
+        return version, samples
+
+    def encode_demonstrations(self, records: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
+        """(tokens, response_length) of records with `prompt` and `answer`; the answer ends with the end token."""
+        from actors.rollout.prompts import encode_prompt
+
+        encoded = []
+        for record in records:
+            prompt = encode_prompt(self._tokenizer, record["prompt"])
+            answer = self._tokenizer.encode(str(record["answer"]), add_special_tokens=False)
+            answer.append(self._tokenizer.eos_token_id)
+            encoded.append((prompt + answer, len(answer)))
+        return encoded
+
+
+class EnginePool:
+    """The driver's handle on the embedded engines of a run."""
+
+    def __init__(self, config: RunConfig, engines: Sequence[Any], placement: Any) -> None:
+        self._config = config
+        self._engines = list(engines)
+        self._placement = placement
+
+    @classmethod
+    def launch(cls, config: RunConfig, *, engines: int | None = None) -> EnginePool:
+        """Starts `rollout.engines` engines (or as many as given); they hold no weights yet.
+
+        Raises:
+            ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
+        """
+        count = engines or config.rollout.engines
+        gpus = gpus_per_rank(config.mesh.device)
+        placement = reserve(count, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
+        remote_class: Any = ray.remote(EmbeddedEngine)
+        started = [
+            remote_class.options(**actor_options(placement, index, gpus)).remote(
+                str(config.model.path), config.precision.compute_dtype, config.mesh.device
+            )
+            for index in range(count)
+        ]
+        pool = cls(config, started, placement)
+        try:
+            pool._wait([engine.__ray_ready__.remote() for engine in started], "launch", config.cluster.launch_timeout_s)
+        except Exception:
+            pool.shutdown()
+            raise
+        return pool
+
+    @property
+    def receivers(self) -> list[Any]:
+        """What `WorkerGroup.update_weights` sends to."""
+        return list(self._engines)
+
+    def generate(
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int]
+    ) -> tuple[int, list[Sampled]]:
+        """Samples for all prompts, split evenly over the engines; prompt-major.
+
+        Args:
+            prompts: texts or lists of chat messages.
+            seed: what the draws depend on, e.g. (run seed, step).
+
+        Returns:
+            The weight version that sampled, and the samples.
+
+        Raises:
+            StateError: an engine has no committed weights, or engines hold different versions.
+            WorkerDied, WorkerHung: an engine ended or did not answer.
+        """
+        settings = self._config.rollout
+        shares = [part.tolist() for part in np.array_split(np.arange(len(prompts)), len(self._engines))]
+        refs = []
+        for index, (engine, share) in enumerate(zip(self._engines, shares, strict=True)):
+            engine_seed = int(np.random.SeedSequence([*seed, index]).generate_state(1)[0])
+            refs.append(
+                engine.generate.remote(
+                    [prompts[i] for i in share],
+                    samples_per_prompt,
+                    settings.max_new_tokens,
+                    settings.temperature,
+                    engine_seed,
+                )
+                if share
+                else None
+            )
+        working = [(ref, share) for ref, share in zip(refs, shares, strict=True) if ref is not None]
+        answers = self._wait([ref for ref, _ in working], "generate", self._config.cluster.call_timeout_s)
+        versions = {version for version, _ in answers}
+        if len(versions) != 1:
+            raise StateError(f"engines hold different weights: versions {sorted(versions)}", hint="call update_weights")
+        samples = []
+        for (_, share), (_, sampled) in zip(working, answers, strict=True):
+            samples += [
+                Sampled(share[s.prompt], s.tokens, s.response_length, s.log_probs, s.text, s.finished) for s in sampled
+            ]
+        return versions.pop(), samples
+
+    def encode_demonstrations(self, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:
+        """(tokens, response_length) of supervised records, by the model's tokenizer."""
+        ref = self._engines[0].encode_demonstrations.remote(list(records))
+        return self._wait([ref], "encode_demonstrations", self._config.cluster.call_timeout_s)[0]
+
+    def shutdown(self) -> None:
+        """Ends the engines; idempotent."""
+        for engine in self._engines:
+            ray.kill(engine)
+        if self._engines:
+            release(self._placement)
+        self._engines = []
+
+    def _wait(self, refs: Sequence[Any], name: str, timeout_s: float) -> Any:
+        return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=False).result()

@@ -1,0 +1,106 @@
+"""One Ray actor: one process, one rank, one Trainer. It holds the environment and forwards; it computes nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import ray
+
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import SlimeError
+from slimefsdp.reports import Health
+from slimefsdp.surface import RPCS
+
+
+class TrainWorker:
+    """A rank. Calls arrive on Ray's threads, so what is per thread or needs torch is set up in `start`."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.trainer: Any = None
+
+    def free_address(self) -> tuple[str, int]:
+        """An address of this node, with a port that is free now; for rank 0."""
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as probe:
+            return host, probe.getsockname()[1]
+
+    def start(self, config: RunConfig, role: str, address: str, port: int) -> int:
+        """Joins the process group and loads the model; returns the vocabulary size."""
+        import torch
+
+        from slimefsdp.parallel.mesh import choose_device, start_process_group
+        from slimefsdp.trainer import Trainer
+
+        try:
+            device = choose_device(config.mesh.device)
+            if device.type == "cpu":
+                torch.set_num_threads(1)  # ranks share the cores; threads of their own only contend
+            start_process_group(
+                device,
+                rank=self.rank,
+                world_size=self.world_size,
+                address=address,
+                port=port,
+                timeout_s=config.cluster.call_timeout_s,
+            )
+            self.trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
+        except Exception as error:
+            self._failed(error, "start")
+            raise
+        return int(self.trainer.folder.vocab_size)
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The Trainer's method `name`; None where only rank 0's result is wanted and this is another rank."""
+        import torch
+
+        if self.trainer.mesh.device.type == "cuda":
+            torch.cuda.set_device(self.trainer.mesh.device)  # per thread
+        method = getattr(self.trainer, name)
+        try:
+            result = method(*(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args), **kwargs)
+        except Exception as error:
+            self._failed(error, name)
+            raise
+        return result if RPCS[name] == "all" or self.rank == 0 else None
+
+    def update_weights(self, receivers: list[Any], timeout_s: float) -> Any:
+        """The Trainer's `update_weights` over Ray's object store."""
+        from actors.weight_transport import ObjectStoreReceiver
+
+        targets = [ObjectStoreReceiver(receivers, timeout_s)] if self.rank == 0 else []
+        return self.call("update_weights", (targets,), {})
+
+    def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
+        """As `slimefsdp.weights.receive.Receiver`; for a reference group."""
+        self.trainer.begin(version, manifest)
+
+    def receive(self, bucket: Any) -> None:
+        """As `slimefsdp.weights.receive.Receiver`, from the object store."""
+        from actors.weight_transport import unpack_bucket
+
+        self.trainer.receive(unpack_bucket(bucket))
+
+    def commit(self, version: int) -> None:
+        """As `slimefsdp.weights.receive.Receiver`."""
+        self.trainer.commit(version)
+
+    @ray.method(concurrency_group="control")
+    def health(self) -> Health:
+        """Answers while another call is stuck in a collective: it runs in a group of threads of its own."""
+        updates = 0 if self.trainer is None else self.trainer.updates_taken
+        return Health(self.rank, os.getpid(), updates)
+
+    def _failed(self, error: Exception, phase: str) -> None:
+        """Names the place, and after an error that peers cannot know of frees them from their collective."""
+        if isinstance(error, SlimeError):
+            # raised by all ranks alike, or before any collective: the group is healthy
+            error.rank, error.phase = self.rank, phase
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,70 @@
+"""Weights through Ray's object store: one copy in, any number of receivers out, every wait with a deadline."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from actors.calls import CallFuture
+from slimefsdp.errors import SlimeError, SyncError
+from slimefsdp.weights.gather import Bucket
+from slimefsdp.weights.receive import Manifest
+
+# name, dtype, shape and bytes: numpy has no bfloat16, and plain arrays travel through the object store without a copy
+WireBucket = list[tuple[str, str, tuple[int, ...], np.ndarray]]
+
+
+class ObjectStoreReceiver:
+    """Sends to several Ray actors that have `begin`, `receive` and `commit`; on rank 0 it stands for all of them."""
+
+    def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
+        self._actors = actors
+        self._timeout_s = timeout_s
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """Announces an update to all."""
+        self._all("begin", version, manifest)
+
+    def receive(self, bucket: Bucket) -> None:
+        """Stores the bucket once and has every actor read it."""
+        self._all("receive", ray.put(pack_bucket(bucket)))
+
+    def commit(self, version: int) -> None:
+        """Ends the update on all."""
+        self._all("commit", version)
+
+    def _all(self, name: str, *args: Any) -> None:
+        refs = [getattr(actor, name).remote(*args) for actor in self._actors]
+        try:
+            CallFuture(refs, name=name, timeout_s=self._timeout_s, first_only=False).result()
+        except SyncError:
+            raise
+        except SlimeError as error:
+            raise SyncError(
+                f"weights did not arrive: receiver {error.rank} failed in {name}: {error.message}",
+                field="cluster.sync_timeout_s",
+                hint="the receivers must not sample until a later update reaches them",
+            ) from error
+
+
+def pack_bucket(bucket: Bucket) -> WireBucket:
+    """Tensors as bytes that share their memory."""
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.view(torch.uint8).numpy())
+        for name, tensor in bucket
+    ]
+
+
+def unpack_bucket(bucket: WireBucket) -> Bucket:
+    """The inverse; the tensors are read-only views, to be copied from."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # nobody writes to them
+        return [
+            (name, torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape))
+            for name, dtype, shape, data in bucket
+        ]

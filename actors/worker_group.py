@@ -1,0 +1,187 @@
+"""The driver's handle on all ranks of one role: the Trainer's methods, called everywhere at once.
+
+The list of methods is `slimefsdp.surface.RPCS`; each has a twin `NAME_async` that returns a future. The
+driver checks a batch and plans it before any rank sees it, so bad input never disturbs a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+
+from actors.calls import CallFuture
+from actors.cluster import connect
+from actors.placement import actor_options, gpus_per_rank, release, reserve
+from actors.train_worker import TrainWorker
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import SlimeError, StateError
+from slimefsdp.models.folder import read_model_folder
+from slimefsdp.phase import check_batch, plan_training
+from slimefsdp.reports import Health, SyncReport
+from slimefsdp.surface import RPCS
+
+
+class WorkerGroup:
+    """All ranks of one role. Make one with `launch`; the methods are those of `slimefsdp.Trainer`."""
+
+    if TYPE_CHECKING:  # what `_forward_trainer_methods` adds
+
+        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+
+    def __init__(self, config: RunConfig, role: str, workers: Sequence[Any], placement: Any, vocab_size: int) -> None:
+        self.config = config
+        self.role = role
+        self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
+        self._workers = list(workers)
+        self._placement = placement
+        self._vocab_size = vocab_size
+
+    @classmethod
+    def launch(cls, config: RunConfig, role: Literal["actor", "ref"] = "actor") -> WorkerGroup:
+        """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
+
+        With `reference.placement: group` and a KL coefficient, an actor group launches its reference group too.
+
+        Raises:
+            ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
+            WorkerDied, WorkerHung: a rank did not come up.
+        """
+        is_ref = role == "ref"
+        read_model_folder(
+            (config.reference.path if is_ref else None) or config.model.path,
+            field="reference.path" if is_ref and config.reference.path else "model.path",
+        )
+        connect(config)
+        ranks = (config.reference.dp or config.mesh.dp) * config.mesh.cp if is_ref else config.ranks
+        gpus = gpus_per_rank(config.mesh.device)
+        placement = reserve(ranks, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
+        try:
+            actor_class: Any = ray.remote(concurrency_groups={"control": 1})(TrainWorker)  # type: ignore[call-overload]
+            workers = [
+                actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)
+            ]
+            wait = functools.partial(_wait, timeout_s=config.cluster.launch_timeout_s, name="launch")
+            address, port = wait([workers[0].free_address.remote()])
+            vocab_size = wait([worker.start.remote(config, role, address, port) for worker in workers])
+            group = cls(config, role, workers, placement, vocab_size)
+            if not is_ref and config.needs_reference and config.reference.placement == "group":
+                group.reference_group = cls.launch(config, role="ref")
+        except Exception:
+            release(placement)
+            raise
+        return group
+
+    @property
+    def receivers(self) -> list[Any]:
+        """What `update_weights` of another group can send to."""
+        return list(self._workers)
+
+    def update_weights(self, receivers: Sequence[Any]) -> SyncReport:
+        """Streams the weights to Ray actors with `begin`, `receive` and `commit` (engines, a reference group).
+
+        Raises:
+            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s.
+        """
+        return self.update_weights_async(receivers).result()
+
+    def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
+        """As `update_weights`, returning a future."""
+        timeout_s = self.config.cluster.sync_timeout_s
+        refs = [worker.update_weights.remote(list(receivers), timeout_s) for worker in self._workers]
+        return CallFuture(refs, name="update_weights", timeout_s=self.config.cluster.call_timeout_s, first_only=True)
+
+    def update_ref(self) -> None:
+        """Makes the reference model equal to the actor: shard to shard in-process, or as a receiver of its weights."""
+        if self.reference_group is not None:
+            self.update_weights(self.reference_group.receivers)
+        else:
+            self._start("update_ref", (), {}).result()
+
+    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
+        """Each rank's answer, or why there is none; works while ranks are inside a collective."""
+        answers: list[Health | SlimeError] = []
+        for worker in self._workers:
+            try:
+                answers.append(_wait([worker.health.remote()], timeout_s=timeout_s, name="health"))
+            except SlimeError as error:
+                answers.append(error)
+        return answers
+
+    def shutdown(self) -> None:
+        """Ends all processes of the group and of its reference group; idempotent."""
+        if self.reference_group is not None:
+            self.reference_group.shutdown()
+        for worker in self._workers:
+            ray.kill(worker)
+        if self._workers:
+            release(self._placement)
+        self._workers = []
+
+    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+        if not self._workers:
+            raise StateError(f"{name}() after shutdown()", hint="launch a new group")
+        args, kwargs = self._prepared(name, args, kwargs)
+        refs = [worker.call.remote(name, args, kwargs) for worker in self._workers]
+        return CallFuture(
+            refs,
+            name=name,
+            timeout_s=self.config.cluster.call_timeout_s,
+            first_only=RPCS[name] == "first",
+        )
+
+    def _prepared(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as the ranks get them: the batch checked, completed, and put into the object store once."""
+        if "batch" in kwargs:
+            args, kwargs = (kwargs["batch"], *args), {k: v for k, v in kwargs.items() if k != "batch"}
+        if not args or not isinstance(args[0], RolloutBatch):
+            return args, kwargs
+        batch, *rest = args
+        is_sft_call = name == "forward_backward" and "sft" in (*rest, kwargs.get("loss"))
+        trains = name in ("train_step", "forward_backward") and not is_sft_call
+        check_batch(self.config, batch, self._vocab_size, training=trains)
+        if trains and self.reference_group is not None and batch.ref_log_probs is None:
+            batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
+        if name == "train_step" and not rest and "plan" not in kwargs:
+            rest = [plan_training(self.config, batch)]
+        if name == "compute_log_probs" and self.reference_group is not None and "ref" in (*rest, kwargs.get("model")):
+            raise StateError("the reference model is a group of its own", hint="call group.reference_group instead")
+        return (ray.put(batch), *rest), kwargs
+
+
+def _wait(refs: Sequence[Any], *, timeout_s: float, name: str) -> Any:
+    return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=True).result()
+
+
+def _forward_trainer_methods() -> None:
+    """Gives WorkerGroup every call of the surface, and an async twin of each."""
+
+    def synchronous(name: str) -> Callable[..., Any]:
+        def method(self: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+            return self._start(name, args, kwargs).result()
+
+        return method
+
+    def asynchronous(name: str) -> Callable[..., Any]:
+        def method(self: WorkerGroup, *args: Any, **kwargs: Any) -> CallFuture:
+            return self._start(name, args, kwargs)
+
+        return method
+
+    for name in RPCS:
+        for method_name, make in ((name, synchronous), (f"{name}_async", asynchronous)):
+            if method_name not in vars(WorkerGroup):
+                method = make(name)
+                method.__name__ = method_name
+                method.__doc__ = f"As `slimefsdp.Trainer.{name}`" + (
+                    ", returning a future." if make is asynchronous else "."
+                )
+                setattr(WorkerGroup, method_name, method)
+
+
+_forward_trainer_methods()

@@ -1,0 +1,57 @@
+"""A rollout batch as one safetensors file: a tensor for each field it has, under the field's name and in its dtype."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from slimefsdp.data.fields import DTYPES, REQUIRED, refuse, refuse_unknown
+from slimefsdp.errors import BatchError
+
+_STORED_DTYPES = {"int64": "I64", "float32": "F32", "float64": "F64", "bool": "BOOL"}  # numpy's name -> the format's
+_HINT = "pass a file written by RolloutBatch.save"
+
+
+def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write the file; whatever fails, `path` holds the old content or all of the new. Raises OSError."""
+    tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in fields.items()}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file(tensors, temporary)
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())  # before the rename, or a power cut could leave the new name on an empty file
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tensors of a file of `write_fields` by name, with exactly the dtypes that it writes.
+
+    BatchError names the file if it is missing, is no safetensors file, or holds other tensors than the fields'. Sizes
+    and values are not looked at.
+    """
+    where = os.fspath(path)
+    try:
+        with safe_open(path, framework="np") as file:
+            names = sorted(file.keys())
+            for name in names:
+                if name not in DTYPES:
+                    refuse_unknown(name, DTYPES, f"a field of RolloutBatch (in {where})")
+            for name in REQUIRED:
+                if name not in names:
+                    refuse(name, f"tensor {name} is missing (in {where})", _HINT)
+            for name in names:
+                stored, wanted = file.get_slice(name).get_dtype(), _STORED_DTYPES[DTYPES[name].name]
+                if stored != wanted:
+                    refuse(name, f"tensor {name} is {stored}; it must be {wanted} (in {where})", _HINT)
+            return {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise BatchError(f"{where} cannot be read as a safetensors file: {error}", hint=_HINT) from error

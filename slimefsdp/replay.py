@@ -1,0 +1,67 @@
+"""One recorded batch through `train_step`, without Ray.
+
+    torchrun --nproc-per-node 2 -m slimefsdp.replay CONFIG --batch FILE --export DIR
+
+Run alone it is one rank. Metrics go to stdout as one JSON object, the new weights to a Hugging Face folder. For bug
+reports, mesh comparisons and benchmarks; `slimefsdp replay` does the same through Ray workers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slimefsdp.config import load_config
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import SlimeError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that both ways of replaying share."""
+    parser.add_argument("config", type=Path, help="YAML settings")
+    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.dp=2")
+    parser.add_argument("--batch", type=Path, required=True, help="file written by RolloutBatch.save")
+    parser.add_argument("--export", type=Path, help="write the new weights here as a Hugging Face folder")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs as one rank of a torchrun launch, or as the only one."""
+    parser = argparse.ArgumentParser(prog="python -m slimefsdp.replay", description=__doc__)
+    add_arguments(parser)
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        batch = RolloutBatch.load(options.batch)
+        import torch
+        import torch.distributed as dist
+
+        from slimefsdp.parallel.mesh import choose_device, start_process_group_from_environment
+        from slimefsdp.trainer import Trainer
+
+        device = choose_device(config.mesh.device)
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        start_process_group_from_environment(device, timeout_s=config.cluster.call_timeout_s)
+        trainer = Trainer(config, device=device)
+        metrics = trainer.train_step(batch)
+        if options.export is not None:
+            trainer.export_hf(options.export)
+        if dist.get_rank() == 0:
+            print(json.dumps(metrics))
+        dist.barrier()
+        dist.destroy_process_group()
+    except SlimeError as error:
+        print(f"error [{error.code}]: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo may abort while the interpreter ends; the work is done and flushed

@@ -1,0 +1,23 @@
+"""The calls that a whole group of ranks answers, written once: each is a method of Trainer.
+
+`first`: every rank computes the same and rank 0's result is returned. `all`: a list with every rank's own result.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+RPCS: dict[str, Literal["first", "all"]] = {
+    "compute_log_probs": "first",
+    "train_step": "first",
+    "forward_backward": "first",
+    "optimizer_step": "first",
+    "sleep": "all",
+    "wake_up": "all",
+    "memory": "all",
+    "update_weights": "first",
+    "update_ref": "first",
+    "save": "first",
+    "load": "first",
+    "export_hf": "first",
+}

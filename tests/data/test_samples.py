@@ -1,0 +1,157 @@
+"""Samples and slime's dict become a batch with the same content, and one that does not fit is named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError
+from tests.data.rollouts import as_lists, sample_lists
+
+
+@given(sample_lists())
+def test_samples_come_back_as_they_went_in(samples):
+    batch = RolloutBatch.from_samples(samples)
+    assert as_lists(batch.to_samples()) == samples
+    assert RolloutBatch.from_samples(batch.to_samples()).same_as(batch)
+    assert RolloutBatch.from_samples([SimpleNamespace(**s, status="done") for s in samples]).same_as(batch)
+
+
+def test_none_counts_as_absent_and_a_mask_may_be_zeros_and_ones():
+    sample = {"tokens": [1, 2, 3], "response_length": 2, "reward": None, "loss_mask": [0, 1]}
+    batch = RolloutBatch.from_samples([sample, sample])
+    assert batch.rewards is None and batch.mask.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "words"),
+    [
+        ({"reward": None}, "rewards", ["sample 1 has no reward"]),
+        ({"loss_mask": None}, "loss_mask", ["sample 1 has no loss_mask"]),
+        ({"tokens": None}, "tokens", ["sample 1 has no tokens"]),
+        ({"response_length": None}, "response_lengths", ["sample 1 has no response_length"]),
+        ({"loss_mask": [1]}, "loss_mask", ["loss_mask of sample 1", "1 entries", "2 tokens"]),
+        ({"loss_mask": [1, 3]}, "loss_mask", ["sample 1, entry 1", "is 3", "0 or 1"]),
+        ({"tokens": [1, 2.5, 3]}, "tokens", ["tokens of sample 1", "float64"]),
+        ({"tokens": np.array([1, 2, 2**63], dtype=np.uint64)}, "tokens", ["sample 1, entry 2", str(2**63)]),
+        ({"reward": {"score": 1}}, "rewards", ["reward of sample 1", "score"]),
+        ({"reward": [1.0, 2.0]}, "rewards", ["reward of sample 1", "(1, 2)"]),
+        ({"response_length": 2.0}, "response_lengths", ["response_length of sample 1", "float64"]),
+        ({"rewards": 1.0}, "rewards", ["'rewards' is not a key of sample 1", "write 'reward'"]),
+        ({"logprobs": [0.0]}, "logprobs", ["'logprobs' is not a key of sample 1", "_log_probs'"]),
+    ],
+)
+def test_a_sample_that_does_not_fit_is_named(change, field, words):
+    good = {"tokens": [1, 2, 3], "response_length": 2, "reward": 1, "loss_mask": [1, 1]}
+    with pytest.raises(BatchError) as caught:
+        RolloutBatch.from_samples([good, {**good, **change}, {**good, **change}])
+    assert caught.value.field == field and caught.value.hint
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_samples_that_all_lack_a_needed_key_and_no_samples_at_all_are_refused():
+    with pytest.raises(BatchError, match="sample 0 has no response_length"):
+        RolloutBatch.from_samples([{"tokens": [1, 2]}, {"tokens": [1, 2]}])
+    with pytest.raises(BatchError, match="no samples"):
+        RolloutBatch.from_samples([])
+
+
+def slime_dict(**changes: Any) -> dict[str, Any]:
+    """Two prompts of two samples, as slime's RolloutManager hands them on: normalised rewards beside raw ones."""
+    return {
+        "tokens": [[1, 2, 3], [1, 2, 4, 0], [5, 6, 7], [5, 8]],
+        "response_lengths": [1, 2, 2, 1],
+        "rewards": [-0.7, 0.7, 0.7, -0.7],
+        "raw_reward": [0, 1, 1, 0],
+        "loss_masks": [[1], [1, 1], [0, 0], [1]],
+        "truncated": [0, 0, 1, 0],
+        "sample_indices": [0, 1, 2, 3],
+        "total_lengths": [3, 4, 3, 2],
+        "rollout_log_probs": [[-1.0], [-0.5, -0.25], [-2.0, 0.0], [-3.0]],
+        "prompt": ["a", "a", "b", "b"],
+        **changes,
+    }
+
+
+def test_slime_fields_are_mapped_with_raw_rewards_and_consecutive_groups():
+    batch = RolloutBatch.from_slime(
+        slime_dict(log_probs=[[-4.0], [-5.0, -6.0], [-7.0, -8.0], [-9.0]], advantages=None),
+        samples_per_group=2,
+        temperature=0.7,
+        weight_version=4,
+    )
+    expected = RolloutBatch(
+        tokens=[1, 2, 3, 1, 2, 4, 0, 5, 6, 7, 5, 8],
+        lengths=[3, 4, 3, 2],
+        response_lengths=[1, 2, 2, 1],
+        rewards=[0, 1, 1, 0],
+        group_ids=[0, 0, 1, 1],
+        loss_mask=[1, 1, 1, 0, 0, 1],
+        rollout_log_probs=[-1.0, -0.5, -0.25, -2.0, 0.0, -3.0],
+        old_log_probs=[-4.0, -5.0, -6.0, -7.0, -8.0, -9.0],
+        temperature=0.7,
+        weight_version=4,
+    )
+    assert batch.same_as(expected)
+
+
+def test_slime_rewards_are_taken_on_request_or_when_there_are_no_raw_ones():
+    normalised = np.float32([-0.7, 0.7, 0.7, -0.7])
+    assert np.array_equal(RolloutBatch.from_slime(slime_dict(), reward_key="rewards").rewards, normalised)
+    assert np.array_equal(RolloutBatch.from_slime(slime_dict(raw_reward=None)).rewards, normalised)
+
+
+def test_slime_groups_come_from_the_argument_before_the_dict_and_else_are_unknown():
+    assert RolloutBatch.from_slime(slime_dict()).group_ids is None
+    data = slime_dict(group_index=[9, 8, 9, 8])
+    assert RolloutBatch.from_slime(data).group_ids.tolist() == [9, 8, 9, 8]
+    assert RolloutBatch.from_slime(slime_dict(group_ids=[1, 2, 3, 4])).group_ids.tolist() == [1, 2, 3, 4]
+    assert RolloutBatch.from_slime(data, samples_per_group=4).group_ids.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "field", "words"),
+    [
+        ({"partition": [0, 2, 4, 6]}, {}, "partition", ["one rank's share"]),
+        ({"multimodal_train_inputs": [None, {"x": 1}, None, None]}, {}, "multimodal_train_inputs", ["not supported"]),
+        ({"loss_mask": [[1]] * 4}, {}, "loss_mask", ["'loss_mask' is not a key of slime's dict", "'loss_masks'"]),
+        (
+            {"loss_masks": [[1], [1], [0, 0], [1]]},
+            {},
+            "loss_mask",
+            ["loss_masks of sample 1 has 1 entries", "2 tokens"],
+        ),
+        ({"raw_reward": [0, 1]}, {}, "rewards", ["raw_reward has 2 entries for 4 samples"]),
+        ({"raw_reward": [0, 1, {"acc": 1}, 0]}, {}, "rewards", ["raw_reward of sample 2", "acc"]),
+        (
+            {"rollout_log_probs": [[-1.0], None, None, None]},
+            {},
+            "rollout_log_probs",
+            ["sample 1 has no rollout_log_probs"],
+        ),
+        ({"response_lengths": None}, {}, "response_lengths", ["no response_lengths"]),
+        ({"tokens": None}, {}, "tokens", ["no samples"]),
+        ({"raw_reward": 1.0}, {}, "raw_reward", ["is 1.0", "list"]),
+        ({}, {"samples_per_group": 3}, "group_ids", ["samples_per_group=3", "4 samples"]),
+        ({}, {"samples_per_group": 0}, "group_ids", ["samples_per_group=0"]),
+        ({"raw_reward": None}, {"reward_key": "raw_reward"}, "rewards", ["raw_reward"]),
+        ({}, {"reward_key": "tokens"}, "rewards", ["'tokens'"]),
+    ],
+)
+def test_a_slime_dict_that_cannot_be_honoured_is_refused(changes, arguments, field, words):
+    with pytest.raises(BatchError) as caught:
+        RolloutBatch.from_slime(slime_dict(**changes), **arguments)
+    assert caught.value.field == field and caught.value.hint
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_slime_inputs_that_are_none_on_every_sample_are_no_obstacle():
+    data = slime_dict(multimodal_train_inputs=[None] * 4)
+    assert RolloutBatch.from_slime(data).same_as(RolloutBatch.from_slime(slime_dict()))
