@@ -126,7 +126,9 @@ def _panels(series: dict[str, Series]) -> list[Panel]:
     mismatch = _positive(series.get("rollout_mismatch_max"))
     if mismatch is not None:
         unit = "largest |log-prob difference|, nats"
-        panels.append(partial(_draw_line, line=mismatch, heading="Rollout against trainer", unit=unit, is_log=True))
+        panels.append(
+            partial(_draw_line, line=mismatch, heading="Mismatch of rollout and trainer", unit=unit, is_log=True)
+        )
     phases = _phase_seconds(series)
     if phases:
         panels.append(partial(_draw_phases, phases=phases))
@@ -161,7 +163,7 @@ def _figure(panels: list[Panel], title: str, *, last_step: int) -> Figure:
         axes = figure.add_subplot(grid[row, column : column + 1 + (spare if index == 0 else 0)])
         draw(axes)
         axes.set_xlim(0, last_step + 0.5)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
         if cell + columns >= rows * columns:
             axes.set_xlabel("training step")
     return figure
@@ -233,7 +235,7 @@ def _draw_phases(axes: Axes, phases: dict[str, Series]) -> None:
     if below.max() > top:
         note = f"longest: {below.max():.3g} s at step {steps[below.argmax()]:.0f}"
         axes.text(0.98, 0.97, note, transform=axes.transAxes, ha="right", va="top", fontsize=8.5, color=_GREY)
-    _name_panel(axes, "Where the time goes", "seconds per step")
+    _name_panel(axes, "Where the time goes (named: medians)", "seconds per step")
     typical = np.median(stack, axis=1)
     places = np.cumsum(typical) - typical / 2
     _label_ends(

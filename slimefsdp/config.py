@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from slimefsdp.config_messages import config_error
+from slimefsdp.config_messages import config_error, short_text
 from slimefsdp.errors import ConfigError
-from slimefsdp.yaml_file import MAX_DEPTH, parse_yaml, read_yaml_mapping, short_text
+from slimefsdp.yaml_file import apply_override, read_yaml_mapping
 
 
 def _broken_rule(rule: str, hint: str) -> PydanticCustomError:
@@ -257,7 +257,10 @@ class RunConfig(Settings):
         kept = {"loss.reduction", "loss.constant_length", "loss.entropy_coefficient", "data.train"}
         unread = [f"{field}={short_text(self._value(field))}" for field in given if field not in kept]
         if unread:
-            raise ValueError(f"{', '.join(unread)} not read under algorithm=sft; remove, or set algorithm=grpo")
+            verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
+            raise ValueError(
+                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what}, or set algorithm=grpo"
+            )
         return self
 
     @model_validator(mode="after")
@@ -346,7 +349,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     tree = read_yaml_mapping(Path(path))
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     return config_from_dict(tree)
 
 
@@ -360,27 +363,6 @@ def config_from_dict(tree: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise config_error(error.errors(include_url=False), _known_settings()) from None
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
-    keys = name.split(".")
-    if not equals or not all(key.isidentifier() for key in keys) or len(keys) > MAX_DEPTH:
-        raise ConfigError(
-            f"override {short_text(override)} is not of the form section.name=value",
-            hint="write it like optim.lr=1e-6, without spaces or dashes before the =",
-        )
-    node = tree
-    for depth, key in enumerate(keys[:-1], start=1):
-        child = node.setdefault(key, {})
-        if not isinstance(child, dict):
-            parent = ".".join(keys[:depth])
-            raise ConfigError(
-                f"override {short_text(override)} needs the section {parent}, but {parent}={short_text(child)}",
-                hint=f"remove that value of {parent}, or correct the name",
-            )
-        node = child
-    node[keys[-1]] = parse_yaml(text, name=f"override {short_text(override)}")
 
 
 def _known_settings() -> dict[str, dict[str, bool]]:

@@ -6,12 +6,14 @@ Takes the plain dictionaries of `ValidationError.errors()`, so it needs no pydan
 from __future__ import annotations
 
 import difflib
+import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import ConfigError
-from slimefsdp.yaml_file import short_text
 
 MAX_FINDINGS = 8
 
@@ -33,7 +35,6 @@ _RULES = {
     "less_than": ("must be below {lt}", "lower it"),
     "less_than_equal": ("must be at most {le}", "lower it"),
     "model_type": ("must be a section", "write its settings on indented lines below its name, or remove it"),
-    "invalid_key": ("must have a name that is text", "name the setting"),
     "rule": ("{rule}", "{hint}"),  # config.py's own rules about one value
 }
 
@@ -46,7 +47,7 @@ def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> C
     error = ConfigError(first[1], field=first[0], hint=first[2])
     error.others = tuple(f"{message}; {hint}" for _, message, hint in others)
     if len(ordered) > MAX_FINDINGS:
-        error.others += (f"{len(ordered) - MAX_FINDINGS} more",)
+        error.others += (f"{len(ordered) - MAX_FINDINGS} more like these",)
     return error
 
 
@@ -66,6 +67,9 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
     if kind == "extra_forbidden":
         *section, name = map(str, finding["loc"])
         return field, f"{field}={value} is not a setting", _near_names(".".join(section), name, sections)
+    if kind == "invalid_key":
+        return field, f"{field} is not the name of a setting", "use text as the name"
+    context = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in context.items()}
     rule, hint = _RULES.get(kind, (finding["msg"], "correct the value"))
     return field, f"{field}={value} {rule.format(**context)}", hint.format(**context)
 
@@ -80,3 +84,34 @@ def _near_names(section: str, name: str, sections: Sections) -> str:
     if near:
         return f"did you mean {' or '.join(near[:3])}?"
     return f"use one of {', '.join(sorted(known))}" if known else "remove it"
+
+
+class _ShortText(reprlib.Repr):
+    """`reprlib` with YAML's own words where they differ from Python's; it calls `repr_<type name>`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 4, 6, 6
+        self.maxstring = self.maxother = 60
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 200:  # Python refuses to print some thousands of digits
+            return f"(an integer of about {int(value.bit_length() * math.log10(2)) + 1} digits)"
+        return repr(value)
+
+    def repr_float(self, value: float, level: int) -> str:
+        return repr(value) if math.isfinite(value) else {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
+
+    def repr_PosixPath(self, value: Path, level: int) -> str:
+        return self.repr1(str(value), level)
+
+
+def short_text(value: Any) -> str:
+    """The value on one line of bounded length, as a YAML file would say it, for error messages."""
+    return _ShortText().repr(value)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
+from slimefsdp.config_messages import short_text
 from slimefsdp.errors import ConfigError
 
 MAX_BYTES = 100_000
@@ -66,6 +66,8 @@ class _StrictLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
             if not isinstance(key, str):
                 _refuse(key_node.start_mark, f"key {short_text(key)} is not a name", "quote it or remove it")
+            if key == "<<":
+                _refuse(key_node.start_mark, "merge key <<", "write the settings out where they are used")
             if key in seen:
                 _refuse(key_node.start_mark, f"key {short_text(key)} is given twice", "keep one of them")
             seen.add(key)
@@ -198,32 +200,28 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     return value
 
 
-class _ShortText(reprlib.Repr):
-    """`reprlib` with YAML's own words where they differ from Python's; it calls `repr_<type name>`."""
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one value of the nested `tree` in place, as `section.name=value` on a command line says.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 4, 6, 6
-        self.maxstring = self.maxother = 60
-
-    def repr_NoneType(self, value: None, level: int) -> str:
-        return "null"
-
-    def repr_bool(self, value: bool, level: int) -> str:
-        return "true" if value else "false"
-
-    def repr_int(self, value: int, level: int) -> str:
-        if value.bit_length() > 200:  # Python refuses to print some thousands of digits
-            return f"(an integer of about {int(value.bit_length() * math.log10(2)) + 1} digits)"
-        return repr(value)
-
-    def repr_float(self, value: float, level: int) -> str:
-        return repr(value) if math.isfinite(value) else {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
-
-    def repr_PosixPath(self, value: Path, level: int) -> str:
-        return self.repr1(str(value), level)
-
-
-def short_text(value: Any) -> str:
-    """The value on one line of bounded length, as a YAML file would say it, for error messages."""
-    return _ShortText().repr(value)
+    Raises:
+        ConfigError: another form, a value that is not YAML, or a value where the name needs a section.
+    """
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or not all(key.isidentifier() for key in keys) or len(keys) > MAX_DEPTH:
+        raise ConfigError(
+            f"override {short_text(override)} is not of the form section.name=value",
+            hint="write it like optim.lr=1e-6, without spaces or dashes before the =",
+        )
+    node = tree
+    for depth, key in enumerate(keys[:-1], start=1):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            section = ".".join(keys[:depth])
+            raise ConfigError(
+                f"{name}={short_text(text)} needs the section {section}, but {section}={short_text(child)}",
+                field=name,
+                hint=f"remove that value of {section}, or correct the name",
+            )
+        node = child
+    node[keys[-1]] = parse_yaml(text, name=f"override {short_text(override)}")

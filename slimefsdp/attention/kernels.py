@@ -6,7 +6,7 @@ than recomputing them, which is what lets several calls over different keys be m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,15 @@ def varlen_forward(
         q: [q_tokens, heads, head_dim].
         k, v: [k_tokens, kv_heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
         call: the segments.
-        causal: query i of a segment sees keys 0..i.
+        causal: query i of a segment sees keys 0..i; its query and key segments must then be equally long, since CPU
+            and CUDA kernels align unequal ones at different ends.
         scale: factor on the scores.
-        window: with causal, a query sees only the `window` newest keys, itself included, as in Hugging Face.
+        window: for causal calls alone: a query sees only the `window` newest keys, itself included, as in Hugging Face.
 
     Returns:
         out [q_tokens, heads, head_dim] in q's dtype, and what the backward needs.
     """
+    _check(call, causal, window)
     if q.device.type == "cuda":
         out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal, False,
@@ -58,7 +60,7 @@ def varlen_forward(
         return out, Saved(lse, rng_state, unused)
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
-    for qs, ks, mask in _segments(call, window if causal else None, q.dtype):
+    for qs, ks, mask in _segments(call, window, q.dtype):
         segment_out, segment_lse = _cpu_forward(
             _heads_first(q[qs]), _heads_first(k[ks]), _heads_first(v[ks]),
             0.0, causal and mask is None, attn_mask=mask, scale=scale,
@@ -82,6 +84,7 @@ def varlen_backward(
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v, in their shapes and dtypes, for the `out` and log-sum-exp given."""
+    _check(call, causal, window)
     if q.device.type == "cuda":
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out, q, k, v, out, saved.lse, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal,
@@ -93,7 +96,7 @@ def varlen_backward(
     # windows make neighbouring query blocks share keys, so those gradients add up
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     group = q.shape[1] // k.shape[1]
-    for qs, ks, mask in _segments(call, window if causal else None, q.dtype):
+    for qs, ks, mask in _segments(call, window, q.dtype):
         # the CPU backward returns one gradient per query head, so it is given one key head per query head
         gq, gk, gv = _cpu_backward(
             _heads_first(grad_out[qs]), _heads_first(q[qs]),
@@ -139,6 +142,11 @@ class PackedAttention(torch.autograd.Function):
 packed_attention: Callable[..., torch.Tensor] = PackedAttention.apply
 
 
+def _check(call: CallPlan, causal: bool, window: int | None) -> None:
+    assert not causal or call.cu_q == call.cu_k, "a causal call over keys of other lengths"
+    assert causal or window is None, "a window in a call that is not causal"
+
+
 def _left(window: int | None) -> int | None:
     return None if window is None else window - 1  # the kernel counts keys to the left of the query itself
 
@@ -156,15 +164,16 @@ def _sum_groups(grad: torch.Tensor, group: int) -> torch.Tensor:
     return grad.reshape(heads // group, group, tokens, head_dim).sum(1).transpose(0, 1)
 
 
-def _segments(call: CallPlan, window: int | None, dtype: torch.dtype) -> list[tuple[slice, slice, torch.Tensor | None]]:
+def _segments(
+    call: CallPlan, window: int | None, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
     """The (queries, keys, additive mask) of each kernel call; a long windowed segment is cut into bands.
 
-    A band's mask is [block, block + window] instead of [length, length], so memory stays linear in the length.
+    A band's mask is [block, block + window] instead of [length, length], and there is one at a time.
     """
-    pieces: list[tuple[slice, slice, torch.Tensor | None]] = []
     for q0, q1, k0, k1 in zip(call.cu_q[:-1], call.cu_q[1:], call.cu_k[:-1], call.cu_k[1:], strict=True):
         if window is None or q1 - q0 <= window:
-            pieces.append((slice(q0, q1), slice(k0, k1), None))
+            yield slice(q0, q1), slice(k0, k1), None
             continue
         block = max(window, 64)
         for start in range(q0, q1, block):
@@ -173,5 +182,4 @@ def _segments(call: CallPlan, window: int | None, dtype: torch.dtype) -> list[tu
             distance = torch.arange(start, end)[:, None] - torch.arange(first_key, end)[None, :]
             mask = torch.zeros(distance.shape, dtype=dtype)
             mask[(distance < 0) | (distance >= window)] = float("-inf")
-            pieces.append((slice(start, end), slice(first_key - q0 + k0, end - q0 + k0), mask))
-    return pieces
+            yield slice(start, end), slice(first_key - q0 + k0, end - q0 + k0), mask

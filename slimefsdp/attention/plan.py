@@ -17,13 +17,22 @@ from slimefsdp.data.layout import Piece
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """One variable-length attention call: query segment i sees key segment i."""
+    """One variable-length attention call: query segment i sees key segment i.
 
-    cu_q: tuple[int, ...]  # [segments + 1] offsets; no segment is empty
+    No segment is empty: the CPU kernel divides by its length, which would end the process. Every kernel call takes its
+    segments from here, so this is the one place that checks it.
+    """
+
+    cu_q: tuple[int, ...]  # [segments + 1] offsets
     cu_k: tuple[int, ...]
     # the same offsets as int32 tensors where the kernel wants them on the device; made once, not once a layer
     device_cu_q: torch.Tensor | None
     device_cu_k: torch.Tensor | None
+
+    def __post_init__(self) -> None:
+        assert len(self.cu_q) == len(self.cu_k), f"{len(self.cu_q)} query offsets, {len(self.cu_k)} key offsets"
+        for offsets in (self.cu_q, self.cu_k):
+            assert offsets[0] == 0 and all(a < b for a, b in pairwise(offsets)), f"empty segment in {offsets}"
 
     @property
     def max_q(self) -> int:

@@ -62,6 +62,7 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    is_causal: bool | None = None,
     attention_plan: AttentionPlan | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -75,12 +76,14 @@ def _attention(
     for name, what in _UNSUPPORTED.items():
         if others.get(name) is not None:
             raise ModelError(f"{type(module).__name__} uses {what}, which the kernels lack", field="model.path")
-    if dropout != 0.0 or not getattr(module, "is_causal", True):
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal  # as transformers' own functions do
+    if dropout != 0.0 or not causal:
         raise ModelError(
-            f"{type(module).__name__} asks for dropout={dropout}, causal={getattr(module, 'is_causal', True)}",
+            f"{type(module).__name__} asks for dropout={dropout}, causal={causal}",
             field="model.path",
             hint="only causal attention without dropout can be packed exactly",
         )
+    assert query.shape[0] == 1, "a pack is one row"
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [tokens, heads, head_dim]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return packed_attention(q, k, v, attention_plan.own, scale, sliding_window).unsqueeze(0), None

@@ -1,6 +1,6 @@
 """What a checkpoint says about its own files: a seal beside each one as it is written, then one manifest of them all.
 
-Every writer hashes and fsyncs its own files (`seal_file`) and leaves the digest in `<file>.sha256`; `seal_folder`
+Every writer hashes and fsyncs its own files (`seal_file`) and leaves the digest in `<file>.sha256`; `write_manifest`
 collects the digests in manifest.json, so that no process rereads what another wrote. The manifest also carries its own
 digest. Nothing that is read here is trusted: names, sizes and types are checked before they are used.
 """
@@ -79,12 +79,12 @@ def read_json(path: Path) -> tuple[Any, bytes]:
     with io_reported(path, "load"):
         # lstat: a link could lead out of the folder, a pipe would block
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > MAX_JSON_BYTES:
-            raise _bad(path, f"is not a plain file of at most {MAX_JSON_BYTES} bytes")
+            raise damaged(path, f"is not a plain file of at most {MAX_JSON_BYTES} bytes")
         raw = path.read_bytes()
     try:
         return json.loads(raw), raw
     except (ValueError, RecursionError) as error:
-        raise _bad(path, f"is not JSON ({error})") from error
+        raise damaged(path, f"is not JSON ({error})") from error
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -96,11 +96,76 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def seal_file(path: Path) -> None:
-    """Wait until the disk has this finished file, and leave its digest and size beside it for `commit`."""
+    """Wait until the disk has this finished file, and leave its digest and size beside it for `write_manifest`."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     write_synced(path.with_name(path.name + _SIDECAR), f"{digest} {path.stat().st_size}\n".encode())
+
+
+def write_manifest(folder: Path, step: int, info: dict[str, Any]) -> None:
+    """Make the folder's sealed files, and nothing else, its content. `info` is plain JSON.
+
+    CheckpointError if a file was not sealed or changed size since, or if `info` would not come back equal; OSError.
+    """
+    json_bytes(info, "info")
+    write_synced(folder / MANIFEST, _render(Manifest(step, info, _collect_digests(folder))))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a committed folder; its files are not looked at (`check_files`).
+
+    CheckpointError if it cannot be parsed, was altered, is of a newer schema, or lists what is no plain file name.
+    """
+    path = folder / MANIFEST
+    document, raw = read_json(path)
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if type(version) is int and version > SCHEMA_VERSION:
+        raise damaged(path, f"has schema version {version}, this program knows up to {SCHEMA_VERSION}")
+    try:
+        files = tuple(FileRecord(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in document["files"])
+        manifest = Manifest(document["step"], document["info"], files)
+        is_as_written = _render(manifest) == raw and type(manifest.step) is int and isinstance(manifest.info, dict)
+    except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+        raise damaged(path, f"is not a manifest ({error!r})") from error
+    if not is_as_written:
+        raise damaged(path, "was altered after it was written")
+    for record in files:
+        if not _PLAIN_NAME.fullmatch(record.name) or record.name == MANIFEST or not _SHA256.fullmatch(record.sha256):
+            raise damaged(path, f"lists {record.name!r}, which is no plain file name with a sha256")
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Reread every byte and compare with the manifest.
+
+    CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256. OSError.
+    """
+    present = {path.name for path in folder.iterdir()} - {MANIFEST}
+    if odd := sorted(present ^ {record.name for record in manifest.files}):
+        raise damaged(folder / odd[0], "is not in the manifest" if odd[0] in present else "is missing")
+    for record in manifest.files:
+        found = (folder / record.name).lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise damaged(folder / record.name, "is not a plain file")
+        if found.st_size != record.bytes:
+            raise damaged(folder / record.name, f"has {found.st_size} bytes, not {record.bytes}")
+    # hashing lets go of the interpreter lock, so threads use the idle cores
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(_sha256_of, (folder / record.name for record in manifest.files)))
+    for record, digest in zip(manifest.files, digests, strict=True):
+        if digest != record.sha256:
+            raise damaged(folder / record.name, "does not have the sha256 it was saved with")
+
+
+def damaged(path: Path, problem: str) -> CheckpointError:
+    """The error that a file of the store is not what was saved."""
+    return CheckpointError(
+        f"{path} {problem}",
+        field=path.name,
+        hint="load another checkpoint, or restore this one from a copy",
+        phase="load",
+    )
 
 
 def _collect_digests(folder: Path) -> tuple[FileRecord, ...]:
@@ -135,35 +200,6 @@ def _render(manifest: Manifest) -> bytes:
     return json_bytes(document | {"sha256": digest}, MANIFEST)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    path = folder / MANIFEST
-    document, raw = read_json(path)
-    version = document.get("schema_version") if isinstance(document, dict) else None
-    if type(version) is int and version > SCHEMA_VERSION:
-        raise _bad(path, f"has schema version {version}, this program knows up to {SCHEMA_VERSION}")
-    try:
-        files = tuple(FileRecord(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in document["files"])
-        manifest = Manifest(document["step"], document["info"], files)
-        is_as_written = _render(manifest) == raw and type(manifest.step) is int and isinstance(manifest.info, dict)
-    except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
-        raise _bad(path, f"is not a manifest ({error!r})") from error
-    if not is_as_written:
-        raise _bad(path, "was altered after it was written")
-    for record in files:
-        if not _PLAIN_NAME.fullmatch(record.name) or record.name == MANIFEST or not _SHA256.fullmatch(record.sha256):
-            raise _bad(path, f"lists {record.name!r}, which is no plain file name with a sha256")
-    return manifest
-
-
 def _sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _bad(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} {problem}",
-        field=path.name,
-        hint="load another checkpoint, or restore this one from a copy",
-        phase="load",
-    )

@@ -8,7 +8,7 @@ overlap them. Nothing here proves that the bytes are the saved ones: `Checkpoint
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from slimefsdp.checkpoint.atomic import CheckpointStore, io_reported, json_bytes, read_json, seal_file, write_synced
+from slimefsdp.checkpoint.manifest import io_reported, json_bytes, read_json, seal_file, write_synced
 from slimefsdp.errors import CheckpointError
 
 _DTYPES = {
@@ -69,43 +69,6 @@ class _Copy:
     start: int
     stop: int
     file_start: int
-
-
-def save_sharded(
-    store: CheckpointStore,
-    step: int,
-    tensors: Mapping[str, ShardedTensor],
-    state: dict[str, Any],
-    info: dict[str, Any],
-    *,
-    rank: int,
-    world_size: int,
-    barrier: Callable[[], None],
-) -> None:
-    """Every rank calls this together; on return the checkpoint of `step` is committed and `latest` names it.
-
-    Args:
-        state: JSON of this rank alone, e.g. its RNG. `info`: JSON of the run, the same on every rank; rank 0's is kept.
-        barrier: returns once every rank called it, and raises on all if one of them failed or stays away.
-
-    Raises CheckpointError; the checkpoint is then not committed, and the earlier ones stand.
-    """
-    if rank == 0:
-        store.begin(step)
-    barrier()
-    folder = store.temporary_path(step)
-    write_shard(folder, rank, tensors, state)
-    barrier()
-    if rank == 0:
-        if (found := writing_ranks(folder)) != world_size:
-            raise CheckpointError(
-                f"{folder} received the files of {found} ranks out of {world_size}",
-                field="checkpoint.root",
-                hint="put it on a file system that all nodes share",
-                phase="save",
-            )
-        store.commit(step, info)
-    barrier()
 
 
 def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], state: dict[str, Any]) -> None:

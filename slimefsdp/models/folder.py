@@ -6,14 +6,20 @@ fraction of a second. Nothing in a folder is trusted: every length, offset and f
 
 from __future__ import annotations
 
-import json
-import math
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from slimefsdp.errors import ModelError
+from slimefsdp.models.safetensors_header import (
+    COPY_AGAIN,
+    MAX_HEADER_BYTES,
+    TensorEntry,
+    parse_json_object,
+    read_header,
+    refuse_lfs_pointer,
+    short,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,36 +34,7 @@ EXTRA_FILES = (
     "tokenizer.model",
     "added_tokens.json",
 )
-# bits, not bytes: the format has types below one byte (https://github.com/huggingface/safetensors, Dtype::bitsize)
-DTYPE_BITS = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 8),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
-}
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_LFS_MARK = b"version https://git-lfs"
-_COPY_AGAIN = "copy or download the file again"
-_abbreviation = reprlib.Repr()  # a hostile header can hold megabytes in one value
-_abbreviation.maxstring = 200
-_short = _abbreviation.repr
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """Where one tensor lies: `nbytes` bytes at the absolute `offset` of `file`, row-major, little-endian.
-
-    `dtype` is the format's own name, e.g. "BF16".
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +98,17 @@ def _read(path: str | Path) -> ModelFolder:
     index = _read_index(folder / INDEX_FILE)
     tensors: dict[str, TensorEntry] = {}
     for file in _weight_files(folder, index):
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name in tensors:
                 raise ModelError(
-                    f"tensor {_short(name)} is in two files, {tensors[name].file} and {file}",
+                    f"tensor {short(name)} is in two files, {tensors[name].file} and {file}",
                     hint="keep the files of one checkpoint only",
                 )
             tensors[name] = entry
     for name, file_name in (index or {}).items():
         if name not in tensors or tensors[name].file != folder / file_name:
             raise ModelError(
-                f"{folder / INDEX_FILE} places tensor {_short(name)} in {file_name!r}, which does not hold it",
+                f"{folder / INDEX_FILE} places tensor {short(name)} in {file_name!r}, which does not hold it",
                 hint="download the index and its files again, from one revision",
             )
     extra_files = tuple(folder / name for name in EXTRA_FILES if (folder / name).is_file())
@@ -144,7 +121,7 @@ def _read_config(file: Path) -> dict[str, Any]:
             f"{file.parent} has no config.json",
             hint="give the folder that `save_pretrained` or `hf download` wrote, not its parent",
         )
-    config = _parse_json_object(file, _read_small(file))
+    config = _read_json(file)
     expected: tuple[tuple[str, type, bool], ...] = (
         ("model_type", str, True),
         ("vocab_size", int, False),
@@ -155,7 +132,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         # type(), not isinstance: True is no vocabulary size
         if type(value) is not kind and (is_required or value is not None):
             raise ModelError(
-                f"{file} has {key} = {_short(value)}, where {kind.__name__} is needed",
+                f"{file} has {key} = {short(value)}, where {kind.__name__} is needed",
                 hint="restore the model's own config.json",
             )
     return config
@@ -165,20 +142,20 @@ def _read_index(file: Path) -> dict[str, str] | None:
     """Tensor name -> file name as the index says, every name checked to stay in the folder; None without an index."""
     if not file.is_file():
         return None
-    weight_map = _parse_json_object(file, _read_small(file)).get("weight_map")
+    weight_map = _read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{file} has no weight_map, or an empty one", hint=_COPY_AGAIN)
+        raise ModelError(f"{file} has no weight_map, or an empty one", hint=COPY_AGAIN)
     for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors"):
             raise ModelError(
-                f"{file} places tensor {_short(name)} in {_short(file_name)}, which is no .safetensors file",
+                f"{file} places tensor {short(name)} in {short(file_name)}, which is no .safetensors file",
                 hint="give a safetensors checkpoint",
             )
         # by name only: Hugging Face caches hold legitimate links to ../../blobs
         parts = PurePosixPath(file_name.replace("\\", "/")).parts
         if ".." in parts or file_name.startswith(("/", "\\")) or PureWindowsPath(file_name).drive:
             raise ModelError(
-                f"{file} places tensor {_short(name)} in {_short(file_name)}, outside the folder",
+                f"{file} places tensor {short(name)} in {short(file_name)}, outside the folder",
                 hint="do not use this folder unless you wrote it: a sound index names files beside it",
             )
     return weight_map
@@ -214,91 +191,9 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
-    """The tensors of one safetensors file: 8 bytes little-endian length, that much JSON, tensor bytes without gaps."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        _refuse_lfs_pointer(file, stream.read(len(_LFS_MARK)))
-        if size < 8:
-            raise ModelError(f"{file} has {size} bytes, fewer than a safetensors header", hint=_COPY_AGAIN)
-        stream.seek(0)
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(
-                f"{file} claims a header of {header_bytes} bytes; it has {size}, and the limit is {_MAX_HEADER_BYTES}",
-                hint=f"{_COPY_AGAIN}, or check that it is safetensors",
-            )
-        header = _parse_json_object(file, stream.read(header_bytes))
-    header.pop("__metadata__", None)
-    end = 8 + header_bytes
-    entries = {name: _checked_entry(file, name, info, end) for name, info in header.items()}
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
-        if entry.offset != end:
-            fault = "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
-            raise ModelError(
-                f"{file}: tensor {_short(name)} starts at byte {entry.offset} instead of {end}: it {fault}",
-                hint=_COPY_AGAIN,
-            )
-        end += entry.nbytes
-    if end != size:
-        raise ModelError(f"{file} has {size} bytes, but its tensors end at byte {end}", hint=_COPY_AGAIN)
-    return entries
-
-
-def _checked_entry(file: Path, name: str, info: Any, data_start: int) -> TensorEntry:
-    def refused(reason: str) -> ModelError:
-        return ModelError(f"{file}: tensor {_short(name)} {reason}", hint=_COPY_AGAIN)
-
-    if not isinstance(info, dict):
-        raise refused(f"is described by {_short(info)} instead of an object")
-    dtype: Any = info.get("dtype")
-    shape: Any = info.get("shape")
-    offsets: Any = info.get("data_offsets")
-    bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
-    if bits is None:
-        raise refused(f"has dtype {_short(dtype)}, none of {', '.join(sorted(DTYPE_BITS))}")
-    if not _are_sizes(shape):
-        raise refused(f"has shape {_short(shape)} instead of whole numbers >= 0")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refused(f"has data_offsets {_short(offsets)} instead of [begin, end]")
-    nbytes = offsets[1] - offsets[0]
-    if math.prod(shape) * bits != nbytes * 8:
-        raise refused(f"of shape {_short(shape)} and dtype {dtype} does not fill the {nbytes} bytes it is given")
-    return TensorEntry(file, dtype, tuple(shape), data_start + offsets[0], nbytes)
-
-
-def _are_sizes(values: Any) -> bool:
-    # the bounds keep products and messages short; no array library takes more than 64 dims
-    return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
-
-
-def _read_small(file: Path) -> bytes:
-    if file.stat().st_size > _MAX_HEADER_BYTES:
-        raise ModelError(f"{file} has more than {_MAX_HEADER_BYTES} bytes", hint=_COPY_AGAIN)
+def _read_json(file: Path) -> dict[str, Any]:
+    if file.stat().st_size > MAX_HEADER_BYTES:
+        raise ModelError(f"{file} has more than {MAX_HEADER_BYTES} bytes", hint=COPY_AGAIN)
     raw = file.read_bytes()
-    _refuse_lfs_pointer(file, raw)
-    return raw
-
-
-def _refuse_lfs_pointer(file: Path, start: bytes) -> None:
-    if start.startswith(_LFS_MARK):
-        raise ModelError(f"{file} is a Git LFS pointer, not the file itself", hint="run `git lfs pull` in the folder")
-
-
-def _parse_json_object(file: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_dict_without_duplicates)
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested without end
-        raise ModelError(f"{file} does not hold valid JSON: {error}", hint=_COPY_AGAIN) from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{file} holds a JSON {type(parsed).__name__} instead of an object", hint=_COPY_AGAIN)
-    return parsed
-
-
-def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {_short(key)} occurs twice")
-        result[key] = value
-    return result
+    refuse_lfs_pointer(file, raw)
+    return parse_json_object(file, raw)

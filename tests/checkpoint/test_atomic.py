@@ -1,17 +1,16 @@
-"""The commit protocol: a checkpoint is whole or absent, and any altered byte is noticed."""
+"""The commit protocol: a checkpoint is whole or absent, and the newest whole one is found."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint.atomic import LATEST, MANIFEST, MAX_JSON_BYTES, CheckpointStore, FileRecord, seal_file
+from slimefsdp.checkpoint.atomic import LATEST, CheckpointStore
+from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, seal_file
 from slimefsdp.errors import CheckpointError
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
@@ -31,14 +30,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def rewrite_manifest(folder: Path, **changes: Any) -> None:
-    """What an attacker who knows the format would write: the digest inside the manifest is right."""
-    document = json.loads((folder / MANIFEST).read_text()) | changes
-    document.pop("sha256")
-    digest = hashlib.sha256((json.dumps(document, indent=1) + "\n").encode()).hexdigest()
-    (folder / MANIFEST).write_text(json.dumps(document | {"sha256": digest}, indent=1) + "\n")
 
 
 def test_a_committed_folder_holds_the_written_files_and_a_manifest_that_describes_them(tmp_path):
@@ -63,105 +54,6 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     folder = save(store, 3, {"other": b"new"}, {"try": 2})
     assert contents(folder) == {"other": b"new"} and store.verify(folder).info == {"try": 2}
     assert names(tmp_path) == [LATEST, "step_00000003"]
-
-
-def test_twenty_flipped_bits_are_each_found_and_the_file_is_named(tmp_path):
-    store = CheckpointStore(tmp_path)
-    folder = save(store, 1, info={"seed": 123456789})
-    rng = random.Random(0)
-    targets = [folder / "a.bin"] * 8 + [folder / "b.json"] * 4 + [folder / MANIFEST] * 8
-    for path in targets:
-        whole = path.read_bytes()
-        bit = rng.randrange(len(whole) * 8)
-        altered = bytearray(whole)
-        altered[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(altered)
-        with pytest.raises(CheckpointError) as caught:
-            store.verify(folder)
-        assert caught.value.field == path.name and str(path) in caught.value.message
-        path.write_bytes(whole)
-    store.verify(folder)
-
-
-@pytest.mark.parametrize("name", ["a.bin", "b.json", MANIFEST])
-def test_a_truncated_or_missing_file_is_named(tmp_path, name):
-    store = CheckpointStore(tmp_path)
-    path = save(store, 1) / name
-    for keep in (path.stat().st_size - 1, 1, 0):
-        os.truncate(path, keep)
-        with pytest.raises(CheckpointError) as caught:
-            store.verify(path.parent)
-        assert caught.value.field == name
-        assert name == MANIFEST or f"has {keep} bytes, not {len(FILES[name])}" in caught.value.message
-    path.unlink()
-    with pytest.raises(CheckpointError, match=name):
-        store.verify(path.parent)
-
-
-def test_a_surplus_file_or_folder_and_a_link_are_refused(tmp_path):
-    store = CheckpointStore(tmp_path / "run")
-    folder = save(store, 1)
-    (folder / "extra").mkdir()
-    with pytest.raises(CheckpointError, match="extra is not in the manifest"):
-        store.verify(folder)
-    (folder / "extra").rmdir()
-    (tmp_path / "outside").write_bytes(FILES["a.bin"])
-    (folder / "a.bin").unlink()
-    (folder / "a.bin").symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointError, match=r"a\.bin is not a plain file"):
-        store.verify(folder)
-
-
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b", ".hidden", "", MANIFEST])
-def test_a_manifest_that_leads_out_of_its_folder_is_refused_even_when_its_digest_is_right(tmp_path, name):
-    store = CheckpointStore(tmp_path / "run")
-    folder = save(store, 1)
-    (tmp_path / "run" / "outside").write_bytes(b"x")
-    record = {"name": name, "bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
-    rewrite_manifest(folder, files=[record])
-    with pytest.raises(CheckpointError, match="no plain file name"):
-        store.verify(folder)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [b"", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 200_000, b'{"schema_version": 1}', b'{"schema_version": "1"}'],
-)
-def test_a_manifest_that_is_not_one_is_refused(tmp_path, raw):
-    store = CheckpointStore(tmp_path)
-    folder = save(store, 1)
-    (folder / MANIFEST).write_bytes(raw)
-    with pytest.raises(CheckpointError) as caught:
-        store.verify(folder)
-    assert caught.value.field == MANIFEST
-
-
-@pytest.mark.parametrize("changes", [{"step": "1"}, {"step": True}, {"info": [1]}, {"files": {"a": 1}}, {"more": 1}])
-def test_a_manifest_of_the_wrong_types_is_refused_even_when_its_digest_is_right(tmp_path, changes):
-    store = CheckpointStore(tmp_path)
-    folder = save(store, 1)
-    rewrite_manifest(folder)
-    store.verify(folder)  # the rewriting itself is faithful
-    rewrite_manifest(folder, **changes)
-    with pytest.raises(CheckpointError) as caught:
-        store.verify(folder)
-    assert caught.value.field == MANIFEST
-
-
-def test_a_huge_manifest_is_refused_without_being_read(tmp_path):
-    store = CheckpointStore(tmp_path)
-    folder = save(store, 1)
-    os.truncate(folder / MANIFEST, MAX_JSON_BYTES + 1)
-    with pytest.raises(CheckpointError, match="at most"):
-        store.verify(folder)
-
-
-def test_a_newer_schema_is_refused_by_its_number(tmp_path):
-    store = CheckpointStore(tmp_path)
-    folder = save(store, 1)
-    rewrite_manifest(folder, schema_version=2)
-    with pytest.raises(CheckpointError, match="schema version 2"):
-        store.verify(folder)
 
 
 def test_a_folder_under_another_steps_name_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ from slimefsdp.checkpoint.sharded import (
     ShardedTensor,
     read_rank_state,
     read_shard,
-    save_sharded,
     write_shard,
     writing_ranks,
 )
@@ -265,45 +264,23 @@ def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path):
             write_shard(folder, 0, {"w": filled()}, {})
 
 
-def test_ranks_that_save_together_commit_one_verified_checkpoint(tmp_path):
+def test_ranks_that_write_at_the_same_time_make_one_verified_checkpoint(tmp_path):
     store, world_size = CheckpointStore(tmp_path), 3
     full = {"w": random_bits((7, 2), torch.bfloat16, 3), "step": torch.tensor(4.0)}
-    barrier = threading.Barrier(world_size)
-    returned_committed = []
+    folder = store.begin(8)
 
-    def save(rank: int) -> None:
-        shares = {name: share(t, rank, world_size) for name, t in full.items()}
-        save_sharded(
-            store,
-            8,
-            shares,
-            {"rank": rank},
-            {"version": 1},
-            rank=rank,
-            world_size=world_size,
-            barrier=lambda: barrier.wait(30) and None,
-        )
-        returned_committed.append(store.steps() == [8])
+    def write(rank: int) -> None:
+        write_shard(folder, rank, {name: share(t, rank, world_size) for name, t in full.items()}, {"rank": rank})
 
-    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert returned_committed == [True] * world_size
+    with ThreadPoolExecutor(world_size) as pool:
+        list(pool.map(write, range(world_size)))
+    store.commit(8, {"version": 1})
     step, folder, skipped = store.newest_verified()
     assert (step, skipped) == (8, []) and store.verify(folder).info == {"version": 1}
     assert {path.name for path in folder.iterdir()} == {"manifest.json"} | {
         f"rank_{rank:05d}.{kind}" for rank in range(world_size) for kind in ("json", "safetensors")
     }
     read_all(folder, full, 2)
-
-
-def test_a_save_that_misses_a_ranks_files_is_not_committed(tmp_path):
-    store = CheckpointStore(tmp_path)
-    with pytest.raises(CheckpointError, match="files of 1 ranks out of 2"):
-        save_sharded(store, 1, {"w": filled()}, {}, {}, rank=0, world_size=2, barrier=lambda: None)
-    assert store.steps() == []
 
 
 def test_nothing_on_disk_is_a_pickle(tmp_path):

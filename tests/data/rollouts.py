@@ -7,17 +7,24 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from slimefsdp.data.fields import LOG_PROBS, PER_RESPONSE_TOKEN
+from slimefsdp.data.fields import PER_RESPONSE_TOKEN
 from slimefsdp.data.rollout import RolloutBatch
 
+LOG_PROB_KEYS = {"rollout_log_probs", "old_log_probs", "ref_log_probs"}
 FLOAT32 = st.floats(-(2.0**100), 2.0**100, width=32)
 INT64 = st.integers(-(2**63), 2**63 - 1)
+VALUES = {
+    **dict.fromkeys(["reward", *PER_RESPONSE_TOKEN], FLOAT32),
+    **dict.fromkeys(LOG_PROB_KEYS, st.floats(-1024, 0, width=32)),
+    "group_id": INT64,
+    "loss_mask": st.booleans(),
+}
 
 
 @st.composite
 def sample_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
     """One to five samples as plain Python lists, with any of the optional keys."""
-    keys = draw(st.sets(st.sampled_from(["reward", "group_id", *PER_RESPONSE_TOKEN])))
+    keys = draw(st.sets(st.sampled_from(list(VALUES))))
     samples = []
     for _ in range(draw(st.integers(1, 5))):
         length = draw(st.integers(2, 9))
@@ -25,19 +32,8 @@ def sample_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
         sample = {"tokens": draw(st.lists(st.integers(0, 2**63 - 1), min_size=length, max_size=length))}
         sample["response_length"] = response
         for key in keys:
-            if key == "reward":
-                sample[key] = draw(FLOAT32)
-            elif key == "group_id":
-                sample[key] = draw(INT64)
-            else:
-                values = (
-                    st.booleans()
-                    if key == "loss_mask"
-                    else st.floats(-1024, 0, width=32)
-                    if key in LOG_PROBS
-                    else FLOAT32
-                )
-                sample[key] = draw(st.lists(values, min_size=response, max_size=response))
+            has_one = key in ("reward", "group_id")
+            sample[key] = draw(VALUES[key] if has_one else st.lists(VALUES[key], min_size=response, max_size=response))
         samples.append(sample)
     if "loss_mask" in keys:
         samples[0]["loss_mask"][0] = True
@@ -65,4 +61,5 @@ def with_entry(array: Any, index: int, value: Any) -> Any:
 
 
 def as_lists(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples with lists for arrays, so that `==` compares them."""
     return [{k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in sample.items()} for sample in samples]

@@ -1,0 +1,107 @@
+"""Print the reference of all settings as Markdown, made from the settings tree itself.
+
+    python scripts/settings_reference.py            # to the terminal
+    python scripts/settings_reference.py --write    # to docs/settings.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from slimefsdp.config import RunConfig
+
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
+
+INTRODUCTION = """\
+# Settings
+
+<!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config.py, not this file -->
+
+A run is one YAML file; any value can be set on the command line too, as `section.name=value`. Settings without a default
+must be given. Unknown names, wrong types and combinations that make no sense are refused before anything starts."""
+
+_NAMES = {int: "integer", float: "number", str: "text", bool: "`true` \\| `false`", Path: "path", type(None): "`null`"}
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def settings_reference() -> str:
+    """The whole document: a section for the top level, then one for each settings class, with a table each."""
+    sections = {
+        name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)
+    }
+    parts = [INTRODUCTION, _section("Top level", RunConfig, skip=sections)]
+    parts += [_section(f"`{name}`", model) for name, model in sections.items() if model is not None]
+    return "\n\n".join(parts) + "\n"
+
+
+def type_text(annotation: Any, constraints: list[Any]) -> str:
+    """A type and its bounds as a reader of YAML would say them, safe inside a Markdown table.
+
+    Args:
+        annotation: what pydantic keeps of a field's annotation, or a part of it.
+        constraints: objects with some of the attributes gt, ge, lt, le (pydantic's field metadata).
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner, *more = arguments
+        nested = [item for one in more for item in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        return type_text(inner, [*constraints, *nested])
+    if origin in (Union, types.UnionType):
+        return " \\| ".join(type_text(argument, constraints) for argument in arguments)
+    if origin is Literal:
+        return " \\| ".join(f"`{value}`" for value in arguments)
+    if origin is tuple:
+        return f"[{', '.join(type_text(argument, []) for argument in arguments)}]"
+    bounds = [
+        f"{sign} {_bound(getattr(item, name))}"
+        for item in constraints
+        for name, sign in _BOUNDS.items()
+        if annotation in (int, float) and getattr(item, name, None) is not None
+    ]
+    return " ".join([_NAMES[annotation], ", ".join(bounds)]).rstrip()
+
+
+def _section(title: str, model: type[BaseModel], skip: Any = ()) -> str:
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in model.model_fields.items():
+        if name not in skip:
+            default = "**required**" if info.is_required() else f"`{_yaml(info.default)}`"
+            meaning = (info.description or "").replace("|", "\\|")
+            rows.append(f"| `{name}` | {type_text(info.annotation, info.metadata)} | {default} | {meaning} |")
+    return "\n\n".join([f"## {title}", inspect.getdoc(model) or "", "\n".join(rows)])
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _bound(value: float) -> str:
+    return "2^31" if value == 2**31 else f"{value:g}"
+
+
+def main() -> None:
+    """Print the reference, or write it to docs/settings.md."""
+    parser = argparse.ArgumentParser(description="The reference of all settings, as Markdown.")
+    parser.add_argument("--write", action="store_true", help="write docs/settings.md instead of printing")
+    if parser.parse_args().write:
+        DOCUMENT.parent.mkdir(exist_ok=True)
+        DOCUMENT.write_text(settings_reference(), encoding="utf-8")
+        print(f"wrote {DOCUMENT}")
+    else:
+        print(settings_reference(), end="")
+
+
+if __name__ == "__main__":
+    main()

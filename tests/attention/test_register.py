@@ -1,0 +1,130 @@
+"""Where transformers meets our attention: what is accepted, what is refused, and what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface
+
+from slimefsdp.attention.plan import AttentionPlan, CallPlan
+from slimefsdp.attention.register import ATTENTION_NAME, check_attention_interface, register_attention
+from slimefsdp.errors import ModelError
+
+
+class Layer(nn.Module):
+    is_causal = True
+
+
+def plan(*lengths: int) -> AttentionPlan:
+    offsets = tuple(sum(lengths[:i]) for i in range(len(lengths) + 1))
+    return AttentionPlan(own=CallPlan(offsets, offsets, None, None))
+
+
+def call(layer: nn.Module | None = None, **changes: Any) -> torch.Tensor:
+    """One call as an attention layer makes it, through the registered name."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, heads, 9, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    )  # [1, heads, tokens, head_dim]
+    arguments = {"query": q, "key": k, "value": v, "attention_mask": None, "attention_plan": plan(9)}
+    function = AttentionInterface()[register_attention()]
+    out, weights = function(layer or Layer(), **(arguments | changes))
+    assert weights is None
+    return out
+
+
+def test_the_installed_transformers_is_accepted_and_registers_attention_but_no_mask() -> None:
+    check_attention_interface(sdpa_attention_forward)
+    assert register_attention() == ATTENTION_NAME
+    assert ATTENTION_NAME in AttentionInterface()
+    # a name known to the mask interface would make every model build a mask again
+    assert ATTENTION_NAME not in AttentionMaskInterface()
+
+
+def renamed(module: Any, q: Any, k: Any, v: Any, attention_mask: Any, dropout: Any, scaling: Any, **kwargs: Any) -> None:
+    """transformers' convention with other names."""
+
+
+def reordered(
+    module: Any, query: Any, value: Any, key: Any, attention_mask: Any, dropout: Any, scaling: Any, **kwargs: Any
+) -> None:
+    """transformers' convention in another order."""
+
+
+def without_scaling(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any, **k: Any) -> None:
+    """transformers' convention, the scale under another name."""
+
+
+def without_keywords(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: Any, scaling: Any
+) -> None:
+    """transformers' convention without the keywords that carry the plan."""
+
+
+@pytest.mark.parametrize("changed", [renamed, reordered, without_scaling, without_keywords])
+def test_a_changed_calling_convention_is_refused_with_its_signature(changed: Callable[..., None]) -> None:
+    with pytest.raises(ModelError, match=r"transformers \d") as caught:
+        check_attention_interface(changed)
+    assert caught.value.field == "transformers" and caught.value.hint
+
+
+@pytest.mark.parametrize("scaling", [None, 0.7])
+@pytest.mark.parametrize("lengths", [(9,), (3, 1, 5)])
+def test_a_segment_gets_what_transformers_own_attention_gives_it_alone(
+    lengths: tuple[int, ...], scaling: float | None
+) -> None:
+    packed = call(attention_plan=plan(*lengths), scaling=scaling)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 9, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone, _ = sdpa_attention_forward(Layer(), q[:, :, part], k[:, :, part], v[:, :, part], None, scaling=scaling)
+        torch.testing.assert_close(packed[:, part], alone, rtol=1e-12, atol=1e-12)
+        start += length
+
+
+def test_a_sliding_window_reaches_the_kernel() -> None:
+    assert not torch.equal(call(sliding_window=2), call())
+    assert torch.equal(call(sliding_window=9), call())
+
+
+class BidirectionalLayer(nn.Module):
+    is_causal = False
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes", "named"),
+    [
+        (Layer(), {"attention_plan": None}, "attention plan"),
+        (Layer(), {"attention_mask": torch.zeros(1, 1, 9, 9)}, "mask"),
+        (Layer(), {"dropout": 0.1}, "dropout=0.1"),
+        (Layer(), {"softcap": 50.0}, "soft-capping"),
+        (Layer(), {"s_aux": torch.zeros(4)}, "sinks"),
+        (Layer(), {"position_bias": torch.zeros(1, 4, 9, 9)}, "position bias"),
+        (Layer(), {"is_causal": False}, "causal=False"),
+        (BidirectionalLayer(), {}, "causal=False"),
+    ],
+)
+def test_what_the_kernels_cannot_honour_is_refused_by_name(
+    layer: nn.Module, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ModelError, match=named) as caught:
+        call(layer, **changes)
+    assert type(layer).__name__ in caught.value.message and caught.value.field == "model.path"
+
+
+def test_keywords_that_mean_nothing_here_are_accepted() -> None:
+    assert torch.equal(call(softcap=None, s_aux=None, use_cache=False, dropout=0.0, is_causal=True), call())
+
+
+def test_rows_beyond_the_pack_are_not_dropped_silently() -> None:
+    with pytest.raises(AssertionError):
+        call(query=torch.zeros(2, 4, 9, 8, dtype=torch.float64))

@@ -1,0 +1,140 @@
+"""Whatever is altered in a sealed folder is noticed, and named, before anything in it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slimefsdp.checkpoint.manifest import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    Manifest,
+    check_files,
+    read_manifest,
+    seal_file,
+    write_manifest,
+)
+from slimefsdp.errors import CheckpointError
+
+FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
+
+
+def sealed_folder(parent: Path, info: dict[str, Any] | None = None) -> Path:
+    folder = parent / "sealed"
+    folder.mkdir()
+    for name, data in FILES.items():
+        (folder / name).write_bytes(data)
+        seal_file(folder / name)
+    write_manifest(folder, 1, info or {})
+    return folder
+
+
+def verified(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    return manifest
+
+
+def rewrite_manifest(folder: Path, **changes: Any) -> None:
+    """What an attacker who knows the format would write: the digest inside the manifest is right."""
+    document = json.loads((folder / MANIFEST).read_text()) | changes
+    document.pop("sha256")
+    digest = hashlib.sha256((json.dumps(document, indent=1) + "\n").encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(document | {"sha256": digest}, indent=1) + "\n")
+
+
+def test_twenty_flipped_bits_are_each_found_and_the_file_is_named(tmp_path):
+    folder = sealed_folder(tmp_path, {"seed": 123456789})
+    rng = random.Random(0)
+    targets = [folder / "a.bin"] * 8 + [folder / "b.json"] * 4 + [folder / MANIFEST] * 8
+    for path in targets:
+        whole = path.read_bytes()
+        bit = rng.randrange(len(whole) * 8)
+        altered = bytearray(whole)
+        altered[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(altered)
+        with pytest.raises(CheckpointError) as caught:
+            verified(folder)
+        assert caught.value.field == path.name and str(path) in caught.value.message
+        path.write_bytes(whole)
+    verified(folder)
+
+
+@pytest.mark.parametrize("name", ["a.bin", "b.json", MANIFEST])
+def test_a_truncated_or_missing_file_is_named(tmp_path, name):
+    path = sealed_folder(tmp_path) / name
+    for keep in (path.stat().st_size - 1, 1, 0):
+        os.truncate(path, keep)
+        with pytest.raises(CheckpointError) as caught:
+            verified(path.parent)
+        assert caught.value.field == name
+        assert name == MANIFEST or f"has {keep} bytes, not {len(FILES[name])}" in caught.value.message
+    path.unlink()
+    with pytest.raises(CheckpointError, match=name):
+        verified(path.parent)
+
+
+def test_a_surplus_file_or_folder_and_a_link_are_refused(tmp_path):
+    folder = sealed_folder(tmp_path)
+    (folder / "extra").mkdir()
+    with pytest.raises(CheckpointError, match="extra is not in the manifest"):
+        verified(folder)
+    (folder / "extra").rmdir()
+    (tmp_path / "outside").write_bytes(FILES["a.bin"])
+    (folder / "a.bin").unlink()
+    (folder / "a.bin").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"a\.bin is not a plain file"):
+        verified(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b", ".hidden", "", MANIFEST])
+def test_a_manifest_that_leads_out_of_its_folder_is_refused_even_when_its_digest_is_right(tmp_path, name):
+    folder = sealed_folder(tmp_path)
+    (tmp_path / "outside").write_bytes(b"x")
+    record = {"name": name, "bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
+    rewrite_manifest(folder, files=[record])
+    with pytest.raises(CheckpointError, match="no plain file name"):
+        verified(folder)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"[]", b"null", b"{}", b"\xff\xfe", b"[" * 200_000, b'{"schema_version": 1}', b'{"schema_version": "1"}'],
+)
+def test_a_manifest_that_is_not_one_is_refused(tmp_path, raw):
+    folder = sealed_folder(tmp_path)
+    (folder / MANIFEST).write_bytes(raw)
+    with pytest.raises(CheckpointError) as caught:
+        verified(folder)
+    assert caught.value.field == MANIFEST
+
+
+@pytest.mark.parametrize("changes", [{"step": "1"}, {"step": True}, {"info": [1]}, {"files": {"a": 1}}, {"more": 1}])
+def test_a_manifest_of_the_wrong_types_is_refused_even_when_its_digest_is_right(tmp_path, changes):
+    folder = sealed_folder(tmp_path)
+    rewrite_manifest(folder)
+    verified(folder)  # the rewriting itself is faithful
+    rewrite_manifest(folder, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        verified(folder)
+    assert caught.value.field == MANIFEST
+
+
+def test_a_huge_manifest_is_refused_without_being_read(tmp_path):
+    folder = sealed_folder(tmp_path)
+    os.truncate(folder / MANIFEST, MAX_JSON_BYTES + 1)
+    with pytest.raises(CheckpointError, match="at most"):
+        verified(folder)
+
+
+def test_a_newer_schema_is_refused_by_its_number(tmp_path):
+    folder = sealed_folder(tmp_path)
+    rewrite_manifest(folder, schema_version=2)
+    with pytest.raises(CheckpointError, match="schema version 2"):
+        verified(folder)

@@ -1,0 +1,230 @@
+"""The central promise: the same gradient, and the same weights, as one plain PyTorch process, on any mesh and split."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.phase import plan_training
+from slimefsdp.trainer import Trainer
+from tests.float64 import KeepFloat64
+from tests.rank_pool import RankPool
+from tests.tiny_models import save_tiny_model
+
+LENGTHS = [(31, 9), (12, 11), (7, 1), (40, 25), (2, 1), (9, 3), (18, 6), (23, 17)]
+TEMPERATURE = 0.8
+
+
+def settings(path: Path, **sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"path": str(path)},
+        "mesh": {"device": "cpu"},
+        "precision": {"compute_dtype": "float64"},
+        "batch": {"max_tokens_per_rank": 64, "samples_per_update": 3},
+        "loss": {"clip_low": 0.1, "clip_high": 0.15, "kl_coefficient": 0.3, "entropy_coefficient": 0.05, "epochs": 2},
+        "optim": {"name": "sgd", "lr": 0.05, "betas": [0.9, 0.95], "total_updates": 100, "weight_decay": 0.0},
+        "rollout": {"temperature": TEMPERATURE},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return config_from_dict(tree)
+
+
+def make_batch(path: Path, *, seed: int = 0) -> RolloutBatch:
+    """Ragged samples with holes in their masks, one without variance in its group, old and reference log-probs."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, (length, response) in enumerate(LENGTHS):
+        mask = rng.random(response) > 0.3
+        mask[0] = True
+        samples.append(
+            {
+                "tokens": rng.integers(0, 96, length).tolist(),
+                "response_length": response,
+                "reward": 1.0 if index in (4, 5) else float(rng.random()),
+                "group_id": index // 2,
+                "loss_mask": mask.tolist(),
+                "old_log_probs": -rng.random(response) * 6,
+                "ref_log_probs": -rng.random(response) * 6,
+            }
+        )
+    return RolloutBatch.from_samples(samples)
+
+
+class PlainStep:
+    """One update written from the formulas: separate forwards, full log-softmax, no packing, no sharding."""
+
+    def __init__(self, path: Path, config: RunConfig, dtype: torch.dtype) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        self.config = config
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=config.optim.lr, momentum=config.optim.betas[0])
+
+    def backward(self, batch: RolloutBatch, chosen: np.ndarray) -> None:
+        settings = self.config.loss
+        samples = batch.to_samples()
+        rewards = np.array([float(s["reward"]) for s in samples])
+        groups = np.array([s["group_id"] for s in samples])
+        trained_tokens = sum(int(np.sum(samples[i]["loss_mask"])) for i in chosen)
+        for i in chosen:
+            sample = samples[i]
+            group = rewards[groups == groups[i]]
+            advantage = (rewards[i] - group.mean()) / (group.std(ddof=1) + 1e-6)
+            tokens = torch.as_tensor(np.array(sample["tokens"]))
+            logits = self.model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE
+            table = logits.log_softmax(-1)[-sample["response_length"] :]
+            log_probs = table.gather(-1, tokens[-sample["response_length"] :, None])[:, 0]
+            entropy = -(table.exp() * table).sum(-1)
+            old, reference = (torch.as_tensor(np.array(sample[k])).to(table) for k in ("old_log_probs", "ref_log_probs"))
+            ratio = (log_probs - old).exp()
+            clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+            surrogate = -torch.minimum(ratio * advantage, clipped * advantage)
+            kl = (reference - log_probs).exp() - (reference - log_probs) - 1
+            per_token = surrogate + settings.kl_coefficient * kl - settings.entropy_coefficient * entropy
+            mask = torch.as_tensor(np.array(sample["loss_mask"]))
+            (per_token[mask].sum() / trained_tokens).backward()
+
+    def step(self) -> None:
+        norm = torch.stack([p.grad.double().square().sum() for p in self.model.parameters()]).sum().sqrt()
+        if norm > self.config.optim.max_grad_norm:
+            for parameter in self.model.parameters():
+                parameter.grad.mul_(self.config.optim.max_grad_norm / norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+def trainer_gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    with KeepFloat64():
+        trainer = Trainer(config, device=torch.device("cpu"))
+        trainer.forward_backward(batch)
+    return {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
+
+
+def trainer_weights(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    with KeepFloat64():
+        trainer = Trainer(config, device=torch.device("cpu"))
+        metrics = trainer.train_step(batch)
+    return metrics, {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
+
+
+def plain_gradients(path: Path, config: RunConfig, batch: RolloutBatch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    with KeepFloat64():
+        plain = PlainStep(path, config, dtype)
+        plain.backward(batch, np.arange(batch.num_samples))
+    return plain.gradients()
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def error_norm(a: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    return sum((a[name].double() - truth[name]).square().sum().item() for name in truth) ** 0.5
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # 91 rows and 30 columns divide by no world size used here
+    return save_tiny_model(
+        tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param, vocab_size=97, intermediate_size=55
+    )
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("max_tokens", [40, 64, 512])
+def test_gradients_equal_a_plain_step_in_float64(folder: Path, ranks: RankPool, dp: int, max_tokens: int) -> None:
+    config = settings(folder, mesh={"dp": dp}, batch={"max_tokens_per_rank": max_tokens})
+    batch = make_batch(folder)
+    plain = plain_gradients(folder, config, batch, torch.float64)
+    assert max(g.abs().max().item() for g in plain.values()) > 0.05
+    for ours in ranks.run(dp, trainer_gradients, config, batch):
+        assert largest_difference(ours, plain) <= 1e-12
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+def test_weights_after_a_phase_of_several_updates_equal_plain_steps_in_float64(
+    folder: Path, ranks: RankPool, dp: int
+) -> None:
+    config = settings(folder, mesh={"dp": dp})
+    batch = make_batch(folder)
+    plan = plan_training(config, batch)
+    assert len(plan.updates) >= 4  # two epochs of two updates or more
+    with KeepFloat64():
+        plain = PlainStep(folder, config, torch.float64)
+        start = plain.weights()
+        for update in range(len(plan.updates)):
+            plain.backward(batch, plan.samples_of(update))
+            plain.step()
+    assert largest_difference(plain.weights(), start) > 1e-2
+    for metrics, ours in ranks.run(dp, trainer_weights, config, batch):
+        assert metrics["dropped_samples"] == 2  # the group whose rewards are equal
+        assert largest_difference(ours, plain.weights()) <= 1e-12
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("max_tokens", [40, 512])
+def test_float32_is_as_exact_as_a_plain_float32_step(folder: Path, ranks: RankPool, dp: int, max_tokens: int) -> None:
+    config = settings(
+        folder, mesh={"dp": dp}, batch={"max_tokens_per_rank": max_tokens}, precision={"compute_dtype": "float32"}
+    )
+    batch = make_batch(folder)
+    truth = plain_gradients(folder, config, batch, torch.float64)
+    plain = plain_gradients(folder, config, batch, torch.float32)
+    ours = ranks.run(dp, trainer_gradients, config, batch)[0]
+    assert error_norm(ours, truth) <= 1.5 * error_norm(plain, truth)
+
+
+def test_float32_weights_after_a_phase_are_as_exact_as_plain_float32_steps(folder: Path, ranks: RankPool) -> None:
+    config = settings(folder, mesh={"dp": 2}, precision={"compute_dtype": "float32"})
+    batch = make_batch(folder)
+    plan = plan_training(config, batch)
+    finals = {}
+    for dtype in (torch.float64, torch.float32):
+        with KeepFloat64():
+            plain = PlainStep(folder, config, dtype)
+            for update in range(len(plan.updates)):
+                plain.backward(batch, plan.samples_of(update))
+                plain.step()
+        finals[dtype] = plain.weights()
+    _, ours = ranks.run(2, trainer_weights, config, batch)[0]
+    assert error_norm(ours, finals[torch.float64]) <= 1.5 * error_norm(finals[torch.float32], finals[torch.float64])
+
+
+def halves_against_whole(rank: int, config: RunConfig, batch: RolloutBatch) -> float:
+    with KeepFloat64():
+        trainer = Trainer(config, device=torch.device("cpu"))
+        trainer.forward_backward(batch)
+        whole = {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
+        trainer.optimizer.zero_grad()
+        tokens = float(batch.mask.sum())
+        for half in (np.arange(0, 4), np.arange(4, batch.num_samples)):
+            trainer.forward_backward(batch.select(half), denominator=tokens)
+    return largest_difference({name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}, whole)
+
+
+def test_halves_with_the_wholes_denominator_equal_the_whole(folder: Path, ranks: RankPool) -> None:
+    assert ranks.run(2, halves_against_whole, settings(folder, mesh={"dp": 2}), make_batch(folder))[0] <= 1e-12
+
+
+def test_the_control_fails_when_normalisation_is_per_micro_batch(folder: Path, ranks: RankPool) -> None:
+    """The comparison above can fail: halves that each divide by their own count are not the whole."""
+    config = settings(folder)
+    batch = make_batch(folder)
+    with KeepFloat64():
+        plain = PlainStep(folder, config, torch.float64)
+        plain.backward(batch, np.arange(4))
+        plain.backward(batch, np.arange(4, batch.num_samples))
+    assert largest_difference(plain.gradients(), plain_gradients(folder, config, batch, torch.float64)) > 1e-3
