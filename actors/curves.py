@@ -84,10 +84,11 @@ def series_of(rows: Sequence[Row], name: str) -> Series:
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """The mean over the points within `window // 2` of each one, fewer at the ends; [points]."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    points = np.arange(len(values))
-    first, end = np.maximum(points - window // 2, 0), np.minimum(points + window // 2 + 1, len(values))
-    return (sums[end] - sums[first]) / (end - first)
+    reach = window // 2
+    here = slice(reach, reach + len(values))
+    # not by differences of a cumulative sum: one exploded gradient norm would cancel every later digit
+    sums = np.convolve(values, np.ones(2 * reach + 1))[here]
+    return sums / np.convolve(np.ones_like(values), np.ones(2 * reach + 1))[here]
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:

@@ -103,10 +103,13 @@ class ProgressTable:
 
 def number_text(value: float, spec: str, width: int) -> str:
     """`value` in at most `width` >= 7 characters: by `spec` if it fits and does not round to zero, else shorter."""
+    if value == 0 and spec.endswith("e"):
+        return "0"  # engines that agree to the last bit: plainer than 0.0e+00
     text = format(value, spec)
-    if value and math.isfinite(value) and not any(digit in text.partition("e")[0] for digit in "123456789"):
+    rounds_to_zero = value != 0 and not any(digit in text for digit in "123456789") and math.isfinite(value)
+    if rounds_to_zero or len(text) > width:
         text = format(value, ".1e")
-    return text if len(text) <= width else format(value, ".1e" if len(format(value, ".1e")) <= width else ".0e")
+    return text if len(text) <= width else format(value, ".0e")
 
 
 def duration_text(seconds: float) -> str:

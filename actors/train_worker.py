@@ -76,17 +76,18 @@ class TrainWorker:
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weights.receive.Receiver`; for a reference group."""
-        self.trainer.begin(version, manifest)
+        self.trainer.wake_up(("parameters",))
+        self.trainer.receiver.begin(version, manifest)
 
     def receive(self, bucket: Any) -> None:
         """As `slimefsdp.weights.receive.Receiver`, from the object store."""
         from actors.weight_transport import unpack_bucket
 
-        self.trainer.receive(unpack_bucket(bucket))
+        self.trainer.receiver.receive(unpack_bucket(bucket))
 
     def commit(self, version: int) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
-        self.trainer.commit(version)
+        self.trainer.receiver.commit(version)
 
     @ray.method(concurrency_group="control")
     def health(self) -> Health:

@@ -1,7 +1,7 @@
 """Print the reference of all settings as Markdown, made from the settings tree itself.
 
-    python scripts/settings_reference.py            # to the terminal
-    python scripts/settings_reference.py --write    # to docs/settings.md
+python scripts/settings_reference.py            # to the terminal
+python scripts/settings_reference.py --write    # to docs/settings.md
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ INTRODUCTION = """\
 
 <!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config.py, not this file -->
 
-A run is one YAML file; any value can be set on the command line too, as `section.name=value`. Settings without a default
-must be given. Unknown names, wrong types and combinations that make no sense are refused before anything starts."""
+A run is one YAML file; any value can be set on the command line too, as `section.name=value`. What is **required** has
+no default. Unknown names, wrong types and combinations that make no sense are refused before anything starts."""
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "`true` \\| `false`", Path: "path", type(None): "`null`"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -34,9 +34,7 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def settings_reference() -> str:
     """The whole document: a section for the top level, then one for each settings class, with a table each."""
-    sections = {
-        name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)
-    }
+    sections = {name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)}
     parts = [INTRODUCTION, _section("Top level", RunConfig, skip=sections)]
     parts += [_section(f"`{name}`", model) for name, model in sections.items() if model is not None]
     return "\n\n".join(parts) + "\n"
@@ -76,7 +74,10 @@ def _section(title: str, model: type[BaseModel], skip: Any = ()) -> str:
             default = "**required**" if info.is_required() else f"`{_yaml(info.default)}`"
             meaning = (info.description or "").replace("|", "\\|")
             rows.append(f"| `{name}` | {type_text(info.annotation, info.metadata)} | {default} | {meaning} |")
-    return "\n\n".join([f"## {title}", inspect.getdoc(model) or "", "\n".join(rows)])
+    # a validator's name is its rule
+    rules = [name.replace("_", " ") for name in model.__pydantic_decorators__.model_validators]
+    summary = " ".join([inspect.getdoc(model) or "", *([f"Checked: {'; '.join(rules)}."] if rules else [])])
+    return "\n\n".join([f"## {title}", summary, "\n".join(rows)])
 
 
 def _is_section(annotation: Any) -> bool:

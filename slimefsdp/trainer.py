@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,13 +16,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import slimefsdp
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
-from slimefsdp.checkpoint.sharded import read_rank_state, read_shard, write_shard, writing_ranks
-from slimefsdp.checkpoint.training import generator_state, restore_generators, training_tensors
+from slimefsdp.checkpoint.training import load_training_state, save_training_state
 from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
@@ -31,24 +28,21 @@ from slimefsdp.errors import ConfigError, ModelError, StateError
 from slimefsdp.loss.objective import LossName, Objective, TokenInputs
 from slimefsdp.metrics import MetricSums, mean_over_updates
 from slimefsdp.models.folder import ModelFolder, read_model_folder
-from slimefsdp.models.load import build_policy, check_tensor_names, materialise, read_weights
+from slimefsdp.models.load import load_policy
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.build import build_optimizer, clip_gradients
 from slimefsdp.optim.schedule import learning_rate
-from slimefsdp.parallel.agree import all_equal, raise_together
-from slimefsdp.parallel.fsdp import apply_fsdp
+from slimefsdp.parallel.agree import all_equal, run_on_first
 from slimefsdp.parallel.mesh import Mesh, build_mesh
-from slimefsdp.parallel.offload import Sleeper
+from slimefsdp.parallel.residency import TAGS, Residency, Tag
 from slimefsdp.phase import check_batch, plan_everything, plan_training, response_advantages, update_weights_of_tokens
 from slimefsdp.reports import Health, LogProbs, Memory, MemoryReport, SyncReport
 from slimefsdp.update import accumulate_gradients, log_probs_of_packs, reshard
 from slimefsdp.weights.gather import full_weights
-from slimefsdp.weights.receive import Manifest, Receiver, WeightReceiver
+from slimefsdp.weights.receive import Receiver, WeightReceiver
+from slimefsdp.weights.stream import stream_weights
 
 Role = Literal["actor", "ref"]
-Tag = Literal["parameters", "optimizer", "reference"]
-TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
-NOTHING_MOVED = MemoryReport(0, 0, 0, 0.0)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -70,12 +64,12 @@ class Trainer:
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         path = config.reference.path if role == "ref" and config.reference.path else config.model.path
         self.folder = read_model_folder(path)
-        self.policy = self._load(self.folder)
+        self.policy = self._loaded(self.folder)
         self.reference: PolicyModel | None = None
         self.updates_taken = 0
         self.skipped_in_a_row = 0
-        self._sleepers = {tag: Sleeper() for tag in TAGS}
-        self._receiver = WeightReceiver(self.policy.named_weights())
+        self._residency = Residency(self._tensors)
+        self.receiver = WeightReceiver(self.policy.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             self.policy.requires_grad_(False)
             return
@@ -125,7 +119,7 @@ class Trainer:
         start = time.perf_counter()
         self._check(batch, training=True)
         plan = self._agreed(plan or plan_training(self.config, batch))
-        self.wake_up(("parameters", "optimizer"))
+        self.wake_up(("parameters",))
         loss: LossName = "sft" if self.config.algorithm == "sft" else "policy"
         inputs = self._token_inputs(batch, plan, loss)
         reports = []
@@ -152,7 +146,7 @@ class Trainer:
         if loss not in ("policy", "sft"):
             raise ConfigError(f"loss={loss!r} is not a loss", field="loss", hint="use policy or sft")
         self._check(batch, training=loss == "policy")
-        self.wake_up(("parameters", "optimizer"))
+        self.wake_up(("parameters",))
         plan = self._agreed(self._plan_everything(batch))
         weights = update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
         inputs = self._token_inputs(batch, plan, loss)
@@ -201,24 +195,15 @@ class Trainer:
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
         reshard(self.policy)
-        reports = [self._sleepers[tag].sleep(self._tensors(tag)) for tag in self._known_tags(tags)]
-        return sum(reports, NOTHING_MOVED)
+        return self._residency.sleep(tags)
 
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
-        return sum((self._sleepers[tag].wake_up() for tag in self._known_tags(tags)), NOTHING_MOVED)
+        return self._residency.wake_up(tags)
 
     def memory(self) -> Memory:
         """Bytes held on this rank."""
-        parameters, optimizer, reference = (sum(map(_nbytes, self._tensors(tag))) for tag in TAGS)
-        return Memory(
-            parameters=parameters,
-            optimizer=optimizer,
-            reference=reference,
-            host_buffers=sum(sleeper.host_bytes for sleeper in self._sleepers.values()),
-            device_allocated=torch.cuda.memory_allocated() if self.mesh.device.type == "cuda" else 0,
-            asleep=tuple(tag for tag in TAGS if self._sleepers[tag].is_asleep),
-        )
+        return self._residency.memory(self.mesh.device)
 
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""
@@ -232,28 +217,14 @@ class Trainer:
         Raises:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
-        start = time.perf_counter()
         self.wake_up(("parameters",))
-        named = self.policy.named_weights()
-        manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
-        version = self.updates_taken
-        stream = full_weights(named, self.mesh.group, dtype=self.compute_dtype)
-        sent = 0
-
-        def send() -> None:
-            nonlocal sent
-            for receiver in receivers:
-                receiver.begin(version, manifest)
-            for bucket in stream:
-                on_host = [(name, tensor.cpu()) for name, tensor in bucket]
-                sent += sum(tensor.nbytes for _, tensor in on_host)
-                for receiver in receivers:
-                    receiver.receive(on_host)
-            for receiver in receivers:
-                receiver.commit(version)
-
-        self._on_first_rank(send, stream)
-        return SyncReport(version, sent, time.perf_counter() - start)
+        return stream_weights(
+            self.policy.named_weights(),
+            receivers,
+            version=self.updates_taken,
+            dtype=self.compute_dtype,
+            group=self.mesh.group,
+        )
 
     def update_ref(self) -> None:
         """Makes the colocated reference model equal to the actor, shard to shard.
@@ -269,7 +240,7 @@ class Trainer:
         with torch.no_grad():
             for frozen, trained in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
                 frozen.copy_(trained)
-        self._sleepers["reference"].sleep(self._tensors("reference"))
+        self._residency.sleep(("reference",))
 
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
@@ -279,12 +250,6 @@ class Trainer:
         """
         self._require_actor("save")
         self.wake_up(("parameters", "optimizer"))
-        store = CheckpointStore(self._checkpoint_root())
-        rank, group = dist.get_rank(), self.mesh.group
-        self._on_first_rank(lambda: store.begin(step))
-        tensors = training_tensors(self.policy.named_weights(), self.optimizer)
-        own = {"generators": generator_state(self.mesh.device)}
-        raise_together(_error_of(lambda: write_shard(store.temporary_path(step), rank, tensors, own)), group)
         info = {
             "updates_taken": self.updates_taken,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -292,13 +257,16 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
             "versions": {"slimefsdp": slimefsdp.__version__, "torch": torch.__version__},
         }
-
-        def commit() -> None:
-            store.commit(step, info)
-            store.prune(self.config.checkpoint.keep_last)
-
-        self._on_first_rank(commit)
-        return store.path_of(step)
+        return save_training_state(
+            self._checkpoints(),
+            step,
+            self.policy.named_weights(),
+            self.optimizer,
+            info,
+            device=self.mesh.device,
+            group=self.mesh.group,
+            keep_last=self.config.checkpoint.keep_last,
+        )
 
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
@@ -309,33 +277,14 @@ class Trainer:
         self._require_actor("load")
         self.wake_up(("parameters", "optimizer"))
         reshard(self.policy)
-        store = CheckpointStore(self._checkpoint_root())
-        found: dict[str, Any] = {}
-
-        def verify() -> None:
-            if step == "latest":
-                _, folder, skipped = store.newest_verified()
-                for reason in skipped:
-                    warnings.warn(f"checkpoint passed over: {reason}", stacklevel=2)
-            else:
-                folder = store.path_of(step)
-            found.update(folder=str(folder), info=store.verify(folder).info)
-
-        self._on_first_rank(verify)
-        chosen = [found]
-        dist.broadcast_object_list(chosen, src=0, group=self.mesh.group)
-        folder, info = Path(chosen[0]["folder"]), chosen[0]["info"]
-
-        def read() -> None:
-            read_shard(folder, training_tensors(self.policy.named_weights(), self.optimizer))
-            state = read_rank_state(folder, dist.get_rank())
-            if state is not None and writing_ranks(folder) == dist.get_world_size():
-                restore_generators(state["generators"], self.mesh.device)
-
-        raise_together(_error_of(read), self.mesh.group)
+        named = self.policy.named_weights()
+        info = load_training_state(
+            self._checkpoints(), step, named, self.optimizer, device=self.mesh.device, group=self.mesh.group
+        )
         self.updates_taken = info["updates_taken"]
         self.skipped_in_a_row = info["skipped_in_a_row"]
-        return info["loop_state"]
+        loop_state: dict[str, Any] = info["loop_state"]
+        return loop_state
 
     def export_hf(self, path: str | Path) -> Path:
         """Writes the weights, in the master dtype, as a folder that `AutoModelForCausalLM.from_pretrained` opens.
@@ -351,35 +300,20 @@ class Trainer:
             require_free_folder(target)
             write_model_folder(target, ([(n, t.cpu()) for n, t in bucket] for bucket in buckets), self.folder)
 
-        self._on_first_rank(write, buckets)
+        run_on_first(write, self.mesh.group, buckets)
         return target
-
-    # ------------------------------------------------------------------ a reference group receives weights
-
-    def begin(self, version: int, manifest: Manifest) -> None:
-        """As `slimefsdp.weights.receive.Receiver`."""
-        reshard(self.policy)
-        self._receiver.begin(version, manifest)
-
-    def receive(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
-        """As `slimefsdp.weights.receive.Receiver`."""
-        self._receiver.receive(bucket)
-
-    def commit(self, version: int) -> None:
-        """As `slimefsdp.weights.receive.Receiver`."""
-        self._receiver.commit(version)
 
     # ------------------------------------------------------------------ inside
 
-    def _load(self, folder: ModelFolder) -> PolicyModel:
-        policy = build_policy(
-            folder, self.master_dtype, activation_checkpointing=self.config.model.activation_checkpointing
+    def _loaded(self, folder: ModelFolder) -> PolicyModel:
+        return load_policy(
+            folder,
+            self.mesh.flat,
+            compute_dtype=self.compute_dtype,
+            master_dtype=self.master_dtype,
+            device=self.mesh.device,
+            activation_checkpointing=self.config.model.activation_checkpointing,
         )
-        check_tensor_names(policy, folder)
-        apply_fsdp(policy, self.mesh.flat, self.compute_dtype, self.master_dtype)
-        materialise(policy, self.mesh.device)
-        read_weights(policy, folder, self.mesh.group)
-        return policy
 
     def _load_reference(self) -> None:
         path = self.config.reference.path
@@ -390,8 +324,8 @@ class Trainer:
                 field="reference.path",
                 hint="choose a reference with the policy's vocabulary",
             )
-        self.reference = self._load(folder).requires_grad_(False)
-        self._sleepers["reference"].sleep(self._tensors("reference"))
+        self.reference = self._loaded(folder).requires_grad_(False)
+        self._residency.sleep(("reference",))
 
     def _check(self, batch: RolloutBatch, *, training: bool) -> None:
         assert self.folder.vocab_size is not None
@@ -421,7 +355,7 @@ class Trainer:
             policy, batch, packs, self.mesh, temperature=self.config.rollout.temperature, trained_only=trained_only
         )
         if colocated:  # between uses its shards live on the host
-            self._sleepers["reference"].sleep(self._tensors("reference"))
+            self._residency.sleep(("reference",))
         return values
 
     def _token_inputs(self, batch: RolloutBatch, plan: Plan, loss: LossName) -> TokenInputs:
@@ -484,45 +418,14 @@ class Trainer:
         # Adam's step scalars stay on the host: moved, they would cost a synchronisation per parameter
         return [value for state in self.optimizer.state.values() for value in state.values() if value.ndim > 0]
 
-    def _known_tags(self, tags: Sequence[Tag]) -> list[Tag]:
-        for tag in tags:
-            if tag not in TAGS:
-                raise ConfigError(f"{tag!r} is not a tag", field="tags", hint=f"use some of {', '.join(TAGS)}")
-        return [tag for tag in TAGS if tag in tags]
-
-    def _checkpoint_root(self) -> Path:
+    def _checkpoints(self) -> CheckpointStore:
         if self.config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        return self.config.run.dir / "checkpoints"
-
-    def _on_first_rank(self, action: Callable[[], object], stream: Iterable[object] = ()) -> None:
-        """Runs `action` on rank 0 alone; its error is raised on every rank.
-
-        Args:
-            stream: a collective iterable that `action` consumes; the other ranks keep step with it, and rank 0 finishes
-                it if the action fails half-way.
-        """
-        error = _error_of(action) if self.mesh.is_first else None
-        for _ in stream:
-            pass
-        raise_together(error, self.mesh.group)
-
-
-def _error_of(action: Callable[[], object]) -> Exception | None:
-    try:
-        action()
-    except Exception as error:
-        return error
-    return None
+        return CheckpointStore(self.config.run.dir / "checkpoints")
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
     return None if values is None else torch.tensor(values)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().nbytes()
 
 
 def _phase_metrics(plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:

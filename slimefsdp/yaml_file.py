@@ -105,8 +105,10 @@ def _construct_float(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
 
 def _construct_text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
     text = str(node.value)
-    if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
-        _refuse(node.start_mark, f"{short_text(text)} holds a NUL or half a character", "remove the escape")
+    if "\0" in text:
+        _refuse(node.start_mark, f"{short_text(text)} holds a NUL", "remove the escape")
+    if any("\ud800" <= character <= "\udfff" for character in text):  # JSON's pairs of escapes, which YAML lacks
+        _refuse(node.start_mark, f"{short_text(text)} holds half a character", "write the character itself")
     return text
 
 

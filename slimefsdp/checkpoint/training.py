@@ -1,22 +1,111 @@
-"""What a rank's training state is made of: named shards of parameters and optimiser moments, and its generators."""
+"""A run's training state on disk and back: shards of parameters and optimiser moments, and each rank's generators."""
 
 from __future__ import annotations
 
 import base64
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slimefsdp.checkpoint.sharded import ShardedTensor
+from slimefsdp.checkpoint.atomic import CheckpointStore
+from slimefsdp.checkpoint.sharded import ShardedTensor, read_rank_state, read_shard, write_shard, writing_ranks
+from slimefsdp.errors import CheckpointError
+from slimefsdp.parallel.agree import run_on_first, run_together
+
+Named = Sequence[tuple[str, nn.Parameter]]
 
 
-def training_tensors(
-    named: Sequence[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
-) -> dict[str, ShardedTensor]:
+def save_training_state(
+    store: CheckpointStore,
+    step: int,
+    named: Named,
+    optimizer: torch.optim.Optimizer,
+    info: dict[str, Any],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    keep_last: int,
+) -> Path:
+    """Collective: commits a checkpoint of `step`, whole or not at all, and removes old ones; returns its folder.
+
+    No parameter is gathered: each rank writes the rows it holds.
+
+    Args:
+        info: JSON about the run, the same on every rank.
+
+    Raises:
+        CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand.
+    """
+    run_on_first(lambda: store.begin(step), group)
+    tensors = _tensors(named, optimizer)
+    own = {"generators": _generators(device)}
+    folder, rank = store.temporary_path(step), dist.get_rank(group)
+    run_together(lambda: write_shard(folder, rank, tensors, own), group)
+
+    def commit() -> None:
+        if (found := writing_ranks(folder)) != dist.get_world_size(group):
+            raise CheckpointError(
+                f"{folder} received the files of {found} ranks out of {dist.get_world_size(group)}",
+                field="run.dir",
+                hint="put run.dir on a file system that all nodes share",
+            )
+        store.commit(step, info)
+        store.prune(keep_last)
+
+    run_on_first(commit, group)
+    return store.path_of(step)
+
+
+def load_training_state(
+    store: CheckpointStore,
+    step: int | Literal["latest"],
+    named: Named,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> dict[str, Any]:
+    """Collective: verifies a checkpoint, fills parameters and optimiser from it, and returns its `info`.
+
+    Any number of ranks may have written it. Generators are restored where the number is this run's.
+
+    Raises:
+        CheckpointError: on every rank; there is none, or it is torn, altered or of another model.
+    """
+    chosen: list[tuple[Path, dict[str, Any]] | None] = [None]
+
+    def choose() -> None:
+        if step == "latest":
+            _, folder, skipped = store.newest_verified()
+            for reason in skipped:
+                warnings.warn(f"checkpoint passed over: {reason}", stacklevel=2)
+        else:
+            folder = store.path_of(step)
+        chosen[0] = folder, store.verify(folder).info
+
+    run_on_first(choose, group)
+    dist.broadcast_object_list(chosen, group_src=0, group=group)
+    assert chosen[0] is not None
+    folder, info = chosen[0]
+
+    def read() -> None:
+        read_shard(folder, _tensors(named, optimizer))
+        state = read_rank_state(folder, dist.get_rank(group))
+        if state is not None and writing_ranks(folder) == dist.get_world_size(group):
+            _restore_generators(state["generators"], device)
+
+    run_together(read, group)
+    return info
+
+
+def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
     """This rank's rows of every parameter (`model.*`) and optimiser tensor (`optimizer.*`), as views."""
     tensors: dict[str, ShardedTensor] = {}
     for name, parameter in named:
@@ -26,7 +115,7 @@ def training_tensors(
     return tensors
 
 
-def generator_state(device: torch.device) -> dict[str, Any]:
+def _generators(device: torch.device) -> dict[str, Any]:
     """The torch generators of this rank as JSON."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
@@ -34,8 +123,8 @@ def generator_state(device: torch.device) -> dict[str, Any]:
     return {name: base64.b64encode(bytes(state.tolist())).decode() for name, state in states.items()}
 
 
-def restore_generators(saved: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `generator_state`."""
+def _restore_generators(saved: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `_generators`."""
     states = {
         name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()
     }

@@ -7,13 +7,15 @@ micro-batches' losses over all ranks, and gradients simply add.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from slimefsdp.loss.kl import KLEstimator, kl_estimate
 from slimefsdp.loss.policy import clipped_policy_loss, cross_entropy_loss
-from slimefsdp.metrics import MetricSums
+
+if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none
+    from slimefsdp.metrics import MetricSums
 
 LossName = Literal["policy", "sft"]
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -23,11 +24,38 @@ from slimefsdp.attention.register import register_attention
 from slimefsdp.errors import ModelError
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.fsdp import apply_fsdp
 
 # model_type -> what its packing was verified against; an architecture is added here together with its test
 SUPPORTED_MODELS = ("qwen3", "qwen2", "llama", "mistral", "gemma3_text")
 # rotary frequencies that follow the longest position of a batch: a sample's log-probs would depend on its pack
 _PACK_DEPENDENT_ROPE = ("dynamic", "longrope")
+TIED_HEAD = "lm_head.weight"
+_FINE, _NOT_FINITE, _UNREADABLE, _NOT_TIED = range(
+    4
+)  # the findings that ranks agree on; of several, the largest counts
+
+
+def load_policy(
+    folder: ModelFolder,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    master_dtype: torch.dtype,
+    device: torch.device,
+    activation_checkpointing: bool,
+) -> PolicyModel:
+    """Collective: the folder's model, sharded over the one-axis `mesh`, its weights loaded.
+
+    Raises:
+        ModelError: on every rank alike; the folder cannot be loaded faithfully.
+    """
+    policy = build_policy(folder, master_dtype, activation_checkpointing=activation_checkpointing)
+    check_tensor_names(policy, folder)
+    apply_fsdp(policy, mesh, compute_dtype, master_dtype)
+    materialise(policy, device)
+    read_weights(policy, folder, mesh.get_group())
+    return policy
 
 
 def build_policy(folder: ModelFolder, master_dtype: torch.dtype, *, activation_checkpointing: bool) -> PolicyModel:
@@ -53,7 +81,8 @@ def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
         ModelError: a tensor is missing, surplus, or of another shape.
     """
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}
-    spare = {"lm_head.weight"} if policy.has_tied_embeddings else set()
+    if policy.has_tied_embeddings and TIED_HEAD in folder.tensors:  # saved although it is the embedding: compared later
+        wanted[TIED_HEAD] = tuple(policy.hf.get_output_embeddings().weight.shape)
     for name, shape in wanted.items():
         entry = folder.tensors.get(name)
         if entry is None:
@@ -66,7 +95,7 @@ def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
             )
         if entry.dtype not in ("F64", "F32", "BF16", "F16"):
             raise _wrong_tensor(name, f"is {entry.dtype} in {entry.file.name}", "quantised weights cannot be trained")
-    surplus = sorted(set(folder.tensors) - set(wanted) - spare)
+    surplus = sorted(set(folder.tensors) - set(wanted))
     if surplus:
         raise _wrong_tensor(
             surplus[0],
@@ -78,12 +107,13 @@ def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
 
 def materialise(policy: PolicyModel, device: torch.device) -> None:
     """Gives every (sharded) parameter memory on `device`; buffers move there with their values; ties stay tied."""
-    buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers()}
+    # under every name, also where two share a tensor: to_empty parts them, as it does tied parameters
+    buffers = {name: buffer.to(device) for name, buffer in policy.named_buffers(remove_duplicate=False)}
     tied = policy.has_tied_embeddings
     policy.to_empty(device=device)
-    for name, buffer in policy.named_buffers():
+    for name, buffer in policy.named_buffers(remove_duplicate=False):
         buffer.copy_(buffers[name])
-    if tied:  # to_empty gives each of two names its own memory
+    if tied:
         policy.hf.get_output_embeddings().weight = policy.hf.get_input_embeddings().weight
 
 
@@ -96,37 +126,48 @@ def read_weights(policy: PolicyModel, folder: ModelFolder, group: dist.ProcessGr
             `lm_head.weight` that differs from the embedding the config ties it to.
     """
     named = policy.named_weights()
-    # one flag per parameter, agreed over all ranks: a rank-local error must never leave the others in a collective
-    findings = torch.zeros(len(named) + 1, dtype=torch.int32, device=named[0][1].device)
-    for index, (name, parameter) in enumerate(named):
-        try:
-            rows = _read_rows(folder, name, _local_rows(parameter))
-        except Exception:
-            findings[index] = 2
-            continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local.copy_(rows)
-        findings[index] = int(not torch.isfinite(local).all())
-        if name == _embedding_name(policy) and policy.has_tied_embeddings and "lm_head.weight" in folder.tensors:
-            head = _read_rows(folder, "lm_head.weight", _local_rows(parameter))
-            findings[-1] = int(not torch.equal(head, rows))
-    dist.all_reduce(findings, op=dist.ReduceOp.MAX, group=group)
-    bad = findings.tolist()
-    for (name, _), finding in zip(named, bad[:-1], strict=True):
-        if finding == 2:
-            raise _wrong_tensor(name, f"cannot be read from {folder.tensors[name].file}", "copy the model folder again")
-        if finding == 1:
+    names = [name for name, _ in named]
+    # one finding per tensor, agreed over all ranks: a rank-local error must never leave the others in a collective
+    findings = [_fill(folder, name, parameter) for name, parameter in named]
+    if policy.has_tied_embeddings and TIED_HEAD in folder.tensors:
+        embedding = policy.hf.get_input_embeddings().weight
+        assert isinstance(embedding, nn.Parameter)
+        names.append(TIED_HEAD)
+        findings.append(_compare_tied_head(folder, embedding))
+    agreed = torch.tensor(findings, dtype=torch.int32, device=named[0][1].device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    for name, finding in zip(names, agreed.tolist(), strict=True):
+        file = folder.tensors[name].file
+        if finding == _UNREADABLE:
+            raise _wrong_tensor(name, f"cannot be read from {file}", "copy the model folder again")
+        if finding == _NOT_FINITE:
+            raise _wrong_tensor(name, f"holds NaN or infinity in {file.name}", "use a checkpoint with finite weights")
+        if finding == _NOT_TIED:
             raise _wrong_tensor(
                 name,
-                f"holds NaN or infinity in {folder.tensors[name].file.name}",
-                "use a checkpoint with finite weights",
+                "differs from the embedding, but config.json says tie_word_embeddings=true",
+                "set tie_word_embeddings to false, or drop lm_head.weight",
             )
-    if bad[-1]:
-        raise _wrong_tensor(
-            "lm_head.weight",
-            "differs from the embedding, but config.json says tie_word_embeddings=true",
-            "set tie_word_embeddings to false, or drop lm_head.weight",
-        )
+
+
+def _fill(folder: ModelFolder, name: str, parameter: nn.Parameter) -> int:
+    """Fills the local shard of one parameter; returns what is wrong with it."""
+    try:
+        rows = _read_rows(folder, name, _local_rows(parameter))
+    except Exception:
+        return _UNREADABLE
+    local = _local(parameter)
+    local.copy_(rows)
+    return _FINE if torch.isfinite(local).all() else _NOT_FINITE
+
+
+def _compare_tied_head(folder: ModelFolder, embedding: nn.Parameter) -> int:
+    """A tied checkpoint may hold the head a second time: it must be what was loaded as the embedding."""
+    try:
+        rows = _read_rows(folder, TIED_HEAD, _local_rows(embedding))
+    except Exception:
+        return _UNREADABLE
+    return _FINE if torch.equal(rows.to(embedding.device, embedding.dtype), _local(embedding)) else _NOT_TIED
 
 
 def _supported_config(folder: ModelFolder) -> PretrainedConfig:
@@ -191,15 +232,14 @@ def _local_rows(parameter: nn.Parameter) -> tuple[int, int]:
     return offset[0], offset[0] + shape[0]
 
 
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
 def _read_rows(folder: ModelFolder, name: str, rows: tuple[int, int]) -> torch.Tensor:
     start, end = rows
     with safe_open(Path(folder.tensors[name].file), framework="pt") as file:
         return file.get_slice(name)[start:end]
-
-
-def _embedding_name(policy: PolicyModel) -> str:
-    embedding = policy.hf.get_input_embeddings().weight
-    return next(name for name, parameter in policy.named_weights() if parameter is embedding)
 
 
 def _wrong_tensor(name: str, problem: str, hint: str) -> ModelError:

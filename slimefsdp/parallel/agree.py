@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch.distributed as dist
-
-
-def raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
-    """Collective: returns if no rank brings an error; otherwise every rank raises the first one in rank order."""
-    errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
-    for found in errors:
-        if found is not None:
-            raise found
 
 
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
@@ -19,3 +12,37 @@ def all_equal(value: str, group: dist.ProcessGroup) -> bool:
     values: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return len(set(values)) == 1
+
+
+def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
+    """Collective: every rank runs `action`, itself without collectives; all raise the first error in rank order."""
+    _raise_together(_error_of(action), group)
+
+
+def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream: Iterable[object] = ()) -> None:
+    """Collective: rank 0 runs `action`; its error is raised by all.
+
+    Args:
+        stream: a collective iterable that `action` consumes. The other ranks keep step with it, and rank 0 finishes it
+            if the action fails half-way.
+    """
+    error = _error_of(action) if dist.get_rank(group) == 0 else None
+    for _ in stream:
+        pass
+    _raise_together(error, group)
+
+
+def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
+    errors: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    for found in errors:
+        if found is not None:
+            raise found
+
+
+def _error_of(action: Callable[[], object]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from slimefsdp.models.policy import PolicyModel
+if TYPE_CHECKING:  # a name for mypy only: models lie above this package
+    from slimefsdp.models.policy import PolicyModel
 
 
 def apply_fsdp(

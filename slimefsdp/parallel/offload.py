@@ -20,6 +20,7 @@ class Sleeper:
 
     @property
     def is_asleep(self) -> bool:
+        """Whether any storage is on the host."""
         return bool(self._asleep)
 
     def sleep(self, tensors: Iterable[torch.Tensor]) -> MemoryReport:
@@ -57,6 +58,7 @@ class Sleeper:
 
     @property
     def host_bytes(self) -> int:
+        """Bytes of the host buffers, which stay between sleeps."""
         return sum(buffer.nbytes for buffer in self._host.values())
 
     def _host_buffer(self, position: int, size: int, device: torch.device) -> torch.Tensor:

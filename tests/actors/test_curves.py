@@ -117,6 +117,11 @@ def test_the_running_mean_is_the_mean_of_the_neighbours(values, window):
     np.testing.assert_allclose(running_mean(np.array(values), window), expected, atol=1e-6)
 
 
+def test_a_spike_does_not_reach_past_its_window():
+    values = np.array([1.0, 1.0, 1e20, *[1.0] * 9])
+    np.testing.assert_array_equal(running_mean(values, 5)[5:], 1.0)
+
+
 @given(positions=st.lists(st.floats(-2, 2), max_size=8), gap=st.floats(0.01, 0.5))
 def test_spread_labels_keep_their_order_and_distance_and_their_mean(positions, gap):
     moved = spread(positions, gap)

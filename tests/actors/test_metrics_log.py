@@ -143,7 +143,7 @@ def test_a_folder_without_metrics_and_one_that_cannot_be_made_are_said(tmp_path)
     with pytest.raises(ConfigError, match="give the folder of a run"):
         read_metrics(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="run.dir"):
+    with pytest.raises(ResourceError, match=r"run\.dir"):
         MetricsLog(tmp_path / "file")
 
 

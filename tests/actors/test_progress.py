@@ -32,8 +32,10 @@ def printed(columns, rows, total_steps):
 
 @given(data=st.data(), columns=st.sampled_from([GRPO_COLUMNS, SFT_COLUMNS]), total_steps=st.integers(1, 10**7))
 def test_every_line_has_the_same_width(data, columns, total_steps):
-    names = [*(column.metric for column in columns), "seconds/step", "train_seconds"]
-    metrics = st.dictionaries(st.sampled_from(names), st.floats())
+    seconds = st.floats(min_value=0) | st.just(math.nan)
+    values = dict.fromkeys(("seconds/step", "train_seconds"), seconds)
+    values = {column.metric: st.floats() for column in columns} | values
+    metrics = st.fixed_dictionaries({}, optional=values)
     rows = data.draw(st.lists(st.tuples(st.integers(0, total_steps), metrics), min_size=1, max_size=5))
     lines = printed(columns, rows, total_steps)
     assert len(lines) == len(rows) + 2
@@ -52,9 +54,16 @@ def test_a_number_fits_and_reads_back_near_itself(value, spec, width):
         assert (back == 0) == (value == 0)
 
 
-@pytest.mark.parametrize("text, value", [("0.941", 0.941), ("1.2e-06", 1.2e-6), ("nan", math.nan), ("0.000", 0.0)])
-def test_numbers_read_as_expected(text, value):
+READINGS = [("0.941", 0.941), ("1.2e-06", 1.2e-6), ("nan", math.nan), ("0.000", 0.0), ("1.2e+07", 12345678.0)]
+
+
+@pytest.mark.parametrize("text, value", READINGS)
+def test_numbers_read_read_as_expected(text, value):
     assert number_text(value, ".3f", 7) == text
+
+
+def test_an_exact_zero_stays_apart_from_a_tiny_number():
+    assert (number_text(0.0, ".1e", 7), number_text(1e-300, ".1e", 7)) == ("0", "1e-300")
 
 
 def test_the_header_comes_back_every_twenty_rows():

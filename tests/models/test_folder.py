@@ -1,3 +1,5 @@
+"""A model folder is read as transformers would read it, and a malformed one is refused by name."""
+
 from __future__ import annotations
 
 import json

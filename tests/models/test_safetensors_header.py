@@ -31,10 +31,9 @@ def refusal(file: Path) -> ModelError:
     return caught.value
 
 
-@pytest.fixture
-def every_dtype() -> dict[str, torch.Tensor]:
+def test_dtype_shape_and_bytes_agree_with_the_safetensors_library(tmp_path: Path):
     torch.manual_seed(0)
-    return {
+    tensors = {
         "bf16": torch.randn(3, 5).bfloat16(),
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 4),
@@ -45,18 +44,15 @@ def every_dtype() -> dict[str, torch.Tensor]:
         "bytes": torch.arange(5, dtype=torch.uint8),
         "float8": torch.randn(9).to(torch.float8_e4m3fn),
     }
-
-
-def test_dtype_shape_and_bytes_agree_with_the_safetensors_library(tmp_path: Path, every_dtype: dict[str, torch.Tensor]):
     file = tmp_path / "model.safetensors"
-    save_file(every_dtype, file, metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt"})
     found = read_header(file)
     with safe_open(file, "pt") as library:
         assert found.keys() == set(library.keys())
         for name, entry in found.items():
             view = library.get_slice(name)
             assert (entry.dtype, list(entry.shape)) == (view.get_dtype(), view.get_shape())
-            expected = every_dtype[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+            expected = tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes()
             assert file.read_bytes()[entry.offset : entry.offset + entry.nbytes] == expected
 
 
@@ -73,8 +69,7 @@ def test_dtype_shape_and_bytes_agree_with_the_safetensors_library(tmp_path: Path
 def test_a_file_with_an_impossible_header_length_is_refused(tmp_path: Path, content: bytes, part: str):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    error = refusal(file)
-    assert part in error.message and str(file) in error.message
+    assert part in refusal(file).message
     with pytest.raises(SafetensorError):
         safe_open(file, "pt")
 
@@ -124,21 +119,22 @@ def pair(**second: object) -> dict[str, object]:
 def test_a_header_that_breaks_the_format_is_refused_by_us_and_by_the_library(tmp_path: Path, header: object, part: str):
     file = tmp_path / "model.safetensors"
     write_raw(file, header, bytes(12))
-    error = refusal(file)
-    assert part in error.message and str(file) in error.message
+    assert part in refusal(file).message
     with pytest.raises(SafetensorError):
         safe_open(file, "pt")
 
 
 def test_a_tensor_named_twice_in_one_header_is_refused(tmp_path: Path):
     entry = json.dumps(TWO_FLOATS).encode()
-    write_raw(tmp_path / "model.safetensors", b'{"a": ' + entry + b', "a": ' + entry + b"}", bytes(8))
+    file = tmp_path / "model.safetensors"
+    write_raw(file, b'{"a": ' + entry + b', "a": ' + entry + b"}", bytes(8))
     assert "'a' occurs twice" in refusal(file).message
 
 
 def test_a_header_full_of_absurd_values_makes_a_short_message(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
     for absurd in ({"shape": [2**62] * 100_000}, {"dtype": "F" * 10**6}, {"shape": ["9" * 10**6]}):
-        write_raw(tmp_path / "model.safetensors", pair(**absurd), bytes(12))
+        write_raw(file, pair(**absurd), bytes(12))
         assert len(refusal(file).message) < 1000
 
 
@@ -148,9 +144,7 @@ def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(
     tmp_path_factory: pytest.TempPathFactory, position: int, value: int, cut: bool
 ):
     """One byte of the header changed, or the file cut there: never another exception, never another answer."""
-    folder = tmp_path_factory.mktemp("damaged")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    file = tmp_path / "model.safetensors"
+    file = tmp_path_factory.mktemp("damaged") / "model.safetensors"
     save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.zeros(3, dtype=torch.int16)}, file)
     content = bytearray(file.read_bytes())
     position %= 8 + int.from_bytes(content[:8], "little")

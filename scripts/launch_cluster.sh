@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Starts this machine's part of a Ray cluster that only holders of one token can use, and stays until interrupted.
+#
+#   first machine:   bash scripts/launch_cluster.sh head IP[:PORT]
+#   every other:     bash scripts/launch_cluster.sh worker HEAD_IP[:PORT]
+#   then, anywhere:  RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=HEAD_IP:PORT
+#
+# IP is the address at which the other machines reach the first one. The token lies in ~/.ray/auth_token (or
+# RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes one where there is none, and the others need a copy of it. Ray does
+# not encrypt: use a private network.
+set -euo pipefail
+
+usage() { sed -n '4,6s/^# *//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+[ $# -eq 2 ] || usage
+role=$1 ip=${2%%:*} port=6379
+case "$2" in *:*) port=${2##*:} ;; esac
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ray=$here/.venv/bin/ray
+[ -x "$ray" ] || ray=ray
+umask 077  # ray itself writes the token readable to everybody
+export RAY_AUTH_MODE=token
+# --block: ray's processes end with this one, so a scheduler's kill leaves nothing behind
+start=("$ray" start --block --disable-usage-stats)
+
+case "$role" in
+  head)
+    "$ray" get-auth-token --generate >/dev/null
+    echo "Other machines: copy the token, then  bash scripts/launch_cluster.sh worker $ip:$port"
+    echo "Train:          RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=$ip:$port"
+    exec "${start[@]}" --head --node-ip-address "$ip" --port "$port" --include-dashboard false
+    ;;
+  worker)
+    "$ray" get-auth-token >/dev/null || {
+      echo "scripts/launch_cluster.sh: no token here; copy ~/.ray/auth_token from $ip, mode 600" >&2
+      exit 1
+    }
+    exec "${start[@]}" --address "$ip:$port"
+    ;;
+  *) usage ;;
+esac

@@ -1,0 +1,90 @@
+"""Typed errors: they survive process borders whole, and say field, value, place and way out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import ray.cloudpickle
+
+from slimefsdp import errors
+from slimefsdp.errors import ConfigError, SlimeError
+
+
+def subclasses(cls: type[SlimeError]) -> list[type[SlimeError]]:
+    return [found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))]
+
+
+PUBLIC = [SlimeError, *(cls for cls in subclasses(SlimeError) if cls.__module__ == errors.__name__)]
+
+
+class WithOwnArguments(SlimeError):
+    """A subclass whose constructor is not its base's."""
+
+    def __init__(self, missing: list[str], count: int) -> None:
+        super().__init__(f"{count} missing", field="weights")
+        self.missing = missing
+
+
+def copies(error: SlimeError) -> list[SlimeError]:
+    pickled = [pickle.loads(pickle.dumps(error, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    return [*pickled, ray.cloudpickle.loads(ray.cloudpickle.dumps(error)), copy.copy(error), copy.deepcopy(error)]
+
+
+def test_the_list_of_errors_is_complete():
+    declared = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, SlimeError)]
+    assert set(PUBLIC) == set(declared) and len(PUBLIC) >= 11
+
+
+@pytest.mark.parametrize("cls", PUBLIC)
+def test_a_copy_in_another_process_keeps_type_attributes_and_text(cls):
+    error = cls("mesh.dp=3 is odd", field="mesh.dp", hint="use 4", rank=2, phase="load")
+    error.step = 7  # what a caller adds travels too
+    error.add_note("seen on the driver")
+    for twin in copies(error):
+        assert type(twin) is cls and twin is not error
+        assert vars(twin) == vars(error) and twin.args == error.args == ("mesh.dp=3 is odd",)
+        assert str(twin) == str(error) and twin.exit_code == cls.exit_code and twin.code == cls.code
+
+
+def test_a_subclass_with_its_own_constructor_is_rebuilt_without_calling_it():
+    for twin in copies(WithOwnArguments(["a", "b"], 2)):
+        assert type(twin) is WithOwnArguments and twin.missing == ["a", "b"]
+        assert str(twin) == "weights: 2 missing"
+
+
+def test_what_else_is_wrong_travels_and_is_listed_below():
+    error = ConfigError("a=1 must be text", field="a", hint="put it in quotes")
+    error.others = ("b is required and not set; add it",)
+    for twin in [error, *copies(error)]:
+        assert str(twin) == "a=1 must be text; put it in quotes\n  also b is required and not set; add it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "broken"),
+        ({"field": "rewards"}, "rewards: broken"),
+        ({"hint": "mend it"}, "broken; mend it"),
+        ({"rank": 0}, "broken (rank 0)"),
+        ({"phase": "load"}, "broken (in load)"),
+        ({"rank": 3, "phase": "load"}, "broken (rank 3, in load)"),
+        (
+            {"field": "rewards", "hint": "mend it", "rank": 3, "phase": "load"},
+            "rewards: broken (rank 3, in load); mend it",
+        ),
+    ],
+)
+def test_text_names_field_rank_phase_and_way_out(arguments, text):
+    assert str(SlimeError("broken", **arguments)) == text
+
+
+def test_the_field_is_not_repeated_where_the_message_begins_with_it():
+    assert str(SlimeError("mesh.dp=3 is odd", field="mesh.dp")) == "mesh.dp=3 is odd"
+
+
+def test_exit_codes_and_codes_are_distinct_and_usable():
+    assert len({cls.exit_code for cls in PUBLIC}) == len({cls.code for cls in PUBLIC}) == len(PUBLIC)
+    # 0 is success; a shell keeps 126 and above for itself
+    assert all(0 < cls.exit_code < 126 for cls in PUBLIC)

@@ -1,0 +1,235 @@
+"""Rules about the source itself: tools run green, imports go one way, files stay readable, the package is complete."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("slimefsdp", "actors")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+
+# who may import a package at all, by path
+DOORS = {
+    "ray": ("actors/",),
+    "pydantic": ("slimefsdp/config.py",),
+    "transformers": (
+        "actors/rollout/",
+        "scripts/",
+        "slimefsdp/attention/register.py",
+        "slimefsdp/checkpoint/hugging_face.py",
+        "slimefsdp/models/",
+    ),
+    "actors": ("actors/", "scripts/"),
+}
+# a part may import its own layer and those before it; the library's parts are the names below slimefsdp/
+LAYERS = (
+    ("config_messages", "errors", "reports", "surface", "yaml_file"),
+    ("data", "loss"),
+    ("attention", "parallel"),
+    ("checkpoint", "config", "metrics", "models", "optim", "phase", "update", "weights"),
+    ("trainer",),
+    ("replay",),
+)
+LAYER = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
+# below the trainer functions take values, not settings; deciding a phase is where settings become values
+CONFIG_READERS = ("config", "phase", "trainer", "replay")
+
+
+@cache
+def trees(*folders: str) -> dict[str, ast.Module]:
+    """Parsed Python files below these folders, by path from the root."""
+    files = sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in files}
+
+
+def imported_modules(node: ast.AST, with_names_for_mypy: bool) -> Iterator[str]:
+    """Dotted names that a tree imports; `from a import b` gives a and a.b, since b may be a module."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+        children: list[ast.AST] = [*(node.body if with_names_for_mypy else []), *node.orelse]
+    else:
+        children = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module, "imports are absolute here"
+        yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    for child in children:
+        yield from imported_modules(child, with_names_for_mypy)
+
+
+def part_of(path: str) -> str:
+    """slimefsdp/data/pack.py -> data; slimefsdp/trainer.py -> trainer."""
+    return Path(path).parts[1].removesuffix(".py")
+
+
+def library_imports() -> Iterator[tuple[str, str]]:
+    """(path, part of slimefsdp that it imports when it runs)."""
+    for path, tree in trees("slimefsdp").items():
+        for name in sorted(set(imported_modules(tree, with_names_for_mypy=False))):
+            package, _, rest = name.partition(".")
+            if package == "slimefsdp" and rest and rest.split(".")[0] != "__version__":
+                yield path, rest.split(".")[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ruff", "check", "."), ("ruff", "format", "--check", "."), pytest.param(("mypy",), marks=pytest.mark.slow)],
+    ids=" ".join,
+)
+def test_the_linters_have_nothing_to_say(command):
+    run = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("package", DOORS)
+def test_each_dependency_comes_in_through_its_own_door(package):
+    strays = [
+        f"{path} imports {name}"
+        for path, tree in trees(*PACKAGES, "scripts").items()
+        for name in imported_modules(tree, with_names_for_mypy=True)
+        if name.split(".")[0] == package and not path.startswith(DOORS[package])
+    ]
+    assert not strays
+
+
+def test_every_part_of_the_library_has_a_layer():
+    parts = {part_of(path) for path in trees("slimefsdp")} - {"__init__"}
+    assert parts == LAYER.keys(), "a new part belongs in LAYERS, a part that is gone does not"
+
+
+def test_imports_inside_the_library_go_one_way():
+    backwards = [
+        f"{path} imports slimefsdp.{imported}"
+        for path, imported in library_imports()
+        if LAYER[imported] > LAYER[part_of(path)]
+    ]
+    assert not backwards
+
+
+def test_only_the_top_of_the_library_reads_settings():
+    readers = {part_of(path) for path, imported in library_imports() if imported == "config"}
+    assert readers <= set(CONFIG_READERS)
+
+
+def test_no_module_of_the_library_imports_itself_through_others():
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in trees(*PACKAGES)}
+    edges = {
+        module: set(imported_modules(trees(*PACKAGES)[path], with_names_for_mypy=False)) & modules.keys() - {module}
+        for module, path in modules.items()
+    }
+    while free := {module for module, needed in edges.items() if not needed}:
+        edges = {module: needed - free for module, needed in edges.items() if module not in free}
+    assert not edges, f"these import each other: {sorted(edges)}"
+
+
+def test_data_and_losses_know_no_process_group():
+    strays = [
+        path
+        for path, tree in trees("slimefsdp").items()
+        if LAYER.get(part_of(path), 0) <= LAYER["data"]
+        and (
+            any(name.startswith("torch.distributed") for name in imported_modules(tree, with_names_for_mypy=True))
+            or any(
+                ast.unparse(node) == "torch.distributed" for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+            )
+        )
+    ]
+    assert not strays
+
+
+def documented_elsewhere(node: ast.AST, owner: ast.ClassDef | None) -> bool:
+    """Whether a definition needs no docstring: a property, a validator (its name is its rule), a Protocol's method, or
+    what torch's autograd calls and no file of ours does."""
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    decorators = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
+    bases = {ast.unparse(base).split(".")[-1] for base in owner.bases} if owner else set()
+    return bool(
+        decorators & {"property", "cached_property", "setter", "model_validator", "field_validator", "overload"}
+        or "Protocol" in bases
+        or ("Function" in bases and node.name in ("forward", "backward"))
+    )
+
+
+def undocumented(body: list[ast.stmt], owner: ast.ClassDef | None = None) -> Iterator[str]:
+    """Public definitions without a docstring, at module level and in public classes."""
+    for node in body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        name = f"{owner.name}.{node.name}" if owner else node.name
+        if not ast.get_docstring(node) and not documented_elsewhere(node, owner):
+            yield name
+        if isinstance(node, ast.ClassDef):
+            yield from undocumented(node.body, node)
+
+
+def test_everything_public_has_a_docstring():
+    missing = [f"{path}: {name}" for path, tree in trees(*PACKAGES).items() for name in undocumented(tree.body)]
+    missing += [path for path, tree in trees(*PACKAGES, "scripts").items() if not ast.get_docstring(tree)]
+    assert not missing
+
+
+def test_files_and_functions_can_be_read_in_one_go():
+    too_long = []
+    for path, tree in trees(*PACKAGES, "scripts").items():
+        lines = len((ROOT / path).read_text().splitlines())
+        if lines > MAX_FILE_LINES:
+            too_long.append(f"{path} has {lines} lines")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    too_long.append(f"{path}:{node.lineno} {node.name} has {lines} lines")
+    assert not too_long
+
+
+def test_no_file_names_one_machine_or_a_package_host():
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: which files belong to the project is not known")
+    listing = subprocess.run(
+        [git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    pattern = re.compile(rb"(?<![\w.])/(?:work|opt|root|farm)/|pypi\.org|pythonhosted\.org")
+    found = []
+    for name in filter(None, listing.stdout.split(b"\0")):
+        file = ROOT / os.fsdecode(name)
+        if file.is_file():
+            lines = enumerate(file.read_bytes().splitlines(), start=1)
+            found += [f"{file.relative_to(ROOT)}:{number}" for number, line in lines if pattern.search(line)]
+    assert not found
+
+
+def test_the_tests_are_no_packages():
+    # tests/actors/__init__.py would shadow the real `actors`
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
+    source = tmp_path / "source"  # building leaves folders behind in the source
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in (*PACKAGES, "tests", "scripts", "configs", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    subprocess.run([sys.executable, "-m", "pip", *command, tmp_path, source], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("slimefsdp-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
+    assert "slimefsdp = actors.cli:main" in entry_points
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    expected = {str(file.relative_to(source)) for package in PACKAGES for file in (source / package).rglob("*.py")}
+    assert {name for name in names if ".dist-info/" not in name} == expected
