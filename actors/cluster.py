@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
@@ -25,13 +26,18 @@ def check_machine(config: RunConfig) -> None:
     """
     cores = os.cpu_count() or 1
     needed, cap = processes_needed(config), cores * config.cluster.max_ranks_per_core
-    if config.cluster.address is None and config.mesh.device == "cpu" and needed > cap:
+    on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not _has_nvidia_driver())
+    if config.cluster.address is None and on_cpu and needed > cap:
         raise ResourceError(
             f"mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with {needed - config.ranks} more processes needs "
             f"{needed}, but {cores} cores x cluster.max_ranks_per_core={config.cluster.max_ranks_per_core} allow {cap}",
             field="mesh.dp",
             hint="use fewer ranks or engines, raise cluster.max_ranks_per_core, or name a cluster.address",
         )
+
+
+def _has_nvidia_driver() -> bool:
+    return Path("/dev/nvidiactl").exists()  # asking torch would take its import
 
 
 def connect(config: RunConfig) -> None:

@@ -142,10 +142,13 @@ class WorkerGroup:
         if not args or not isinstance(args[0], RolloutBatch):
             return args, kwargs
         batch, *rest = args
-        is_sft_call = name == "forward_backward" and "sft" in (*rest, kwargs.get("loss"))
-        trains = name in ("train_step", "forward_backward") and not is_sft_call
-        check_batch(self.config, batch, self._vocab_size, training=trains)
-        if trains and self.reference_group is not None and batch.ref_log_probs is None:
+        loss: Any = None
+        if name == "train_step":
+            loss = self.config.loss_name
+        elif name == "forward_backward":
+            loss = rest[0] if rest else kwargs.get("loss", "policy")
+        check_batch(self.config, batch, self._vocab_size, loss=loss)
+        if loss == "policy" and self.reference_group is not None and batch.ref_log_probs is None:
             batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
         if name == "train_step" and not rest and "plan" not in kwargs:
             rest = [plan_training(self.config, batch)]

@@ -29,6 +29,7 @@ mark_run_dirs() {
 }
 trap mark_run_dirs EXIT
 
-[ -d data/sort_digits ] || .venv/bin/python scripts/make_sort_digits.py data/sort_digits
+# heldout.jsonl is the last file that the script writes
+[ -f data/sort_digits/heldout.jsonl ] || .venv/bin/python scripts/make_sort_digits.py data/sort_digits
 .venv/bin/slimefsdp train configs/sort_digits_sft.yaml
 .venv/bin/slimefsdp train configs/sort_digits_grpo.yaml "$@"

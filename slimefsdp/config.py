@@ -301,6 +301,11 @@ class RunConfig(Settings):
         return self.mesh.dp * self.mesh.cp
 
     @property
+    def loss_name(self) -> Literal["policy", "sft"]:
+        """The loss that `train_step` takes under this algorithm."""
+        return "sft" if self.algorithm == "sft" else "policy"
+
+    @property
     def max_pack_tokens(self) -> int:
         """Hard cap on the tokens of one pack, which the cp ranks share."""
         return self.batch.max_tokens_per_rank * self.mesh.cp

@@ -6,6 +6,7 @@ Numpy only, so that the driver decides it once, without torch, and ships the pla
 from __future__ import annotations
 
 import zlib
+from typing import Literal
 
 import numpy as np
 
@@ -17,12 +18,14 @@ from slimefsdp.loss.advantages import group_advantages
 from slimefsdp.loss.reduce import token_weights
 
 
-def check_batch(config: RunConfig, batch: RolloutBatch, vocab_size: int, *, training: bool) -> None:
+def check_batch(
+    config: RunConfig, batch: RolloutBatch, vocab_size: int, *, loss: Literal["policy", "sft"] | None
+) -> None:
     """Whether the batch can be used under these settings; its own consistency was checked when it was made.
 
     Args:
         vocab_size: of the model.
-        training: also check what training reads (rewards, groups, log-probs), not just the tokens.
+        loss: also check what this loss reads (rewards, groups, log-probs); None: just the tokens.
 
     Raises:
         BatchError: naming field, sample, value and the way out.
@@ -43,7 +46,7 @@ def check_batch(config: RunConfig, batch: RolloutBatch, vocab_size: int, *, trai
             field="temperature",
             hint="sample and train at one temperature",
         )
-    if training and config.algorithm == "grpo":
+    if loss == "policy":
         _check_policy_inputs(config, batch)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import slimefsdp
+from slimefsdp.attention.kernels import check_kernel
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
 from slimefsdp.checkpoint.training import load_training_state, save_training_state
@@ -61,6 +62,7 @@ class Trainer:
         dp = config.reference.dp or config.mesh.dp if role == "ref" else config.mesh.dp
         self.mesh: Mesh = build_mesh(dp, config.mesh.cp, device)
         self.compute_dtype = DTYPES[config.precision.compute_dtype]
+        check_kernel(device, self.compute_dtype)
         self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
         path = config.reference.path if role == "ref" and config.reference.path else config.model.path
         self.folder = read_model_folder(path)
@@ -95,7 +97,7 @@ class Trainer:
         Raises:
             BatchError: the batch does not fit the settings.
         """
-        self._check(batch, training=False)
+        self._check(batch, None)
         if model == "ref" and self.role == "actor" and self.reference is None:
             self._load_reference()
         plan = self._plan_everything(batch)
@@ -117,10 +119,10 @@ class Trainer:
         """
         self._require_actor("train_step")
         start = time.perf_counter()
-        self._check(batch, training=True)
+        loss = self.config.loss_name
+        self._check(batch, loss)
         plan = self._agreed(plan or plan_training(self.config, batch))
         self.wake_up(("parameters",))
-        loss: LossName = "sft" if self.config.algorithm == "sft" else "policy"
         inputs = self._token_inputs(batch, plan, loss)
         reports = []
         for update, packs in enumerate(plan.updates):
@@ -145,7 +147,7 @@ class Trainer:
         self._require_actor("forward_backward")
         if loss not in ("policy", "sft"):
             raise ConfigError(f"loss={loss!r} is not a loss", field="loss", hint="use policy or sft")
-        self._check(batch, training=loss == "policy")
+        self._check(batch, loss)
         self.wake_up(("parameters",))
         plan = self._agreed(self._plan_everything(batch))
         weights = update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
@@ -327,9 +329,9 @@ class Trainer:
         self.reference = self._loaded(folder).requires_grad_(False)
         self._residency.sleep(("reference",))
 
-    def _check(self, batch: RolloutBatch, *, training: bool) -> None:
+    def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
         assert self.folder.vocab_size is not None
-        check_batch(self.config, batch, self.folder.vocab_size, training=training)
+        check_batch(self.config, batch, self.folder.vocab_size, loss=loss)
 
     def _require_actor(self, call: str) -> None:
         if self.role != "actor":

@@ -102,11 +102,11 @@ BAD_OVERRIDES = {
     # out of range
     "run.seed=-1": ["run.seed=-1 must be at least 0", "raise it"],
     "run.seed=2147483648": ["run.seed=2147483648 must be below 2147483648", "lower it"],
-    "mesh.dp=0": ["mesh.dp=0 must be at least 1"],
+    "mesh.dp=0": ["mesh.dp=0 must be at least 1;"],
     "batch.max_tokens_per_rank=1": ["batch.max_tokens_per_rank=1 must be at least 2"],
-    "optim.lr=0": ["optim.lr=0 must be above 0", "raise it"],
-    "loss.clip_low=1": ["loss.clip_low=1 must be below 1", "lower it"],
-    "optim.min_lr_ratio=1.5": ["optim.min_lr_ratio=1.5 must be at most 1", "lower it"],
+    "optim.lr=0": ["optim.lr=0 must be above 0;", "raise it"],
+    "loss.clip_low=1": ["loss.clip_low=1 must be below 1;", "lower it"],
+    "optim.min_lr_ratio=1.5": ["optim.min_lr_ratio=1.5 must be at most 1;", "lower it"],
     "run.wandb_project=''": ["run.wandb_project='' must not be empty"],
     # betas
     **{

@@ -49,6 +49,7 @@ BAD_TEXT = {
     "surrogate": ("a: \ud800", ["U+D800"]),
     "surrogate escape": ('a: "\\ud800"', ["half a character", "line 1, column 4"]),
     "escape beyond Unicode": ('a: 1\nb: "\\UFFFFFFFF"', ["escape", "line 2", "remove"]),
+    "escape just beyond Unicode": ('a: "\\U00110000"', ["escape", "line 1", "remove"]),
     "unknown escape": ('a: "\\q"', ["line 1, column 6"]),
     "integer of 5,000 digits": ("a: " + "7" * 5000, ["5000 digits", "line 1, column 4", "smaller"]),
     "negative integer of 50 digits": ("a: -" + "7" * 50, ["50 digits"]),

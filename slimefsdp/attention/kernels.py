@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slimefsdp.attention.plan import CallPlan
+from slimefsdp.errors import ConfigError
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,6 +26,20 @@ class Saved:
     lse: torch.Tensor  # [heads, tokens] natural log
     rng_state: torch.Tensor | None = None  # the CUDA kernel hands these through
     unused: torch.Tensor | None = None
+
+
+def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
+    """Whether there is a kernel for this dtype on this device.
+
+    Raises:
+        ConfigError: naming `precision.compute_dtype`.
+    """
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"precision.compute_dtype={str(dtype).removeprefix('torch.')} has no variable-length kernel on CUDA",
+            field="precision.compute_dtype",
+            hint="use bfloat16 there, or mesh.device=cpu",
+        )
 
 
 def varlen_forward(

@@ -58,7 +58,7 @@ READINGS = [("0.941", 0.941), ("1.2e-06", 1.2e-6), ("nan", math.nan), ("0.000", 
 
 
 @pytest.mark.parametrize("text, value", READINGS)
-def test_numbers_read_read_as_expected(text, value):
+def test_numbers_read_as_expected(text, value):
     assert number_text(value, ".3f", 7) == text
 
 
