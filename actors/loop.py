@@ -176,8 +176,11 @@ class SupervisedLoop:
 
     def step(self, step: int) -> Metrics:
         """One update on the next `batch.samples_per_update` demonstrations."""
+        seconds: Metrics = {}
         batch = RolloutBatch.from_samples(self.prompts.take(self._config.samples_per_step))
-        return self._group.train_step(batch)
+        with _timed(seconds, "train"):
+            metrics: Metrics = self._group.train_step(batch)
+        return metrics | {"seconds/train": seconds["train"]}
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
         """The run in one line."""

@@ -41,7 +41,6 @@ GRPO_COLUMNS = (
 )
 SFT_COLUMNS = (
     Column("loss", "loss", ".4f"),
-    Column("held-out", "eval/exact"),
     Column("grad norm", "grad_norm"),
     Column("lr", "lr", ".1e"),
     Column("tokens/s", "tokens_per_second", ",.0f"),

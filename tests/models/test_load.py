@@ -112,7 +112,20 @@ def test_the_second_copy_of_a_tied_head_must_have_the_embeddings_shape(
         ("qwen3", {"model_type": "no-such-model"}, "no-such-model"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
-        ("qwen3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type='longrope'"),
+        (
+            "qwen3",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 256,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                }
+            },
+            "rope_type='longrope'",
+        ),
         # the way older releases wrote it
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         (
