@@ -11,12 +11,13 @@ from typing import Any
 from actors.curves import draw_curves
 from actors.metrics_log import MetricsLog, read_metrics
 from actors.progress import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
-from actors.rollout.engine import EnginePool
+from actors.rollout.engine import EnginePool, Sampled
 from actors.rollout.prompts import PromptStream, Record, read_jsonl
 from actors.rollout.rewards import RewardFunction, load_reward
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import ConfigError
 
 Metrics = dict[str, float]
 
@@ -86,11 +87,11 @@ class RolloutLoop:
         """One rollout batch, trained on; held-out metrics where they are due."""
         seconds: Metrics = {}
         settings = self._config.rollout
+        records = self.prompts.take(settings.prompts_per_step)
         with _timed(seconds, "generate"):
-            records = self.prompts.take(settings.prompts_per_step)
-            samples, scores = self._sample(
-                records, settings.samples_per_prompt, (self._config.run.seed, 1, step), seconds
-            )
+            version, samples = self._generate(records, settings.samples_per_prompt, (1, step))
+        with _timed(seconds, "reward"):
+            scores = self._scores(records, samples)
         batch = RolloutBatch.from_samples(
             [
                 {
@@ -103,7 +104,7 @@ class RolloutLoop:
                 for sample, score in zip(samples, scores, strict=True)
             ],
             temperature=settings.temperature,
-            weight_version=self._version,
+            weight_version=version,
         )
         with _timed(seconds, "train"):
             metrics = self._group.train_step(batch)
@@ -137,21 +138,21 @@ class RolloutLoop:
             f"in {config.run.steps} steps, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
         )
 
-    def _sample(
-        self, records: Sequence[Record], samples_per_prompt: int, seed: tuple[int, ...], seconds: Metrics
-    ) -> tuple[list[Any], list[Metrics]]:
+    def _generate(
+        self, records: Sequence[Record], per_prompt: int, purpose: tuple[int, int]
+    ) -> tuple[int, list[Sampled]]:
         prompts = [record["prompt"] for record in records]
-        self._version, samples = self._engines.generate(prompts, samples_per_prompt=samples_per_prompt, seed=seed)
-        with _timed(seconds, "reward"):
-            scores = [self._reward(records[sample.prompt], sample.text, sample.finished) for sample in samples]
-        return samples, scores
+        seed = (self._config.run.seed, *purpose)  # training and evaluation never share draws
+        return self._engines.generate(prompts, samples_per_prompt=per_prompt, seed=seed)
+
+    def _scores(self, records: Sequence[Record], samples: Sequence[Sampled]) -> list[Metrics]:
+        return [self._reward(records[sample.prompt], sample.text, sample.finished) for sample in samples]
 
     def _evaluate(self, step: int) -> Metrics:
         if self._config.evaluation.interval_steps is None:
             return {}
-        per_prompt = self._config.evaluation.samples_per_prompt
-        _, scores = self._sample(self._heldout, per_prompt, (self._config.run.seed, 2, step), {})
-        return _means(scores, "eval/")
+        _, samples = self._generate(self._heldout, self._config.evaluation.samples_per_prompt, (2, step))
+        return _means(self._scores(self._heldout, samples), "eval/")
 
 
 class SupervisedLoop:
@@ -198,8 +199,6 @@ def check_answers(records: Sequence[Record], path: Path) -> None:
     Raises:
         ConfigError: naming the file and the first record without one.
     """
-    from slimefsdp.errors import ConfigError
-
     for number, record in enumerate(records, 1):
         if not str(record.get("answer", "")).strip():
             raise ConfigError(

@@ -34,7 +34,9 @@ _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def settings_reference() -> str:
     """The whole document: a section for the top level, then one for each settings class, with a table each."""
-    sections = {name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)}
+    sections: dict[str, Any] = {
+        name: info.annotation for name, info in RunConfig.model_fields.items() if _is_section(info.annotation)
+    }
     parts = [INTRODUCTION, _section("Top level", RunConfig, skip=sections)]
     parts += [_section(f"`{name}`", model) for name, model in sections.items()]
     return "\n\n".join(parts) + "\n"

@@ -341,7 +341,15 @@ class Trainer:
         return plan_everything(batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
 
     def _agreed(self, plan: Plan) -> Plan:
-        """The plan, once all ranks are known to hold the same one."""
+        """The plan, once it is known to fit the mesh and to be the same on all ranks."""
+        ranks, longest = {len(update) for update in plan.updates}, plan.max_pack_tokens
+        if not ranks <= {self.mesh.dp} or longest > self.config.max_pack_tokens:
+            raise ConfigError(
+                f"the plan is for {ranks} dp ranks and packs of {longest} tokens, this group has {self.mesh.dp} "
+                f"and {self.config.max_pack_tokens}",
+                field="plan",
+                hint="make it with slimefsdp.phase.plan_training under this group's settings",
+            )
         if not all_equal(plan.digest(), self.mesh.group):
             raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
         return plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ class EmbeddedEngine:
         self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda" if on_cuda else "cpu").eval()
         self._model.requires_grad_(False)
         self._receiver = WeightReceiver(list(self._model.named_parameters()))
+        self._end_token_ids = _end_token_ids(model_path, self._tokenizer.eos_token_id)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
@@ -93,7 +95,7 @@ class EmbeddedEngine:
             samples_per_prompt=samples_per_prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            eos_token_ids={self._tokenizer.eos_token_id},
+            eos_token_ids=self._end_token_ids,
             pad_token_id=self._tokenizer.pad_token_id or 0,
             generator=torch.Generator(self._model.device).manual_seed(seed),
         )
@@ -118,6 +120,17 @@ class EmbeddedEngine:
             answer.append(self._tokenizer.eos_token_id)
             encoded.append((prompt + answer, len(answer)))
         return encoded
+
+
+def _end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
+    """The tokenizer's end token and those of generation_config.json, where chat models list more than one."""
+    from transformers import GenerationConfig
+
+    ids = {tokenizer_eos}
+    if (Path(model_path) / "generation_config.json").exists():
+        listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+        ids |= set(listed) if isinstance(listed, list) else {listed}
+    return {token for token in ids if token is not None}
 
 
 class EnginePool:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.attention.plan import attention_plan
@@ -22,6 +21,7 @@ from slimefsdp.models.load import SUPPORTED_MODELS, build_policy, check_tensor_n
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.fsdp import apply_fsdp
 from slimefsdp.parallel.mesh import build_mesh
+from tests.float64 import KeepFloat64
 from tests.rank_pool import RankPool
 from tests.tiny_models import ARCHITECTURES, SIZES, save_tiny_model
 
@@ -30,19 +30,6 @@ CPU = torch.device("cpu")
 SHAPES = ((30, 10), (2, 1), (9, 3), (150, 140), (8, 7), (7, 1))
 TIES = pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 KINDS = pytest.mark.parametrize("kind", ARCHITECTURES)
-
-
-class KeepFloat64(TorchFunctionMode):
-    """Float64 stays float64 where Hugging Face writes float32 into its norms; everything else goes its way."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_cast = func is torch.Tensor.float or (
-            func is torch.Tensor.to and torch.float32 in (*args[1:], *kwargs.values())
-        )
-        if is_cast and args[0].dtype == torch.float64:
-            return args[0]
-        return func(*args, **kwargs)
 
 
 def some_batch(seed: int = 0) -> RolloutBatch:
@@ -98,8 +85,8 @@ def differences_of_rank(
         hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         ours = packed_log_probs(policy, batch, order, temperature)
         theirs = separate_log_probs(hf, batch, temperature)
-        # not Tensor.backward: a function mode is off inside the calls it sees, and layers are recomputed there
-        torch.autograd.backward([(ours * weights).sum(), (theirs * weights).sum()])
+        (ours * weights).sum().backward()
+        (theirs * weights).sum().backward()
     assert ours.dtype == theirs.dtype == dtype and policy.training
     theirs_by_name = dict(hf.named_parameters())
     ours_by_name = dict(policy.named_weights())
@@ -143,7 +130,8 @@ def test_float64_log_probs_and_gradients_of_a_pack_equal_separate_plain_ones(
     tmp_path: Path, ranks: RankPool, kind: str, tie: bool
 ) -> None:
     path = save_tiny_model(tmp_path, kind, tie_word_embeddings=tie, dtype=torch.float64)
-    (found,) = ranks.run(1, differences_of_rank, path, torch.float64, True, 0.7)
+    # nothing is recomputed: a function mode is off inside the calls it sees, and backward is one
+    (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 0.7)
     assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
 
 

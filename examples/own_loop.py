@@ -1,0 +1,46 @@
+"""A rollout loop of one's own around slimefsdp: sample, score, train, send the new weights back.
+
+    python examples/own_loop.py configs/sort_digits_grpo.yaml run.steps=20
+
+Any sampler will do: a batch needs tokens, response lengths, rewards and groups, and knows nothing of engines.
+"""
+
+from __future__ import annotations
+
+import sys
+from difflib import SequenceMatcher
+
+from actors import EnginePool, WorkerGroup, connect
+from actors.rollout.prompts import PromptStream, read_jsonl
+from slimefsdp import RolloutBatch, load_config
+
+config = load_config(sys.argv[1], sys.argv[2:])
+connect(config)  # a local Ray cluster, or the one at cluster.address
+group = WorkerGroup.launch(config)  # one process a rank, the model loaded and sharded
+engines = EnginePool.launch(config)
+weights = group.update_weights(engines.receivers)  # engines refuse to sample before this
+prompts = PromptStream(read_jsonl(config.data.train, field="data.train"), config.run.seed)
+
+for step in range(config.run.steps):
+    records = prompts.take(config.rollout.prompts_per_step)
+    version, responses = engines.generate(
+        [record["prompt"] for record in records], samples_per_prompt=config.rollout.samples_per_prompt, seed=(0, step)
+    )
+    samples = [
+        {
+            "tokens": response.tokens,  # prompt and response
+            "response_length": response.response_length,
+            "rollout_log_probs": response.log_probs,
+            "reward": SequenceMatcher(None, response.text, records[response.prompt]["answer"]).ratio(),
+            "group_id": response.prompt,
+        }
+        for response in responses
+    ]
+    batch = RolloutBatch.from_samples(samples, temperature=config.rollout.temperature, weight_version=version)
+    metrics = group.train_step(batch)
+    weights = group.update_weights(engines.receivers)
+    reward = sum(sample["reward"] for sample in samples) / len(samples)
+    print(f"step {step + 1}: reward {reward:.3f}, {metrics['updates']:.0f} updates, weights {weights.version}", flush=True)
+
+engines.shutdown()
+group.shutdown()
