@@ -16,10 +16,18 @@ GRACE_S = 2.0
 
 
 class CallFuture:
-    """One call running on several actors."""
+    """One call running on several actors.
 
-    def __init__(self, refs: Sequence[Any], *, name: str, timeout_s: float, first_only: bool) -> None:
+    Args:
+        refs: one per rank, in rank order.
+        first_rank: the rank of the first of them.
+    """
+
+    def __init__(
+        self, refs: Sequence[Any], *, name: str, timeout_s: float, first_only: bool, first_rank: int = 0
+    ) -> None:
         self._refs = list(refs)
+        self._first_rank = first_rank
         self._name = name
         self._deadline = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
@@ -46,19 +54,18 @@ class CallFuture:
         if failures:
             raise _root_cause(failures)
         if pending:
-            rank = self._refs.index(pending[0])
             raise WorkerHung(
                 f"{self._name} did not finish within {self._timeout_s:g} s",
                 field="cluster.call_timeout_s",
                 hint="look at the rank's log, or raise the timeout",
-                rank=rank,
+                rank=self._rank_of(pending[0]),
                 phase=self._name,
             )
         values = ray.get(self._refs, timeout=60)
         return values[0] if self._first_only else values
 
     def _failure_of(self, ref: Any) -> tuple[int, Exception] | None:
-        rank = self._refs.index(ref)
+        rank = self._rank_of(ref)
         try:
             ray.get(ref, timeout=60)
         except RayActorError as error:
@@ -67,6 +74,9 @@ class CallFuture:
         except RayTaskError as error:
             return rank, error.cause if isinstance(error.cause, Exception) else error
         return None
+
+    def _rank_of(self, ref: Any) -> int:
+        return self._first_rank + self._refs.index(ref)
 
 
 def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:

@@ -21,7 +21,7 @@ from slimefsdp.models.folder import read_model_folder
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = _parsed(arguments)
     try:
         return int(options.run(options))
     except SlimeError as error:
@@ -35,10 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"  field: {error.field}", file=sys.stderr)
         if error.hint:
             print(f"  hint:  {error.hint}", file=sys.stderr)
+        for other in error.others if isinstance(error, ConfigError) else ():
+            print(f"  also:  {other}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse ends a list of plain arguments at the first option: settings behind `--batch FILE` come back as unknown
+    strays = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
+    if strays:
+        parser.error(f"unrecognized arguments: {' '.join(strays)}")
+    options.overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import ray
 
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import SlimeError
+from slimefsdp.errors import SlimeError, StateError
 from slimefsdp.reports import Health
 from slimefsdp.surface import RPCS
 
@@ -61,6 +63,7 @@ class TrainWorker:
             torch.cuda.set_device(self.trainer.mesh.device)  # per thread
         method = getattr(self.trainer, name)
         try:
+            _check_call(method, name, args, kwargs)
             result = method(*(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args), **kwargs)
         except Exception as error:
             self._failed(error, name)
@@ -105,3 +108,11 @@ class TrainWorker:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses arguments that the method does not have: alike on all ranks, so it must not end their process group."""
+    try:
+        inspect.signature(method).bind(*args, **kwargs)
+    except TypeError as error:
+        raise StateError(f"{name}(): {error}", field=name, hint=f"see slimefsdp.Trainer.{name}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import ray
 import torch
 
 from actors.calls import CallFuture
-from slimefsdp.errors import SlimeError, SyncError
+from slimefsdp.errors import SyncError, WorkerHung
 from slimefsdp.weights.gather import Bucket
 from slimefsdp.weights.receive import Manifest
 
@@ -20,14 +21,22 @@ WireBucket = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 
 
 class ObjectStoreReceiver:
-    """Sends to several Ray actors that have `begin`, `receive` and `commit`; on rank 0 it stands for all of them."""
+    """Sends to several Ray actors that have `begin`, `receive` and `commit`; on rank 0 it stands for all of them.
+
+    Args:
+        timeout_s: for one whole update, from `begin` to the end of `commit`.
+
+    Every method raises SyncError when a receiver fails, dies or is late.
+    """
 
     def __init__(self, actors: Sequence[Any], timeout_s: float) -> None:
         self._actors = actors
         self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
 
     def begin(self, version: int, manifest: Manifest) -> None:
         """Announces an update to all."""
+        self._deadline = time.monotonic() + self._timeout_s
         self._all("begin", version, manifest)
 
     def receive(self, bucket: Bucket) -> None:
@@ -41,14 +50,21 @@ class ObjectStoreReceiver:
     def _all(self, name: str, *args: Any) -> None:
         refs = [getattr(actor, name).remote(*args) for actor in self._actors]
         try:
-            CallFuture(refs, name=name, timeout_s=self._timeout_s, first_only=False).result()
+            left_s = max(0.0, self._deadline - time.monotonic())
+            CallFuture(refs, name=name, timeout_s=left_s, first_only=False).result()
         except SyncError:
             raise
-        except SlimeError as error:
+        except WorkerHung as error:
             raise SyncError(
-                f"weights did not arrive: receiver {error.rank} failed in {name}: {error.message}",
+                f"weights did not arrive: receiver {error.rank} has not answered {name} after {self._timeout_s:g} s",
                 field="cluster.sync_timeout_s",
-                hint="the receivers must not sample until a later update reaches them",
+                hint="restart the receiver, or raise cluster.sync_timeout_s",
+            ) from error
+        except Exception as error:  # whatever a receiver raises, the sending ranks must all learn of it as one error
+            raise SyncError(
+                f"weights did not arrive: {name} failed at a receiver: {error}",
+                field="update_weights",
+                hint="restart the receiver; none may sample until a later update reaches it",
             ) from error
 
 

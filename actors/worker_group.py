@@ -17,12 +17,20 @@ from actors.cluster import connect
 from actors.placement import actor_options, gpus_per_rank, release, reserve
 from actors.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
+from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import SlimeError, StateError
+from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
 from slimefsdp.models.folder import read_model_folder
 from slimefsdp.phase import check_batch, plan_training
 from slimefsdp.reports import Health, SyncReport
 from slimefsdp.surface import RPCS
+
+# calls that take a batch first: the name of their second argument, and what it may be, the default first
+SECOND_ARGUMENT: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "compute_log_probs": ("model", ("actor", "ref")),
+    "train_step": ("plan", (None,)),
+    "forward_backward": ("loss", ("policy", "sft")),
+}
 
 
 class WorkerGroup:
@@ -90,23 +98,31 @@ class WorkerGroup:
 
     def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
         """As `update_weights`, returning a future."""
+        self._require_workers("update_weights")
         timeout_s = self.config.cluster.sync_timeout_s
         refs = [worker.update_weights.remote(list(receivers), timeout_s) for worker in self._workers]
         return CallFuture(refs, name="update_weights", timeout_s=self.config.cluster.call_timeout_s, first_only=True)
 
     def update_ref(self) -> None:
         """Makes the reference model equal to the actor: shard to shard in-process, or as a receiver of its weights."""
+        self.update_ref_async().result()
+
+    def update_ref_async(self) -> CallFuture:
+        """As `update_ref`, returning a future."""
         if self.reference_group is not None:
-            self.update_weights(self.reference_group.receivers)
-        else:
-            self._start("update_ref", (), {}).result()
+            return self.update_weights_async(self.reference_group.receivers)
+        return self._start("update_ref", (), {})
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
+        futures = [
+            CallFuture([worker.health.remote()], name="health", timeout_s=timeout_s, first_only=True, first_rank=rank)
+            for rank, worker in enumerate(self._workers)
+        ]
         answers: list[Health | SlimeError] = []
-        for worker in self._workers:
+        for future in futures:
             try:
-                answers.append(_wait([worker.health.remote()], timeout_s=timeout_s, name="health"))
+                answers.append(future.result())
             except SlimeError as error:
                 answers.append(error)
         return answers
@@ -122,9 +138,9 @@ class WorkerGroup:
         self._workers = []
 
     def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
-        if not self._workers:
-            raise StateError(f"{name}() after shutdown()", hint="launch a new group")
-        args, kwargs = self._prepared(name, args, kwargs)
+        self._require_workers(name)
+        if name in SECOND_ARGUMENT:
+            args, kwargs = self._prepared(name, args, kwargs)
         refs = [worker.call.remote(name, args, kwargs) for worker in self._workers]
         return CallFuture(
             refs,
@@ -133,28 +149,57 @@ class WorkerGroup:
             first_only=RPCS[name] == "first",
         )
 
+    def _require_workers(self, name: str) -> None:
+        if not self._workers:
+            raise StateError(f"{name}() after shutdown()", field=name, hint="launch a new group")
+
     def _prepared(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments as the ranks get them: the batch checked, completed, and put into the object store once."""
+        """Arguments of a call with a batch, as the ranks get them: checked, completed, in the object store once."""
         if "batch" in kwargs:
             args, kwargs = (kwargs["batch"], *args), {k: v for k, v in kwargs.items() if k != "batch"}
-        if not args or not isinstance(args[0], RolloutBatch):
-            return args, kwargs
-        batch, *rest = args
-        loss: Any = None
+        batch, *rest = args or (None,)
+        if not isinstance(batch, RolloutBatch):
+            raise BatchError(
+                f"{name}() was given a {type(batch).__name__} for a batch",
+                field="batch",
+                hint="make one with RolloutBatch.from_samples",
+            )
+        field, choices = SECOND_ARGUMENT[name]
+        second = rest[0] if rest else kwargs.get(field, choices[0])
         if name == "train_step":
-            loss = self.config.loss_name
-        elif name == "forward_backward":
-            loss = rest[0] if rest else kwargs.get("loss", "policy")
+            if second is not None:
+                _check_plan(second, batch, self.config.mesh.dp)
+        elif second not in choices:
+            raise ConfigError(f"{field}={second!r} is unknown", field=field, hint=f"use {' or '.join(choices)}")
+        loss = self.config.loss_name if name == "train_step" else second if name == "forward_backward" else None
         check_batch(self.config, batch, self._vocab_size, loss=loss)
+        if name == "compute_log_probs" and second == "ref" and self.reference_group is not None:
+            raise StateError(
+                "the reference model is a group of its own", field="model", hint="call group.reference_group instead"
+            )
         if loss == "policy" and self.reference_group is not None and batch.ref_log_probs is None:
             batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
-        if name == "train_step" and not rest and "plan" not in kwargs:
-            rest = [plan_training(self.config, batch)]
-        if name == "compute_log_probs" and self.reference_group is not None and "ref" in (*rest, kwargs.get("model")):
-            raise StateError("the reference model is a group of its own", hint="call group.reference_group instead")
+        if name == "train_step" and second is None:
+            rest, kwargs = (
+                [plan_training(self.config, batch), *rest[1:]],
+                {k: v for k, v in kwargs.items() if k != field},
+            )
         return (ray.put(batch), *rest), kwargs
+
+
+def _check_plan(plan: Any, batch: RolloutBatch, dp: int) -> None:
+    """Whether a caller's own plan is one for this batch and this mesh."""
+    if not isinstance(plan, Plan):
+        fault = f"is a {type(plan).__name__}, not a Plan"
+    elif any(len(update) != dp for update in plan.updates):
+        fault = f"is not for mesh.dp={dp}"
+    elif any((plan.samples_of(update) >= batch.num_samples).any() for update in range(len(plan.updates))):
+        fault = f"names samples that a batch of {batch.num_samples} does not have"
+    else:
+        return
+    raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
 
 
 def _wait(refs: Sequence[Any], *, timeout_s: float, name: str) -> Any:

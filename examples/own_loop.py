@@ -40,7 +40,7 @@ for step in range(config.run.steps):
     metrics = group.train_step(batch)
     weights = group.update_weights(engines.receivers)
     reward = sum(sample["reward"] for sample in samples) / len(samples)
-    print(f"step {step + 1}: reward {reward:.3f}, {metrics['updates']:.0f} updates, weights {weights.version}", flush=True)
+    print(f"step {step + 1}: reward {reward:.3f}, {metrics['updates']:.0f} updates, weights {weights.version}")
 
 engines.shutdown()
 group.shutdown()

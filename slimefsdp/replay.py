@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs as one rank of a torchrun launch, or as the only one."""
     parser = argparse.ArgumentParser(prog="python -m slimefsdp.replay", description=__doc__)
     add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # settings may follow --batch
     try:
         config = load_config(options.config, options.overrides)
         batch = RolloutBatch.load(options.batch)

@@ -256,7 +256,7 @@ class Trainer:
             "updates_taken": self.updates_taken,
             "skipped_in_a_row": self.skipped_in_a_row,
             "loop_state": loop_state or {},
-            "config": self.config.model_dump(mode="json"),
+            "config": self.config.model_dump(mode="json", exclude_unset=True),
             "versions": {"slimefsdp": slimefsdp.__version__, "torch": torch.__version__},
         }
         return save_training_state(
@@ -283,6 +283,7 @@ class Trainer:
         info = load_training_state(
             self._checkpoints(), step, named, self.optimizer, device=self.mesh.device, group=self.mesh.group
         )
+        self.optimizer.zero_grad(set_to_none=True)  # gradients of the weights before are no part of what was saved
         self.updates_taken = info["updates_taken"]
         self.skipped_in_a_row = info["skipped_in_a_row"]
         loop_state: dict[str, Any] = info["loop_state"]

@@ -47,7 +47,9 @@ def test_the_installed_transformers_is_accepted_and_registers_attention_but_no_m
     assert ATTENTION_NAME not in AttentionMaskInterface()
 
 
-def renamed(module: Any, q: Any, k: Any, v: Any, attention_mask: Any, dropout: Any, scaling: Any, **kwargs: Any) -> None:
+def renamed(
+    module: Any, q: Any, k: Any, v: Any, attention_mask: Any, dropout: Any, scaling: Any, **kwargs: Any
+) -> None:
     """transformers' convention with other names."""
 
 

@@ -97,9 +97,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(
 
 
 @pytest.mark.parametrize("shape", [(95, 32), (97, 32), (96, 31)])
-def test_the_second_copy_of_a_tied_head_must_have_the_embeddings_shape(
-    tmp_path: Path, shape: tuple[int, int]
-) -> None:
+def test_the_second_copy_of_a_tied_head_must_have_the_embeddings_shape(tmp_path: Path, shape: tuple[int, int]) -> None:
     path = save_tiny_model(tmp_path, tie_word_embeddings=True)
     edit_weights(path, lambda t: t.update({"lm_head.weight": torch.zeros(shape)}))
     assert f"'lm_head.weight' has shape {list(shape)}" in str(refusal(path))
@@ -111,7 +109,11 @@ def test_the_second_copy_of_a_tied_head_must_have_the_embeddings_shape(
         ("qwen3", {"model_type": "gpt_oss"}, "gpt_oss"),
         ("qwen3", {"model_type": "no-such-model"}, "no-such-model"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
+        (
+            "qwen3",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type='dynamic'",
+        ),
         (
             "qwen3",
             {
@@ -252,9 +254,7 @@ def shards_of_rank(rank: int, path: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-def test_shards_end_to_end_are_the_files_tensors(
-    tmp_path: Path, ranks: RankPool, world_size: int, tie: bool
-) -> None:
+def test_shards_end_to_end_are_the_files_tensors(tmp_path: Path, ranks: RankPool, world_size: int, tie: bool) -> None:
     # 97, 9 and 13 rows over 4 ranks: uneven shards, and an empty one (9 = 3 + 3 + 3 + 0)
     path = save_tiny_model(tmp_path, tie_word_embeddings=tie, vocab_size=97, hidden_size=9, intermediate_size=13)
     stored = load_file(path / SINGLE_FILE)

@@ -1,0 +1,227 @@
+"""The example runs, and what README and docs say is so: names, links, commands, signatures and figures."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.worker_group import WorkerGroup
+from slimefsdp import errors
+from slimefsdp.config import load_config
+from slimefsdp.models.load import SUPPORTED_MODELS
+from slimefsdp.surface import RPCS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.md")])
+FOLDERS = "slimefsdp|actors|tests|scripts|configs|docs|examples|benchmarks"
+
+
+# ---------------------------------------------------------------------- the example
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_loop_of_ones_own_trains_and_its_engines_get_every_update(tmp_path: Path) -> None:
+    run(ROOT / "scripts/make_sort_digits.py", "data/sort_digits", cwd=tmp_path)
+    settings = ["model.path=data/sort_digits/model", "run.steps=2", "rollout.prompts_per_step=16", "rollout.engines=1"]
+    printed = run(ROOT / "examples/own_loop.py", ROOT / "configs/sort_digits_grpo.yaml", *settings, cwd=tmp_path)
+    steps = re.findall(r"step (\d): reward ([\d.]+), (\d+) updates, weights (\d+)\n", printed)
+    assert [int(step) for step, *_ in steps] == [1, 2], printed
+    updates = [int(count) for _, _, count, _ in steps]
+    assert updates[0] >= 1 and all(float(reward) > 0 for _, reward, _, _ in steps), printed
+    # a version is the number of updates that led to it
+    assert [int(version) for *_, version in steps] == [updates[0], sum(updates)]
+
+
+def test_the_readme_shows_the_example_as_it_is() -> None:
+    assert (ROOT / "examples/own_loop.py").read_text() in blocks(README, "python")
+
+
+# ---------------------------------------------------------------------- names, files, links
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from definitions(node.body, f"{prefix}{node.name}.")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_function_that_a_document_names_exists(document: Path) -> None:
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", document.read_text())
+    missing = [
+        f"{path}:{name}"
+        for path, name in named
+        if not (ROOT / path).is_file() or name not in definitions(ast.parse((ROOT / path).read_text()).body)
+    ]
+    assert not missing
+
+
+def test_the_way_of_a_batch_names_its_functions() -> None:
+    """So that the test above has something to look at."""
+    way = README.split("## Follow one batch")[1].split("\n## ")[0]
+    assert len(re.findall(r"`[\w/]+\.py:[\w.]+`", way)) >= 15
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_and_link_in_a_document_leads_somewhere(document: Path) -> None:
+    text = document.read_text()
+    files = set(re.findall(rf"(?:^|[\s`(])((?:{FOLDERS})/[\w./-]*\w\.(?:py|sh|md|yaml|json|png))\b", text))
+    missing = [name for name in files if not (ROOT / name).exists() and not (document.parent / name).exists()]
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        path = (document.parent / file) if file else document
+        if re.match(r"[a-z]+://", target):
+            continue
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            missing.append(target)
+    assert not missing
+
+
+def anchors(document: Path) -> list[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), flags=re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def tree_entries() -> dict[str, str]:
+    """Path -> phrase, of README's tree; folders end in a slash."""
+    (tree,) = [block for block in blocks(README, "") if block.startswith("slimefsdp/ ")]
+    parents: list[str] = []
+    entries = {}
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        name, _, phrase = line.strip().partition(" ")
+        parents[depth:] = [name]
+        entries["".join(parents)] = phrase.strip()
+    return entries
+
+
+def test_the_tree_has_every_module_with_a_phrase_and_nothing_else() -> None:
+    entries = tree_entries()
+    modules = {
+        str(file.relative_to(ROOT))
+        for package in ("slimefsdp", "actors")
+        for file in (ROOT / package).rglob("*.py")
+        if file.name != "__init__.py"
+    }
+    assert {path for path in entries if path.startswith(("slimefsdp/", "actors/")) and path.endswith(".py")} == modules
+    inner_folders = {"/".join(module.split("/")[:-1]) + "/" for module in modules}
+    assert [path for path, phrase in entries.items() if not phrase and path not in inner_folders] == []
+    assert [path for path in entries if not (ROOT / path).exists()] == []
+
+
+def commands() -> list[list[str]]:
+    documents = [document.read_text() for document in DOCUMENTS]
+    lines = [
+        line for text in documents for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()
+    ]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_the_settings_in_every_command_are_accepted() -> None:
+    runs = [words for words in commands() if any(word.endswith(".yaml") for word in words)]
+    assert len(runs) >= 4
+    for words in runs:
+        config = next(word for word in words if word.endswith(".yaml"))
+        load_config(ROOT / config, [word for word in words if re.match(r"\w+\.\w+=", word)])
+
+
+def test_every_preset_is_described_with_what_it_was_run_on() -> None:
+    table = re.findall(
+        r"^\| \[([\w.]+)\]\(\1\) \| .+ \| (.+) \|$", (ROOT / "configs/README.md").read_text(), re.MULTILINE
+    )
+    assert sorted(name for name, _ in table) == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+
+
+# ---------------------------------------------------------------------- signatures, errors, figures
+
+
+def sections(text: str) -> dict[str, str]:
+    parts = re.split(r"^### (\w+)$", text, flags=re.MULTILINE)
+    return {
+        name: re.split(r"^## ", body, flags=re.MULTILINE)[0]
+        for name, body in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", RPCS)
+def test_every_call_is_documented_with_its_signature_and_errors(name: str) -> None:
+    section = sections((ROOT / "docs/rpc.md").read_text())[name]
+    (written,) = blocks(section, "python")
+    method = trainer_methods()[name]
+    assert signature(ast.parse(written).body[0]) == signature(method)
+    raised = re.findall(r"(\w+Error): ", (ast.get_docstring(method) or "").partition("Raises:")[2])
+    assert [error for error in raised if error not in section] == []
+    assert callable(getattr(WorkerGroup, name)) and callable(getattr(WorkerGroup, f"{name}_async"))
+
+
+def trainer_methods() -> dict[str, ast.FunctionDef]:
+    module = ast.parse((ROOT / "slimefsdp/trainer.py").read_text())
+    (trainer,) = [node for node in module.body if isinstance(node, ast.ClassDef) and node.name == "Trainer"]
+    return {node.name: node for node in trainer.body if isinstance(node, ast.FunctionDef)}
+
+
+def signature(function: ast.stmt) -> str:
+    """A function's parameters without `self`, and what it returns."""
+    assert isinstance(function, ast.FunctionDef) and function.returns is not None
+    parameters = ast.unparse(function.args).removeprefix("self").removeprefix(", ")
+    return f"{function.name}({parameters}) -> {ast.unparse(function.returns)}"
+
+
+def test_no_call_is_documented_that_does_not_exist() -> None:
+    assert sections((ROOT / "docs/rpc.md").read_text()).keys() == RPCS.keys()
+
+
+def test_the_table_of_errors_has_every_type_with_its_code_and_exit_status() -> None:
+    table = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    types = [
+        value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.SlimeError)
+    ]
+    assert table == [(error.__name__, error.code, str(error.exit_code)) for error in types]
+
+
+def test_the_supported_models_are_those_of_the_code() -> None:
+    section = README.split("## Supported models")[1].split("\n## ")[0]
+    listed = re.findall(r"`(\w+)`", section.split("`model_type`s:")[1].split(".")[0])
+    assert listed == list(SUPPORTED_MODELS)
+
+
+def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
+    record = json.loads((ROOT / "benchmarks/results/head_memory.json").read_text())
+    assert record["torch"] in README and f"{record['threads']} thread".replace("1", "one") in README
+    by_case: dict[tuple[int, int, int, str], dict[str, str]] = {}
+    for result in record["results"]:
+        case = (result["rows"], result["vocab"], result["hidden"], result["dtype"])
+        cpu_s = result.get("user_cpu_s", 0) + result.get("system_cpu_s", 0)
+        measured = f"{result.get('peak_growth_mib', 0):.0f} MiB, {cpu_s:.1f} s"
+        skipped = f"not run, {result.get('skipped', '').split(',')[0]}"
+        by_case.setdefault(case, {})[result["head"]] = skipped if "skipped" in result else measured
+    for (rows, vocab, hidden, dtype), heads in by_case.items():
+        assert f"| {rows:,} x {vocab:,}, {hidden}, {dtype} | {heads['naive']} | {heads['fused']} |" in README

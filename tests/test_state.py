@@ -1,0 +1,301 @@
+"""Sleep and wake, checkpoints and exports change nothing about training: the same bits with and without them."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from slimefsdp.checkpoint import training
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.parallel.residency import TAGS
+from slimefsdp.trainer import Trainer
+from slimefsdp.weights.receive import WeightReceiver
+from tests.rank_pool import RankPool
+from tests.test_trainer import CPU, error_of, fingerprint, fresh_batch, phases_then_weights, settings
+from tests.tiny_models import save_tiny_model
+
+SUBSETS = [subset for size in range(4) for subset in itertools.combinations(TAGS, size)]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(
+        tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param, vocab_size=97, intermediate_size=55
+    )
+
+
+def hex_losses(metrics: list[dict[str, float]]) -> list[str]:
+    return [values["loss"].hex() for values in metrics]
+
+
+# ---------------------------------------------------------------------- sleep and wake
+
+
+def tensors_of(trainer: Trainer, tag: str) -> list[torch.Tensor]:
+    assert trainer.reference is not None
+    model = {"parameters": trainer.policy, "reference": trainer.reference}
+    if tag in model:
+        return [*model[tag].parameters(), *model[tag].buffers()]
+    return [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim > 0]
+
+
+def storage_bytes(tensors: list[torch.Tensor]) -> int:
+    locals_ = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum(tensor.untyped_storage().nbytes() for tensor in locals_)
+
+
+def twenty_cycles(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    trainer.wake_up()
+    parameters = list(trainer.policy.parameters())
+    awake = {tag: storage_bytes(tensors_of(trainer, tag)) for tag in TAGS}
+    metrics, freed, idempotent, restored, host = [], [], [], [], []
+    for cycle in range(20):
+        tags = SUBSETS[cycle % len(SUBSETS)]
+        trainer.wake_up()
+        report = trainer.sleep(tags)
+        expected = {tag: 0 if tag in tags else awake[tag] for tag in TAGS}
+        memory = trainer.memory()
+        freed.append(
+            {tag: storage_bytes(tensors_of(trainer, tag)) for tag in TAGS} == expected
+            and memory.asleep == tags
+            and (memory.parameters, memory.optimizer, memory.reference) == tuple(expected.values())
+            and report.device_bytes_before == sum(awake[tag] for tag in tags)
+            and report.device_bytes_after == 0
+        )
+        idempotent.append(trainer.sleep(tags).device_bytes_before == 0 and trainer.memory() == memory)
+        if cycle % 2:
+            trainer.wake_up()
+            idempotent.append(trainer.wake_up().device_bytes_after == 0)
+            restored.append({tag: storage_bytes(tensors_of(trainer, tag)) for tag in TAGS} == awake)
+            host.append(trainer.memory().host_buffers)
+        metrics.append(trainer.train_step(batches[cycle % len(batches)]))  # wakes what it needs
+    same_objects = all(a is b for a, b in zip(parameters, trainer.policy.parameters(), strict=True))
+    trainer.wake_up()
+    return {"losses": hex_losses(metrics), "weights": fingerprint(trainer.policy), "freed": all(freed),
+            "idempotent": all(idempotent), "restored": all(restored), "same_objects": same_objects,
+            "host": host}  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_training_is_bit_identical_with_twenty_sleeps_in_between(folder: Path, ranks: RankPool, dp: int) -> None:
+    config = settings(folder, mesh={"dp": dp}, loss={"kl_coefficient": 0.1})
+    batches = [fresh_batch(seed) for seed in range(2)]
+    metrics, weights = ranks.run(dp, phases_then_weights, config, batches * 10)[0]
+    for result in ranks.run(dp, twenty_cycles, config, batches):
+        assert result["losses"] == hex_losses(metrics) and result["weights"] == weights
+        assert result["freed"] and result["idempotent"] and result["restored"] and result["same_objects"]
+        assert len(set(result["host"][4:])) == 1  # host buffers are made once and reused
+
+
+def calls_on_a_sleeping_trainer(rank: int, config: RunConfig, batch: RolloutBatch, export: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    receiver = WeightReceiver(list(model.named_parameters()))
+    awake = trainer.compute_log_probs(batch).log_probs
+    asleep_after = {}
+
+    def asleep(name: str, call: Any) -> Any:
+        trainer.sleep()
+        result = call()
+        asleep_after[name] = trainer.memory().asleep
+        return result
+
+    same = [np.array_equal(asleep("log_probs", lambda: trainer.compute_log_probs(batch)).log_probs, awake)]
+    asleep("forward_backward", lambda: trainer.forward_backward(batch))
+    asleep("optimizer_step", trainer.optimizer_step)
+    now = trainer.compute_log_probs(batch).log_probs
+    asleep("save", lambda: trainer.save(1))
+    asleep("load", trainer.load)
+    asleep("update_weights", lambda: trainer.update_weights([receiver]))
+    asleep("update_ref", trainer.update_ref)
+    asleep("export_hf", lambda: trainer.export_hf(export))
+    same += [np.array_equal(trainer.compute_log_probs(batch, model).log_probs, now) for model in ("actor", "ref")]
+    unknown = [error_of(lambda call=call: call(("weights",))) for call in (trainer.sleep, trainer.wake_up)]
+    return {"asleep_after": asleep_after, "same": same, "unknown": unknown, "asleep": trainer.memory().asleep}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_calls_wake_what_they_need_and_no_more(folder: Path, ranks: RankPool, tmp_path: Path, dp: int) -> None:
+    config = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, loss={"kl_coefficient": 0.1})
+    for result in ranks.run(dp, calls_on_a_sleeping_trainer, config, fresh_batch(), tmp_path / "exported"):
+        reference, moments = ("reference",), ("optimizer", "reference")
+        assert result["asleep_after"] == {
+            "log_probs": moments, "forward_backward": moments, "optimizer_step": reference, "save": reference,
+            "load": reference, "update_weights": moments, "update_ref": moments, "export_hf": moments,
+        }  # fmt: skip
+        assert all(result["same"])
+        assert [type(error) for error in result["unknown"]] == [ConfigError, ConfigError]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def saving_run(rank: int, config: RunConfig, batches: list[RolloutBatch], save_after: list[int]) -> tuple[Any, ...]:
+    """Trains on the batches, saving after some of them; all metrics, the last path, and the weights at every save."""
+    trainer = Trainer(config, device=CPU)
+    metrics, weights, path = [], {}, None
+    for step, batch in enumerate(batches, start=1):
+        metrics.append(trainer.train_step(batch))
+        if step in save_after:
+            path = trainer.save(step, loop_state={"step": step, "seeds": [1, 2]})
+            weights[step] = fingerprint(trainer.policy)
+    return metrics, path, weights, fingerprint(trainer.policy)
+
+
+def resumed_run(rank: int, config: RunConfig, batches: list[RolloutBatch], step: Any) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    if batches:
+        trainer.forward_backward(batches[0])  # gradients of before are no part of the state that is restored
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loop_state = trainer.load(step)
+    loaded, updates = fingerprint(trainer.policy), trainer.updates_taken
+    return {"loop_state": loop_state, "loaded": loaded, "updates": updates,
+            "warnings": [str(warning.message) for warning in caught if "checkpoint" in str(warning.message)],
+            "losses": hex_losses([trainer.train_step(batch) for batch in batches]),
+            "weights": fingerprint(trainer.policy), "random": torch.rand(1).item()}  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_resumed_run_has_the_same_losses_to_the_bit(
+    folder: Path, ranks: RankPool, tmp_path: Path, dp: int, optimizer: str
+) -> None:
+    optim = {"name": optimizer, "schedule": "cosine", "warmup_updates": 3, "total_updates": 12}
+    config = settings(
+        folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4}
+    )
+    batches = [fresh_batch(seed) for seed in range(5)]
+    metrics, path, at_save, end = ranks.run(dp, saving_run, config, batches, [2])[0]
+    assert path == tmp_path / "checkpoints" / "step_00000002" and path.is_dir()
+    for result in ranks.run(dp, resumed_run, config, batches[2:], 2):
+        assert result["loop_state"] == {"step": 2, "seeds": [1, 2]}
+        assert result["loaded"] == at_save[2] and result["updates"] == 4 and not result["warnings"]
+        assert result["losses"] == hex_losses(metrics)[2:] and result["weights"] == end
+
+
+def test_another_number_of_ranks_loads_the_same_weights_and_trains_on(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    batches = [fresh_batch(seed) for seed in range(3)]
+    config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)})
+    metrics, _, at_save, _ = ranks.run(2, saving_run, config, batches, [2])[0]
+    for dp in (1, 4):
+        on_others = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)})
+        for result in ranks.run(dp, resumed_run, on_others, batches[2:], "latest"):
+            assert result["loaded"] == at_save[2]
+            # the moments came along too, else AdamW's third step would be another one
+            assert float.fromhex(result["losses"][0]) == pytest.approx(metrics[2]["loss"], abs=1e-5)
+
+
+def test_old_checkpoints_go_and_a_torn_one_is_passed_over(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+    config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)}, checkpoint={"keep_last": 2})
+    batches = [fresh_batch(seed) for seed in range(4)]
+    _, newest, weights, _ = ranks.run(2, saving_run, config, batches, [1, 2, 3, 4])[0]
+    store = tmp_path / "checkpoints"
+    assert sorted(path.name for path in store.glob("*step_*")) == ["step_00000003", "step_00000004"]
+    torn = newest / "rank_00001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    results = ranks.run(2, resumed_run, config, [], "latest")
+    assert [result["loaded"] for result in results] == [weights[3]] * 2
+    assert results[0]["loop_state"]["step"] == 3
+    (warning,) = results[0]["warnings"]
+    assert "passed over" in warning and "rank_00001.safetensors" in warning
+
+
+def failing_checkpoints(rank: int, config: RunConfig, batch: RolloutBatch, blocked: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    before = fingerprint(trainer.policy)
+    errors = [error_of(trainer.load), error_of(lambda: trainer.load(7))]
+    if rank == 0:
+        blocked.write_text("a file where the folder should be")
+    errors.append(error_of(lambda: trainer.save(1)))  # rank 0 alone meets the file
+    blocked.unlink(missing_ok=True)
+    write = training.write_shard
+    if rank == 1:
+        training.write_shard = failing_write
+    errors.append(error_of(lambda: trainer.save(1)))
+    training.write_shard = write
+    errors.append(error_of(lambda: trainer.save(1, loop_state={"not": float("nan")})))
+    nothing_yet = error_of(trainer.load)
+    unchanged = fingerprint(trainer.policy) == before
+    loss = trainer.train_step(batch)["loss"]
+    trainer.save(1)
+    trainer.load(1)
+    return {"errors": [*errors, nothing_yet], "unchanged": unchanged, "loss": loss}
+
+
+def failing_write(*_: Any) -> None:
+    raise CheckpointError("the disk is full")
+
+
+def test_a_checkpoint_that_fails_on_one_rank_fails_on_all_and_the_group_works_on(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)})
+    (undisturbed,), _ = ranks.run(2, phases_then_weights, config, [fresh_batch()])[0]
+    results = ranks.run(2, failing_checkpoints, config, fresh_batch(), tmp_path / "checkpoints")
+    for result in results:
+        assert [type(error) for error in result["errors"]] == [CheckpointError] * 6
+        assert "disk is full" in str(result["errors"][3])
+        assert result["unchanged"] and result["loss"] == undisturbed["loss"]
+    assert [str(error) for error in results[0]["errors"]] == [str(error) for error in results[1]["errors"]]
+
+
+def save_without_a_folder(rank: int, config: RunConfig) -> list[Any]:
+    trainer = Trainer(config, device=CPU)
+    return [error_of(lambda: trainer.save(1)), error_of(trainer.load)]
+
+
+def test_a_run_without_a_folder_says_so(folder: Path, ranks: RankPool) -> None:
+    errors = ranks.run(1, save_without_a_folder, settings(folder))[0]
+    assert [(type(error), error.field) for error in errors] == [(ConfigError, "run.dir")] * 2
+
+
+# ---------------------------------------------------------------------- export
+
+
+def export_twice(rank: int, config: RunConfig, batch: RolloutBatch, target: Path) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    trainer.train_step(batch)
+    path = trainer.export_hf(target)
+    names = sorted(file.name for file in path.iterdir())
+    again = error_of(lambda: trainer.export_hf(target))
+    untouched = sorted(file.name for file in path.iterdir()) == names
+    log_probs = trainer.compute_log_probs(batch).log_probs
+    return {"path": path, "again": again, "untouched": untouched, "log_probs": log_probs,
+            "full": {n: p.full_tensor().detach().clone() for n, p in trainer.policy.named_weights()},
+            "loss": trainer.train_step(batch)["loss"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_export_opens_in_transformers_with_the_trained_weights(
+    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+) -> None:
+    config, batch = settings(folder, mesh={"dp": dp}), fresh_batch()
+    for result in ranks.run(dp, export_twice, config, batch, tmp_path / "exported"):
+        assert isinstance(result["again"], CheckpointError) and result["untouched"] and np.isfinite(result["loss"])
+    model = AutoModelForCausalLM.from_pretrained(result["path"])
+    exported = dict(model.named_parameters())
+    assert exported.keys() == result["full"].keys()
+    assert all(torch.equal(parameter, result["full"][name]) for name, parameter in exported.items())
+    original = AutoModelForCausalLM.from_pretrained(folder)
+    assert not any(torch.equal(parameter, exported[name]) for name, parameter in original.named_parameters())
+    log_probs = []
+    for sample in batch.to_samples():
+        tokens = torch.as_tensor(np.array(sample["tokens"]))
+        with torch.no_grad():
+            table = model(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        log_probs.append(table.gather(-1, tokens[1:, None])[-sample["response_length"] :, 0])
+    assert np.abs(torch.cat(log_probs).numpy() - result["log_probs"]).max() <= 1e-5

@@ -1,0 +1,520 @@
+"""What a training step promises: exact ratios and KL, honest skipping, refusals that change nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.phase import plan_training
+from slimefsdp.trainer import Trainer
+from tests.rank_pool import RankPool
+from tests.test_exactness import make_batch
+from tests.tiny_models import save_tiny_model
+
+CPU = torch.device("cpu")
+OVERFLOWING = 3e38  # a legal float32 whose gradients are not
+
+
+def settings(folder: Path, **sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder)},
+        "mesh": {"device": "cpu"},
+        "precision": {"compute_dtype": "float32"},
+        "batch": {"max_tokens_per_rank": 64},
+        "optim": {"lr": 0.01, "total_updates": 100},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return config_from_dict(tree)
+
+
+def fresh_batch(seed: int = 0) -> RolloutBatch:
+    """Ragged samples with holes in their masks; the rewards of samples 4 and 5, one group, are equal."""
+    return make_batch(Path(), seed=seed).replace(old_log_probs=None, ref_log_probs=None)
+
+
+def fingerprint(policy: PolicyModel) -> str:
+    """Collective: a digest of every bit of every weight."""
+    digest = hashlib.sha256()
+    for name, parameter in policy.named_weights():
+        # a copy: on one rank the full tensor is the shard, and what numpy has seen can no longer sleep
+        digest.update(name.encode() + parameter.full_tensor().detach().clone().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def record_updates(trainer: Trainer) -> list[dict[str, float]]:
+    """A list that receives the metrics of every update from now on."""
+    recorded: list[dict[str, float]] = []
+    accumulate = trainer._accumulate
+
+    def recording(*args: Any) -> dict[str, float]:
+        recorded.append(accumulate(*args))
+        return recorded[-1]
+
+    trainer._accumulate = recording  # type: ignore[method-assign]
+    return recorded
+
+
+def error_of(call: Any) -> SlimeError | None:
+    try:
+        call()
+    except SlimeError as error:
+        return error
+    return None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("other"), vocab_size=97, intermediate_size=55, seed=1)
+
+
+# ---------------------------------------------------------------------- ratio, KL and log-probs
+
+
+def updates_of_one_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
+    trainer = Trainer(config, device=CPU)
+    recorded = record_updates(trainer)
+    trainer.train_step(batch)
+    return recorded
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"loss": {"old_log_probs": "recompute"}},
+        {"batch": {"samples_per_update": 3}, "loss": {"epochs": 2}},
+        {"batch": {"samples_per_update": 3}, "loss": {"kl_coefficient": 0.1}},
+        {"batch": {"samples_per_update": 3}, "model": {"activation_checkpointing": True}},
+        {"batch": {"samples_per_update": 3}, "precision": {"compute_dtype": "bfloat16"}},
+        {"batch": {"samples_per_update": 3}, "loss": {"entropy_coefficient": 0.1}, "rollout": {"temperature": 0.7}},
+    ],
+    ids=["auto", "recompute", "epochs", "reference", "checkpointing", "bfloat16", "temperature"],
+)
+def test_the_ratio_of_the_first_update_is_exactly_one(
+    folder: Path, ranks: RankPool, dp: int, sections: dict[str, Any]
+) -> None:
+    for updates in ranks.run(dp, updates_of_one_phase, settings(folder, mesh={"dp": dp}, **sections), fresh_batch()):
+        assert updates[0]["ratio"] == 1.0 and updates[0]["ratio_deviation_max"] == 0.0
+        assert (len(updates) > 1) == ("batch" in sections)
+        # after an update the policy is another one: the zero above is no constant
+        assert all(later["ratio_deviation_max"] > 1e-3 for later in updates[1:])
+
+
+def log_probs_by_both_ways(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, Any, Any]:
+    trainer = Trainer(config, device=CPU)
+    training = trainer._log_probs("actor", batch, plan_training(config, batch), trained_only=True).numpy()
+    separate = trainer.compute_log_probs(batch)
+    return training, separate.log_probs, separate.entropy
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_log_probs_and_entropy_equal_a_plain_model_at_the_temperature(folder: Path, ranks: RankPool, dp: int) -> None:
+    config = settings(
+        folder, mesh={"dp": dp}, rollout={"temperature": 0.7}, loss={"drop_zero_advantages": False},
+        batch={"samples_per_update": 3},
+    )  # fmt: skip
+    batch = fresh_batch()
+    plain_log_probs, plain_entropy = plain_values(folder, batch, 0.7)
+    for training, log_probs, entropy in ranks.run(dp, log_probs_by_both_ways, config, batch):
+        assert np.abs(log_probs - plain_log_probs).max() <= 1e-5  # masked tokens too
+        assert np.abs(entropy - plain_entropy).max() <= 1e-5
+        assert np.abs(training[0] - log_probs)[batch.mask].max() <= 1e-5
+        assert not training[0][~batch.mask].any()
+    at_one, _ = plain_values(folder, batch, 1.0)
+    assert np.abs(at_one - plain_log_probs).max() > 0.1  # the temperature is no small matter here
+
+
+def plain_values(folder: Path, batch: RolloutBatch, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and entropies of all response tokens, [R] each: one forward per sample, full log-softmax."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    log_probs, entropies = [], []
+    for sample in batch.to_samples():
+        tokens = torch.as_tensor(np.array(sample["tokens"]))
+        with torch.no_grad():
+            table = (model(input_ids=tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        table, targets = table[-sample["response_length"] :], tokens[-sample["response_length"] :]
+        log_probs.append(table.gather(-1, targets[:, None])[:, 0])
+        entropies.append(-(table.exp() * table).sum(-1))
+    return torch.cat(log_probs).numpy(), torch.cat(entropies).numpy()
+
+
+def kl_over_time(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+
+    def reference_weights() -> str:
+        trainer.wake_up(("reference",))
+        assert trainer.reference is not None
+        return fingerprint(trainer.reference)
+
+    before, actor_before = reference_weights(), trainer.compute_log_probs(batch)
+    reference = trainer.compute_log_probs(batch, "ref")
+    result: dict[str, Any] = {
+        "reference": reference.log_probs,
+        "actor_is_undisturbed": np.array_equal(trainer.compute_log_probs(batch).log_probs, actor_before.log_probs),
+        "kl": [trainer.train_step(batch)["kl_ref"] for _ in range(2)],
+        "training_left_the_reference": reference_weights() == before,
+    }
+    trainer.update_ref()
+    result["updated"] = reference_weights() == fingerprint(trainer.policy) != before
+    result["kl"] += [trainer.train_step(batch)["kl_ref"] for _ in range(2)]
+    return result
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_kl_is_exactly_zero_against_an_equal_reference_only(
+    folder: Path, other_folder: Path, ranks: RankPool, dp: int
+) -> None:
+    batch, loss = fresh_batch(), {"kl_coefficient": 0.1}
+    for perturbed in (False, True):
+        reference = {"path": str(other_folder)} if perturbed else {}
+        config = settings(folder, mesh={"dp": dp}, loss=loss, reference=reference)
+        plain, _ = plain_values(other_folder if perturbed else folder, batch, 1.0)
+        for result in ranks.run(dp, kl_over_time, config, batch):
+            first, moved, updated, moved_again = result["kl"]
+            assert (first > 0.1) if perturbed else (first == 0.0)
+            assert moved > 0 and updated == 0.0 and moved_again > 0
+            assert result["actor_is_undisturbed"] and result["training_left_the_reference"] and result["updated"]
+            assert np.abs(result["reference"] - plain).max() <= 1e-5
+
+
+def lazily_loaded_reference(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:
+    trainer = Trainer(config, device=CPU)
+    refusal = error_of(trainer.update_ref)
+    equal = np.array_equal(trainer.compute_log_probs(batch, "ref").log_probs, trainer.compute_log_probs(batch).log_probs)
+    return [refusal, equal, trainer.memory().reference]
+
+
+def test_a_reference_is_loaded_when_it_is_first_asked_for(folder: Path, ranks: RankPool) -> None:
+    refusal, equal, resident_bytes = ranks.run(1, lazily_loaded_reference, settings(folder), fresh_batch())[0]
+    assert isinstance(refusal, StateError) and equal and resident_bytes == 0  # between uses it lives on the host
+
+
+def build_trainer(rank: int, config: RunConfig) -> None:
+    Trainer(config, device=CPU)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+    strange = save_tiny_model(tmp_path / "strange", vocab_size=98)
+    config = settings(folder, loss={"kl_coefficient": 0.1}, reference={"path": str(strange)})
+    with pytest.raises(ModelError, match="vocabulary of 98") as caught:
+        ranks.run(1, build_trainer, config)
+    assert caught.value.field == "reference.path"
+
+
+# ---------------------------------------------------------------------- which old log-probs are read
+
+
+def forwards_and_metrics(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, dict[str, float], np.ndarray]:
+    trainer = Trainer(config, device=CPU)
+    current = trainer.compute_log_probs(batch).log_probs
+    forwards = []
+    trainer.policy.register_forward_hook(lambda *_: forwards.append(1))
+    return len(forwards), trainer.train_step(batch) | {"forwards": float(len(forwards))}, current
+
+
+@pytest.mark.parametrize(
+    "how, samples_per_update, extra",
+    [("auto", None, 0), ("auto", 4, 1), ("recompute", None, 1), ("recompute", 4, 1), ("rollout", 4, 0)],
+)
+def test_an_extra_forward_is_taken_only_where_something_reads_it(
+    folder: Path, ranks: RankPool, how: str, samples_per_update: int | None, extra: int
+) -> None:
+    config = settings(folder, loss={"old_log_probs": how}, batch={"samples_per_update": samples_per_update})
+    batch = fresh_batch()
+    batch = batch.replace(rollout_log_probs=np.full(batch.num_response_tokens, -3.0))
+    plan = plan_training(config, batch)
+    packs = sum(len(update[0]) for update in plan.updates)
+    _, metrics, _ = ranks.run(1, forwards_and_metrics, config, batch)[0]
+    assert metrics["forwards"] == packs * (1 + extra)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_ratio_is_taken_against_the_chosen_old_log_probs(folder: Path, ranks: RankPool, dp: int) -> None:
+    rng = np.random.default_rng(5)
+    batch = fresh_batch()
+    rollout, own = (-rng.random((2, batch.num_response_tokens)) * 6).astype(np.float32)
+    batch = batch.replace(rollout_log_probs=rollout)
+    trained = batch.mask & ~np.isin(batch.sample_ids, [4, 5])  # their group has no variance
+    for how, given, old in [
+        ("rollout", None, rollout), ("rollout", own, own), ("recompute", own, own), ("auto", own, own),
+        ("auto", None, None), ("recompute", None, None),
+    ]:  # fmt: skip
+        config = settings(folder, mesh={"dp": dp}, loss={"old_log_probs": how})
+        for _, metrics, current in ranks.run(dp, forwards_and_metrics, config, batch.replace(old_log_probs=given)):
+            read = current if old is None else old
+            assert metrics["ratio"] == pytest.approx(np.exp(current - read)[trained].mean(), rel=1e-4)
+            mismatch = np.abs(read - rollout)[trained]
+            assert metrics["rollout_mismatch"] == pytest.approx(mismatch.mean(), rel=1e-4)
+            assert metrics["rollout_mismatch_max"] == pytest.approx(mismatch.max(), rel=1e-4)
+
+
+# ---------------------------------------------------------------------- masters, clipping, skipping
+
+
+def ten_small_steps(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    before = {name: p.full_tensor().detach().clone() for name, p in trainer.policy.named_weights()}
+    for _ in range(10):
+        trainer.train_step(batch)
+    after = {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
+    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+    return {
+        "dtypes": {p.dtype for p in trainer.policy.parameters()} | {value.dtype for value in state},
+        "tensors_moved": np.mean([not torch.equal(before[name], after[name]) for name in before]),
+        "largest": max((after[name] - before[name]).abs().max().item() for name in before),
+        "visible_in_bfloat16": sum(
+            int((before[name].bfloat16() != after[name].bfloat16()).sum()) for name in before
+        ) / sum(tensor.numel() for tensor in before.values()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_tiny_rate_moves_float32_masters_of_a_bfloat16_checkpoint(
+    ranks: RankPool, tmp_path: Path, compute_dtype: str, dp: int
+) -> None:
+    folder = save_tiny_model(tmp_path / "half", dtype=torch.bfloat16)
+    config = settings(folder, mesh={"dp": dp}, optim={"lr": 1e-6}, precision={"compute_dtype": compute_dtype})
+    for result in ranks.run(dp, ten_small_steps, config, fresh_batch()):
+        assert result["dtypes"] == {torch.float32}
+        assert result["tensors_moved"] == 1.0 and 1e-6 < result["largest"] < 2e-5
+        assert result["visible_in_bfloat16"] < 0.05  # bfloat16 masters would have stood still
+
+
+def skipping(rank: int, config: RunConfig, good: RolloutBatch, bad: RolloutBatch) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    before = fingerprint(trainer.policy)
+    skipped = [trainer.train_step(bad) for _ in range(2)]
+    unchanged, taken = fingerprint(trainer.policy) == before, trainer.updates_taken
+    recovered = trainer.train_step(good)
+    trainer.train_step(bad)
+    trainer.train_step(bad)  # the good one started the count afresh
+    stopped = error_of(lambda: trainer.train_step(bad))
+    return {
+        "skipped": skipped, "unchanged": unchanged, "taken": taken, "recovered": recovered, "stopped": stopped,
+        "weights": fingerprint(trainer.policy), "updates_taken": trainer.updates_taken,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder: Path, ranks: RankPool, dp: int) -> None:
+    optim = {"schedule": "linear", "total_updates": 3, "max_skipped_updates": 3}
+    config = settings(folder, mesh={"dp": dp}, optim=optim)
+    good = fresh_batch()
+    bad = good.replace(advantages=np.full(good.num_response_tokens, OVERFLOWING))
+    undisturbed = ranks.run(dp, phases_then_weights, config, [good])[0]
+    for result in ranks.run(dp, skipping, config, good, bad):
+        assert [metrics["skipped_update"] for metrics in result["skipped"]] == [1.0, 1.0]
+        assert not any(np.isfinite(metrics["grad_norm"]) for metrics in result["skipped"])
+        assert result["unchanged"] and result["taken"] == 0
+        # the schedule counts updates that were taken: the first good one has the first rate
+        assert result["recovered"]["lr"] == config.optim.lr and result["recovered"]["skipped_update"] == 0.0
+        assert isinstance(result["stopped"], StateError) and result["stopped"].field == "optim.max_skipped_updates"
+        assert result["updates_taken"] == 1 and result["weights"] == undisturbed[1]
+
+
+def phases_then_weights(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> tuple[list[Any], str]:
+    trainer = Trainer(config, device=CPU)
+    return [trainer.train_step(batch) for batch in batches], fingerprint(trainer.policy)
+
+
+def norms_of_one_step(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[float, float]:
+    trainer = Trainer(config, device=CPU)
+    trainer.forward_backward(batch)
+    torchs = float(torch.nn.utils.get_total_norm([p.grad.full_tensor() for p in trainer.policy.parameters()]))
+    return trainer.optimizer_step()["grad_norm"], torchs
+
+
+def test_the_gradient_norm_is_global(folder: Path, ranks: RankPool) -> None:
+    norms = [ranks.run(dp, norms_of_one_step, settings(folder, mesh={"dp": dp}), fresh_batch()) for dp in (1, 2, 4)]
+    ours, torchs = np.array([pair for group in norms for pair in group]).T
+    assert np.ptp(ours) <= 1e-5 * ours[0] and np.abs(ours - torchs).max() <= 1e-5 * ours[0]
+
+
+# ---------------------------------------------------------------------- what an update is made of
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_dropped_samples_leave_the_denominators(folder: Path, ranks: RankPool, dp: int) -> None:
+    batch = fresh_batch()
+    without = batch.select([0, 1, 2, 3, 6, 7])
+    for reduction in ("token_mean", "sequence_mean"):
+        config = settings(folder, mesh={"dp": dp}, loss={"reduction": reduction})
+        (dropped,), weights = ranks.run(dp, phases_then_weights, config, [batch])[0]
+        (plain,), same_weights = ranks.run(dp, phases_then_weights, config, [without])[0]
+        assert weights == same_weights
+        assert dropped["loss"] == plain["loss"] and dropped["tokens"] == plain["tokens"]
+        assert (dropped["dropped_samples"], plain["dropped_samples"]) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_updates_in_which_nothing_trains_are_counted_not_taken(folder: Path, ranks: RankPool, dp: int) -> None:
+    batch = fresh_batch()
+    nothing = batch.replace(rewards=np.ones(batch.num_samples))
+    one_by_one = settings(folder, mesh={"dp": dp}, batch={"samples_per_update": 1})
+    for (some, none), weights in ranks.run(dp, phases_then_weights, one_by_one, [batch, nothing]):
+        assert (some["updates"], some["empty_updates"], some["dropped_samples"]) == (6.0, 2.0, 2.0)
+        assert (none["updates"], none["empty_updates"], none["dropped_samples"]) == (0.0, 8.0, 8.0)
+        assert "loss" not in none and np.isfinite(list(none.values())).all()
+        assert weights == ranks.run(dp, phases_then_weights, one_by_one, [batch])[0][1]
+
+
+def step_by_primitives(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, ...]:
+    trainer = Trainer(config, device=CPU)
+    too_early = error_of(trainer.optimizer_step)
+    metrics = trainer.forward_backward(batch)
+    metrics |= trainer.optimizer_step()
+    return too_early, error_of(trainer.optimizer_step), metrics, fingerprint(trainer.policy)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_primitives_make_the_same_step(folder: Path, ranks: RankPool, dp: int) -> None:
+    config, batch = settings(folder, mesh={"dp": dp}), fresh_batch().select([0, 1, 2, 3, 6, 7])
+    (whole,), weights = ranks.run(dp, phases_then_weights, config, [batch])[0]
+    for too_early, again, metrics, same_weights in ranks.run(dp, step_by_primitives, config, batch):
+        assert same_weights == weights
+        assert metrics == {name: whole[name] for name in metrics}
+        assert isinstance(too_early, StateError) and isinstance(again, StateError)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_recomputed_layers_give_the_same_bits(folder: Path, ranks: RankPool, dp: int) -> None:
+    kept, recomputed = (
+        ranks.run(
+            dp,
+            phases_then_weights,
+            settings(folder, mesh={"dp": dp}, model={"activation_checkpointing": checkpointing}),
+            [fresh_batch(), fresh_batch(1)],
+        )[0][1]
+        for checkpointing in (False, True)
+    )
+    assert kept == recomputed
+
+
+def sft_gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[float, dict[str, np.ndarray]]:
+    trainer = Trainer(config, device=CPU)
+    metrics = trainer.forward_backward(batch, loss="sft")
+    return metrics["loss"], {n: p.grad.full_tensor().numpy() for n, p in trainer.policy.named_weights()}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_supervised_loss_equals_cross_entropy(folder: Path, ranks: RankPool, dp: int, algorithm: str) -> None:
+    batch = fresh_batch().replace(rewards=None, group_ids=None)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = []
+    for sample in batch.to_samples():
+        tokens, mask = torch.as_tensor(np.array(sample["tokens"])), torch.as_tensor(np.array(sample["loss_mask"]))
+        logits = model(input_ids=tokens[None]).logits[0, :-1][-len(mask) :]
+        losses.append(torch.nn.functional.cross_entropy(logits[mask], tokens[-len(mask) :][mask], reduction="none"))
+    plain = torch.cat(losses).mean()
+    plain.backward()
+    config = settings(folder, mesh={"dp": dp}).model_copy(update={"algorithm": algorithm})
+    for loss, gradients in ranks.run(dp, sft_gradients, config, batch):
+        assert loss == pytest.approx(plain.item(), rel=1e-5)
+        for name, parameter in model.named_parameters():
+            assert np.abs(gradients[name] - parameter.grad.numpy()).max() <= 1e-5
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+def bad_batches(good: RolloutBatch) -> list[tuple[str, RolloutBatch]]:
+    long = {"tokens": list(range(65)), "response_length": 3, "reward": 0.0, "group_id": 0}
+    foreign = good.tokens.copy()
+    foreign[5] = 97
+    return [
+        ("tokens", good.replace(tokens=foreign)),
+        ("rewards", good.replace(rewards=None)),
+        ("group_ids", good.replace(group_ids=None)),
+        ("group_ids", good.replace(group_ids=np.arange(good.num_samples))),
+        ("rollout_log_probs", good.replace(rollout_log_probs=None)),
+        ("temperature", good.replace(temperature=0.9)),
+        ("lengths", RolloutBatch.from_samples([long, {**long, "reward": 1.0}])),
+    ]
+
+
+def refusals(rank: int, config: RunConfig, good: RolloutBatch) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    first = trainer.train_step(good)
+    before, taken = fingerprint(trainer.policy), trainer.updates_taken
+    fields = []
+    for _, bad in bad_batches(good):
+        for call in (trainer.train_step, trainer.forward_backward):
+            error = error_of(lambda call=call, bad=bad: call(bad))
+            fields.append((type(error), error and error.field))
+    unknown_loss = error_of(lambda: trainer.forward_backward(good, loss="dpo"))  # type: ignore[arg-type]
+    untouched = fingerprint(trainer.policy) == before and trainer.updates_taken == taken
+    untouched &= all(parameter.grad is None for parameter in trainer.policy.parameters())
+    second = trainer.train_step(good)
+    losses = [metrics["loss"].hex() for metrics in (first, second)]
+    return {"fields": fields, "untouched": untouched, "unknown_loss": unknown_loss, "losses": losses,
+            "weights": fingerprint(trainer.policy)}  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_bad_batch_is_refused_before_anything_changes(folder: Path, ranks: RankPool, dp: int) -> None:
+    config = settings(folder, mesh={"dp": dp}, loss={"old_log_probs": "rollout"})
+    good = fresh_batch()
+    good = good.replace(rollout_log_probs=np.full(good.num_response_tokens, -4.0), temperature=1.0)
+    undisturbed, weights = ranks.run(dp, phases_then_weights, config, [good, good])[0]
+    for result in ranks.run(dp, refusals, config, good):
+        assert result["fields"] == [(BatchError, field) for field, _ in bad_batches(good) for _ in range(2)]
+        assert result["untouched"] and isinstance(result["unknown_loss"], ConfigError)
+        assert result["losses"] == [metrics["loss"].hex() for metrics in undisturbed]
+        assert result["weights"] == weights
+
+
+def different_batches(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, list[float]]:
+    trainer = Trainer(config, device=CPU)
+    mine = batch if rank == 0 else batch.select([0, 1, 2, 3])
+    errors = [error_of(lambda call=call: call(mine)) for call in (trainer.train_step, trainer.forward_backward)]
+    return errors, trainer.train_step(batch)["loss"]
+
+
+def test_ranks_with_different_plans_stop_and_stay_usable(folder: Path, ranks: RankPool) -> None:
+    results = ranks.run(2, different_batches, settings(folder, mesh={"dp": 2}), fresh_batch())
+    for errors, loss in results:
+        assert [type(error) for error in errors] == [StateError, StateError]
+        assert loss == results[0][1] and np.isfinite(loss)
+
+
+@pytest.mark.parametrize("dp, started", [(2, 1), (1, 2)])
+def test_ranks_that_do_not_fit_the_mesh_are_refused(folder: Path, ranks: RankPool, dp: int, started: int) -> None:
+    with pytest.raises(ConfigError, match=f"needs {dp} ranks, but {started}") as caught:
+        ranks.run(started, build_trainer, settings(folder, mesh={"dp": dp}))
+    assert caught.value.field == "mesh.dp" and f"mesh.dp={started}" in caught.value.hint
+
+
+def calls_on_a_reference_group(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], np.ndarray]:
+    trainer = Trainer(config, "ref", device=CPU)
+    calls = [lambda: trainer.train_step(batch), trainer.optimizer_step, lambda: trainer.save(1), trainer.load,
+             lambda: trainer.forward_backward(batch), trainer.update_ref]  # fmt: skip
+    trainer.sleep()
+    return [error_of(call) for call in calls], trainer.compute_log_probs(batch, "ref").log_probs
+
+
+def test_a_reference_group_gives_log_probs_and_does_not_train(folder: Path, other_folder: Path, ranks: RankPool) -> None:
+    config = settings(folder, reference={"path": str(other_folder), "placement": "group", "dp": 2})
+    batch = fresh_batch()
+    plain, _ = plain_values(other_folder, batch, 1.0)
+    for errors, log_probs in ranks.run(2, calls_on_a_reference_group, config, batch):
+        assert all(isinstance(error, StateError) for error in errors)
+        assert np.abs(log_probs - plain).max() <= 1e-5
