@@ -85,7 +85,11 @@ def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
     def order(failure: tuple[int, Exception]) -> tuple[int, int]:
         rank, error = failure
         kind = 0 if isinstance(error, WorkerDied) else 1 if isinstance(error, SlimeError) else 2
-        lost_a_peer = "Connection closed by peer" in str(error) or "Connection reset" in str(error)
-        return kind + 2 * lost_a_peer, rank
+        return kind + 2 * lost_a_peer(error), rank
 
     return min(failures, key=order)[1]
+
+
+def lost_a_peer(error: Exception) -> bool:
+    """Whether a rank failed only because another one's end of a connection closed, in gloo's words."""
+    return "Connection closed by peer" in str(error) or "Connection reset" in str(error)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.cluster import check_machine, connect, disconnect
-from actors.rollout.prompts import read_jsonl
+from actors.rollout.prompts import check_answers, read_jsonl
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
 from slimefsdp.models.folder import read_model_folder
@@ -80,7 +80,9 @@ def check_before_launch(config: RunConfig) -> None:
     config.check_ready_to_train()
     _check_models(config)
     assert config.data.train is not None and config.run.dir is not None
-    read_jsonl(config.data.train, field="data.train")
+    records = read_jsonl(config.data.train, field="data.train")
+    if config.algorithm == "sft":
+        check_answers(records, config.data.train, field="data.train")
     if config.data.heldout is not None:
         read_jsonl(config.data.heldout, field="data.heldout")
     if config.rollout.reward is not None:

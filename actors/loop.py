@@ -11,13 +11,12 @@ from typing import Any
 from actors.curves import draw_curves
 from actors.metrics_log import MetricsLog, read_metrics
 from actors.progress import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
-from actors.rollout.engine import EnginePool, Sampled
-from actors.rollout.prompts import PromptStream, Record, read_jsonl
+from actors.rollout.engine import EnginePool, Sampled, encode_demonstrations
+from actors.rollout.prompts import PromptStream, Record, check_answers, read_jsonl
 from actors.rollout.rewards import RewardFunction, load_reward
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import ConfigError
 
 Metrics = dict[str, float]
 
@@ -35,12 +34,14 @@ def train(config: RunConfig) -> str:
     with ExitStack() as stack:
         group = WorkerGroup.launch(config)
         stack.callback(group.shutdown)
-        engines = EnginePool.launch(config, engines=1 if config.algorithm == "sft" else None)
-        stack.callback(engines.shutdown)
+        loop: RolloutLoop | SupervisedLoop
+        if config.algorithm == "sft":
+            loop = SupervisedLoop(config, group)
+        else:
+            engines = EnginePool.launch(config)
+            stack.callback(engines.shutdown)
+            loop = RolloutLoop(config, group, engines)
         log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
-        loop = (
-            SupervisedLoop(config, group, engines) if config.algorithm == "sft" else RolloutLoop(config, group, engines)
-        )
         start = _resume(config, group, loop.prompts, log)
         table = ProgressTable(loop.columns, total_steps=config.run.steps)
         first = loop.before_training()
@@ -160,16 +161,15 @@ class SupervisedLoop:
 
     columns = SFT_COLUMNS
 
-    def __init__(self, config: RunConfig, group: WorkerGroup, engines: EnginePool) -> None:
+    def __init__(self, config: RunConfig, group: WorkerGroup) -> None:
         assert config.data.train is not None
         self._config = config
         self._group = group
         records = read_jsonl(config.data.train, field="data.train")
-        check_answers(records, config.data.train)
-        encoded = engines.encode_demonstrations(records)
+        check_answers(records, config.data.train, field="data.train")
+        encoded = encode_demonstrations(config, records)
         demonstrations = [{"tokens": tokens, "response_length": length} for tokens, length in encoded]
         self.prompts = PromptStream(demonstrations, config.run.seed)
-        engines.shutdown()  # only its tokenizer was wanted
 
     def before_training(self) -> Metrics:
         """Nothing: there is no one to send weights to."""
@@ -191,19 +191,6 @@ class SupervisedLoop:
             f"in {self._config.run.steps} updates, {seconds:.0f} s"
             + (f"; model in {self._config.run.export_dir}" if self._config.run.export_dir else "")
         )
-
-
-def check_answers(records: Sequence[Record], path: Path) -> None:
-    """Supervised records need an answer.
-
-    Raises:
-        ConfigError: naming the file and the first record without one.
-    """
-    for number, record in enumerate(records, 1):
-        if not str(record.get("answer", "")).strip():
-            raise ConfigError(
-                f"{path}: record {number} has no answer", field="data.train", hint="give each record an `answer`"
-            )
 
 
 def _resume(config: RunConfig, group: WorkerGroup, prompts: PromptStream, log: MetricsLog) -> int:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import os
 import socket
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from actors.calls import lost_a_peer
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError
 from slimefsdp.reports import Health
 from slimefsdp.surface import RPCS
+
+EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
 
 class TrainWorker:
@@ -99,15 +103,16 @@ class TrainWorker:
         return Health(self.rank, os.getpid(), updates)
 
     def _failed(self, error: Exception, phase: str) -> None:
-        """Names the place, and after an error that peers cannot know of frees them from their collective."""
+        """Names the place; after an error that peers cannot know of, ends this process and so frees them.
+
+        A peer in a collective lets go when the connections close, and torch keeps them open while anything refers to
+        the process group, also after `destroy_process_group`.
+        """
         if isinstance(error, SlimeError):
             # raised by all ranks alike, or before any collective: the group is healthy
             error.rank, error.phase = self.rank, phase
-            return
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        elif not lost_a_peer(error):
+            threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
 
 
 def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

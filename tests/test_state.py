@@ -142,15 +142,16 @@ def test_calls_wake_what_they_need_and_no_more(folder: Path, ranks: RankPool, tm
 
 
 def saving_run(rank: int, config: RunConfig, batches: list[RolloutBatch], save_after: list[int]) -> tuple[Any, ...]:
-    """Trains on the batches, saving after some of them; all metrics, the last path, and the weights at every save."""
+    """Trains on the batches, saving after some of them; metrics, last path, weights at every save, and what follows."""
     trainer = Trainer(config, device=CPU)
     metrics, weights, path = [], {}, None
     for step, batch in enumerate(batches, start=1):
         metrics.append(trainer.train_step(batch))
         if step in save_after:
+            torch.rand(3 + rank)  # the generators stand elsewhere than in a fresh run, and differ between ranks
             path = trainer.save(step, loop_state={"step": step, "seeds": [1, 2]})
             weights[step] = fingerprint(trainer.policy)
-    return metrics, path, weights, fingerprint(trainer.policy)
+    return metrics, path, weights, fingerprint(trainer.policy), torch.rand(1).item()
 
 
 def resumed_run(rank: int, config: RunConfig, batches: list[RolloutBatch], step: Any) -> dict[str, Any]:
@@ -173,13 +174,13 @@ def test_a_resumed_run_has_the_same_losses_to_the_bit(
     folder: Path, ranks: RankPool, tmp_path: Path, dp: int, optimizer: str
 ) -> None:
     optim = {"name": optimizer, "schedule": "cosine", "warmup_updates": 3, "total_updates": 12}
-    config = settings(
-        folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4}
-    )
+    config = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4})
     batches = [fresh_batch(seed) for seed in range(5)]
-    metrics, path, at_save, end = ranks.run(dp, saving_run, config, batches, [2])[0]
+    straight = ranks.run(dp, saving_run, config, batches, [2])
+    metrics, path, at_save, end, _ = straight[0]
     assert path == tmp_path / "checkpoints" / "step_00000002" and path.is_dir()
-    for result in ranks.run(dp, resumed_run, config, batches[2:], 2):
+    for rank, result in enumerate(ranks.run(dp, resumed_run, config, batches[2:], 2)):
+        assert result["random"] == straight[rank][4]  # and so each rank's generator
         assert result["loop_state"] == {"step": 2, "seeds": [1, 2]}
         assert result["loaded"] == at_save[2] and result["updates"] == 4 and not result["warnings"]
         assert result["losses"] == hex_losses(metrics)[2:] and result["weights"] == end
@@ -190,7 +191,7 @@ def test_another_number_of_ranks_loads_the_same_weights_and_trains_on(
 ) -> None:
     batches = [fresh_batch(seed) for seed in range(3)]
     config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)})
-    metrics, _, at_save, _ = ranks.run(2, saving_run, config, batches, [2])[0]
+    metrics, _, at_save, *_ = ranks.run(2, saving_run, config, batches, [2])[0]
     for dp in (1, 4):
         on_others = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)})
         for result in ranks.run(dp, resumed_run, on_others, batches[2:], "latest"):
@@ -202,7 +203,7 @@ def test_another_number_of_ranks_loads_the_same_weights_and_trains_on(
 def test_old_checkpoints_go_and_a_torn_one_is_passed_over(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
     config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)}, checkpoint={"keep_last": 2})
     batches = [fresh_batch(seed) for seed in range(4)]
-    _, newest, weights, _ = ranks.run(2, saving_run, config, batches, [1, 2, 3, 4])[0]
+    _, newest, weights, *_ = ranks.run(2, saving_run, config, batches, [1, 2, 3, 4])[0]
     store = tmp_path / "checkpoints"
     assert sorted(path.name for path in store.glob("*step_*")) == ["step_00000003", "step_00000004"]
     torn = newest / "rank_00001.safetensors"
@@ -221,7 +222,8 @@ def failing_checkpoints(rank: int, config: RunConfig, batch: RolloutBatch, block
     if rank == 0:
         blocked.write_text("a file where the folder should be")
     errors.append(error_of(lambda: trainer.save(1)))  # rank 0 alone meets the file
-    blocked.unlink(missing_ok=True)
+    if rank == 0:
+        blocked.unlink()
     write = training.write_shard
     if rank == 1:
         training.write_shard = failing_write

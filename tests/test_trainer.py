@@ -197,7 +197,9 @@ def test_kl_is_exactly_zero_against_an_equal_reference_only(
 def lazily_loaded_reference(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:
     trainer = Trainer(config, device=CPU)
     refusal = error_of(trainer.update_ref)
-    equal = np.array_equal(trainer.compute_log_probs(batch, "ref").log_probs, trainer.compute_log_probs(batch).log_probs)
+    equal = np.array_equal(
+        trainer.compute_log_probs(batch, "ref").log_probs, trainer.compute_log_probs(batch).log_probs
+    )
     return [refusal, equal, trainer.memory().reference]
 
 
@@ -511,7 +513,9 @@ def calls_on_a_reference_group(rank: int, config: RunConfig, batch: RolloutBatch
     return [error_of(call) for call in calls], trainer.compute_log_probs(batch, "ref").log_probs
 
 
-def test_a_reference_group_gives_log_probs_and_does_not_train(folder: Path, other_folder: Path, ranks: RankPool) -> None:
+def test_a_reference_group_gives_log_probs_and_does_not_train(
+    folder: Path, other_folder: Path, ranks: RankPool
+) -> None:
     config = settings(folder, reference={"path": str(other_folder), "placement": "group", "dp": 2})
     batch = fresh_batch()
     plain, _ = plain_values(other_folder, batch, 1.0)

@@ -109,18 +109,6 @@ class EmbeddedEngine:
             )
         return version, samples
 
-    def encode_demonstrations(self, records: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
-        """(tokens, response_length) of records with `prompt` and `answer`; the answer ends with the end token."""
-        from actors.rollout.prompts import encode_prompt
-
-        encoded = []
-        for record in records:
-            prompt = encode_prompt(self._tokenizer, record["prompt"])
-            answer = self._tokenizer.encode(str(record["answer"]), add_special_tokens=False)
-            answer.append(self._tokenizer.eos_token_id)
-            encoded.append((prompt + answer, len(answer)))
-        return encoded
-
 
 def _end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
     """The tokenizer's end token and those of generation_config.json, where chat models list more than one."""
@@ -142,13 +130,13 @@ class EnginePool:
         self._placement = placement
 
     @classmethod
-    def launch(cls, config: RunConfig, *, engines: int | None = None) -> EnginePool:
-        """Starts `rollout.engines` engines (or as many as given); they hold no weights yet.
+    def launch(cls, config: RunConfig) -> EnginePool:
+        """Starts `rollout.engines` engines; they hold no weights yet.
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
         """
-        count = engines or config.rollout.engines
+        count = config.rollout.engines
         gpus = gpus_per_rank(config.mesh.device)
         placement = reserve(count, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
         remote_class: Any = ray.remote(EmbeddedEngine)
@@ -215,11 +203,6 @@ class EnginePool:
             ]
         return versions.pop(), samples
 
-    def encode_demonstrations(self, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:
-        """(tokens, response_length) of supervised records, by the model's tokenizer."""
-        ref = self._engines[0].encode_demonstrations.remote(list(records))
-        return self._wait([ref], "encode_demonstrations", self._config.cluster.call_timeout_s)[0]
-
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""
         for engine in self._engines:
@@ -230,3 +213,30 @@ class EnginePool:
 
     def _wait(self, refs: Sequence[Any], name: str, timeout_s: float) -> Any:
         return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=False).result()
+
+
+def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:
+    """(tokens, response_length) of records with `prompt` and `answer`; the answer ends with the tokenizer's end token.
+
+    Runs in a process of its own, so that the driver needs no transformers.
+    """
+    task: Any = ray.remote(num_cpus=1, max_retries=0)(_encode_demonstrations)
+    ref = task.remote(str(config.model.path), list(records))
+    name, timeout_s = "encode_demonstrations", config.cluster.call_timeout_s
+    encoded: list[tuple[list[int], int]] = CallFuture([ref], name=name, timeout_s=timeout_s, first_only=True).result()
+    return encoded
+
+
+def _encode_demonstrations(model_path: str, records: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
+    from transformers import AutoTokenizer
+
+    from actors.rollout.prompts import encode_prompt
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    encoded = []
+    for record in records:
+        prompt = encode_prompt(tokenizer, record["prompt"])
+        answer = tokenizer.encode(str(record["answer"]), add_special_tokens=False)
+        answer.append(tokenizer.eos_token_id)
+        encoded.append((prompt + answer, len(answer)))
+    return encoded

@@ -6,6 +6,7 @@ Importing this file costs no torch and no transformers, so that the command line
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,19 @@ def _prompt_fault(prompt: Any) -> str | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"has no chat message at index {index}"
     return None
+
+
+def check_answers(records: Sequence[Record], path: Path, *, field: str) -> None:
+    """Supervised records need an `answer`.
+
+    Raises:
+        ConfigError: naming the file and the first record without one.
+    """
+    for number, record in enumerate(records, 1):
+        if not str(record.get("answer", "")).strip():
+            raise ConfigError(
+                f"{path}: record {number} has no answer", field=field, hint="give each record an `answer`"
+            )
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:

@@ -65,8 +65,12 @@ def build_policy(folder: ModelFolder, master_dtype: torch.dtype, *, activation_c
         ModelError: an architecture or feature that cannot be trained faithfully here.
     """
     config = _supported_config(folder)
-    with _parameters_on_meta():
-        hf = AutoModelForCausalLM.from_config(config, dtype=master_dtype, attn_implementation=register_attention())
+    attention = register_attention()
+    try:
+        with _parameters_on_meta():
+            hf = AutoModelForCausalLM.from_config(config, dtype=master_dtype, attn_implementation=attention)
+    except Exception as error:  # not every release checks the values when it reads them
+        raise _unusable_config(folder, error) from error
     hf.tie_weights()
     if activation_checkpointing:
         hf.gradient_checkpointing_enable({"use_reentrant": False})
@@ -180,11 +184,7 @@ def _supported_config(folder: ModelFolder) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
-        raise ModelError(
-            f"transformers cannot read {folder.path / 'config.json'}: {error}",
-            field="model.path",
-            hint="correct config.json, or export the model again",
-        ) from None
+        raise _unusable_config(folder, error) from error
     rope = getattr(config, "rope_parameters", None) or {}
     rope_types = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
     refused = {
@@ -240,6 +240,14 @@ def _read_rows(folder: ModelFolder, name: str, rows: tuple[int, int]) -> torch.T
     start, end = rows
     with safe_open(Path(folder.tensors[name].file), framework="pt") as file:
         return file.get_slice(name)[start:end]
+
+
+def _unusable_config(folder: ModelFolder, error: Exception) -> ModelError:
+    return ModelError(
+        f"transformers cannot make a model of {folder.path / 'config.json'}: {type(error).__name__}: {error}",
+        field="model.path",
+        hint="correct config.json, or export the model again",
+    )
 
 
 def _wrong_tensor(name: str, problem: str, hint: str) -> ModelError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
@@ -34,10 +35,20 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
 
 def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, error, group=group)
-    for found in errors:
+    dist.all_gather_object(errors, None if error is None else _travelling(error), group=group)
+    for rank, found in enumerate(errors):
         if found is not None:
-            raise found
+            # where it happened it keeps its traceback
+            raise error if error is not None and rank == dist.get_rank(group) else found
+
+
+def _travelling(error: Exception) -> Exception:
+    """The error, or its type and text where it cannot be rebuilt elsewhere: a failed pickle would leave peers waiting."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _error_of(action: Callable[[], object]) -> Exception | None:

@@ -59,11 +59,22 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, bucket: Bucket) -> None:
-        """Takes some of the announced tensors."""
+        """Takes some of the announced tensors.
+
+        Raises:
+            StateError: no update was begun. SyncError: a tensor that was not announced, or not in this shape.
+        """
         if self._incoming is None:
             raise StateError("receive() before begin()", hint="call begin(version, manifest) first")
         for name, tensor in bucket:
-            parameter = self._parameters[name]
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast without a word
+                raise SyncError(
+                    f"tensor {name!r} came as {tuple(tensor.shape)}, announced was "
+                    f"{None if parameter is None else tuple(parameter.shape)}",
+                    field="update_weights",
+                    hint="send the tensors of the manifest",
+                )
             if isinstance(parameter, DTensor):
                 shape, offset = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements

@@ -1,0 +1,191 @@
+"""What is decided before any rank works: refusals, advantages, plans and token weights, by numpy alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError
+from slimefsdp.phase import (
+    check_batch,
+    plan_everything,
+    plan_training,
+    response_advantages,
+    update_weights_of_tokens,
+)
+
+VOCAB = 50
+
+
+def settings(**sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"path": "unread"},
+        "batch": {"max_tokens_per_rank": 16},
+        "optim": {"total_updates": 10},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+    return config_from_dict(tree)
+
+
+def make_batch(rewards: list[float], *, group: int = 2, seed: int = 0, **fields: Any) -> RolloutBatch:
+    """One sample per reward, in groups of so many neighbours, with ragged responses and holes in the masks."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, reward in enumerate(rewards):
+        response = int(rng.integers(1, 8))
+        mask = rng.random(response) > 0.3
+        mask[rng.integers(response)] = True
+        tokens = rng.integers(0, VOCAB, response + int(rng.integers(1, 8))).tolist()
+        samples.append({"tokens": tokens, "response_length": response, "reward": reward, "group_id": index // group,
+                        "loss_mask": mask.tolist()})  # fmt: skip
+    return RolloutBatch.from_samples(samples).replace(**fields)
+
+
+BATCH = make_batch([0.0, 1.0, 1.0, 1.0, 2.0, 0.0, 5.0, 5.0, 1.0, 0.0])  # samples 2, 3 and 6, 7 have equal rewards
+
+
+def refusal(config: RunConfig, batch: RolloutBatch, loss: Any = "policy") -> tuple[str | None, str, str]:
+    with pytest.raises(BatchError) as caught:
+        check_batch(config, batch, VOCAB, loss=loss)
+    assert caught.value.hint
+    return caught.value.field, caught.value.message, caught.value.hint
+
+
+def test_a_token_outside_the_vocabulary_is_refused_whatever_it_is_for() -> None:
+    tokens = BATCH.tokens.copy()
+    tokens[BATCH.token_offsets[3] + 1] = VOCAB
+    for loss in ("policy", "sft", None):
+        field, message, _ = refusal(settings(), BATCH.replace(tokens=tokens), loss)
+        assert field == "tokens" and "sample 3, token 1 is 50" in message
+
+
+def test_a_sample_over_the_budget_is_named_with_the_budget_that_would_do() -> None:
+    longest = int(BATCH.lengths.max())
+    config = settings(batch={"max_tokens_per_rank": longest - 1})
+    for loss in ("policy", "sft", None):
+        field, message, hint = refusal(config, BATCH, loss)
+        assert field == "lengths" and f"sample {BATCH.lengths.argmax()} has {longest} tokens" in message
+        assert f"batch.max_tokens_per_rank to {longest}" in hint
+    check_batch(settings(batch={"max_tokens_per_rank": longest}), BATCH, VOCAB, loss="policy")
+
+
+def test_sampling_at_another_temperature_is_refused() -> None:
+    config = settings(rollout={"temperature": 0.7})
+    assert refusal(config, BATCH.replace(temperature=1.0))[0] == "temperature"
+    for temperature in (0.7, None):  # a batch that does not say is believed
+        check_batch(config, BATCH.replace(temperature=temperature), VOCAB, loss="policy")
+
+
+def test_the_policy_loss_needs_rewards_with_groups_or_advantages_and_others_need_neither() -> None:
+    for name in ("rewards", "group_ids"):
+        without = BATCH.replace(**{name: None})
+        assert refusal(settings(), without)[0] == name
+        for loss in ("sft", None):
+            check_batch(settings(), without, VOCAB, loss=loss)  # type: ignore[arg-type]
+        check_batch(settings(), without.replace(advantages=np.zeros(BATCH.num_response_tokens)), VOCAB, loss="policy")
+
+
+def test_a_group_of_one_is_refused_where_its_deviation_is_needed() -> None:
+    alone = make_batch([1.0, 2.0, 3.0])
+    field, message, _ = refusal(settings(), alone)
+    assert field == "group_ids" and "sample 2" in message
+    check_batch(settings(loss={"normalize_by_std": False}), alone, VOCAB, loss="policy")
+
+
+def test_rollout_log_probs_are_needed_where_they_are_the_old_ones() -> None:
+    config = settings(loss={"old_log_probs": "rollout"})
+    assert refusal(config, BATCH)[0] == "rollout_log_probs"
+    check_batch(settings(), BATCH, VOCAB, loss="policy")
+    given = BATCH.replace(rollout_log_probs=np.full(BATCH.num_response_tokens, -1.0))
+    check_batch(config, given, VOCAB, loss="policy")
+
+
+def test_advantages_are_the_callers_own_or_the_groups_for_each_token() -> None:
+    own = np.arange(BATCH.num_response_tokens, dtype=np.float32)
+    assert np.array_equal(response_advantages(settings(), BATCH.replace(advantages=own)), own)
+    assert BATCH.rewards is not None and BATCH.group_ids is not None
+    for by_std in (True, False):
+        computed = response_advantages(settings(loss={"normalize_by_std": by_std}), BATCH)
+        for token, sample in enumerate(BATCH.sample_ids):
+            group = BATCH.rewards[BATCH.group_ids == BATCH.group_ids[sample]].astype(float)
+            scale = group.std(ddof=1) + 1e-6 if by_std else 1.0
+            assert computed[token] == pytest.approx((BATCH.rewards[sample] - group.mean()) / scale)
+
+
+def planned_samples(plan: Any) -> list[int]:
+    return sorted(int(sample) for update in range(len(plan.updates)) for sample in plan.samples_of(update))
+
+
+def test_samples_in_which_nothing_trains_are_left_out() -> None:
+    plan = plan_training(settings(), BATCH)
+    assert planned_samples(plan) == [0, 1, 4, 5, 8, 9] and plan.num_dropped == 4
+    kept = plan_training(settings(loss={"drop_zero_advantages": False}), BATCH)
+    assert planned_samples(kept) == list(range(10)) and kept.num_dropped == 0
+    masked = BATCH.replace(loss_mask=BATCH.mask & (BATCH.sample_ids != 4))
+    assert planned_samples(plan_training(settings(), masked)) == [0, 1, 5, 8, 9]
+    # advantages of one's own are looked at where the mask is True alone
+    own = np.where(BATCH.mask & (BATCH.sample_ids != 7), 1.0, 0.0) + np.where(BATCH.mask, 0.0, 9.0)
+    assert planned_samples(plan_training(settings(), BATCH.replace(advantages=own))) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    supervised = plan_training(settings(algorithm="sft"), masked.replace(rewards=None, group_ids=None))
+    assert planned_samples(supervised) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
+def test_updates_are_cut_before_dropping_and_empty_ones_counted() -> None:
+    plan = plan_training(settings(batch={"samples_per_update": 1}, loss={"epochs": 3}), BATCH)
+    assert len(plan.updates) == 18 and plan.num_skipped_updates == 12 and plan.num_first_epoch_updates == 6
+    nothing = plan_training(settings(), make_batch([1.0] * 6))
+    assert not nothing.updates and nothing.num_skipped_updates == 1 and nothing.num_dropped == 6
+
+
+def test_a_phase_of_several_updates_is_shuffled_and_the_same_batch_always_the_same_way() -> None:
+    rewards = np.random.default_rng(1).random(40).tolist()
+    config, batch = settings(batch={"samples_per_update": 8}, loss={"epochs": 2}), make_batch(rewards)
+    plan = plan_training(config, batch)
+
+    def order(of: Any) -> list[tuple[int, ...]]:
+        return [tuple(of.samples_of(update).tolist()) for update in range(len(of.updates))]
+
+    assert plan_training(config, make_batch(rewards)).digest() == plan.digest()
+    in_order = [tuple(range(start, start + 8)) for start in range(0, 40, 8)]
+    assert set(order(plan)[:5]).isdisjoint(in_order) and order(plan)[:5] != order(plan)[5:]
+    another_seed = settings(batch={"samples_per_update": 8}, loss={"epochs": 2}, run={"seed": 1})
+    assert order(plan_training(another_seed, batch)) != order(plan)
+    other_tokens = batch.replace(tokens=(batch.tokens + 1) % VOCAB)  # so that successive batches differ in their order
+    assert order(plan_training(config, other_tokens)) != order(plan)
+
+
+def test_log_probs_are_planned_for_every_sample_in_one_update() -> None:
+    plan = plan_everything(BATCH, dp=2, max_pack_tokens=16)
+    assert len(plan.updates) == 1 and planned_samples(plan) == list(range(10)) and plan.num_dropped == 0
+    assert all(BATCH.lengths[pack].sum() <= 16 for packs in plan.updates[0] for pack in packs)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_token_weights_look_at_one_update_alone(reduction: str) -> None:
+    loss = {"reduction": reduction, **({"constant_length": 7} if reduction == "constant" else {})}
+    samples = np.array([1, 4, 8])
+    weights = update_weights_of_tokens(settings(loss=loss), BATCH, samples)
+    expected = np.zeros(BATCH.num_response_tokens)
+    trained = BATCH.mask & np.isin(BATCH.sample_ids, samples)
+    for token in np.flatnonzero(trained):
+        in_sample = (trained & (BATCH.sample_ids == BATCH.sample_ids[token])).sum()
+        expected[token] = {"token_mean": 1 / trained.sum(), "sequence_mean": 1 / (3 * in_sample), "constant": 1 / 21}[
+            reduction
+        ]
+    assert weights == pytest.approx(expected)
+    halved = update_weights_of_tokens(settings(loss=loss), BATCH, samples, denominator=2.0)
+    own = {"token_mean": trained.sum()}.get(reduction, 3)
+    assert halved == pytest.approx(expected * own / 2.0)
+
+
+def test_planning_needs_no_torch() -> None:
+    code = "import sys, slimefsdp.phase; print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
