@@ -5,6 +5,8 @@ Numpy only, so that the driver decides it once, without torch, and ships the pla
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import zlib
 from typing import Literal
 
@@ -16,6 +18,16 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.loss.advantages import group_advantages
 from slimefsdp.loss.reduce import token_weights
+
+
+def batch_digest(batch: RolloutBatch) -> str:
+    """sha256 over every field, as hex; equal on every rank that holds the same batch."""
+    digest = hashlib.sha256()
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        content = b"" if value is None else np.ascontiguousarray(value).tobytes()
+        digest.update(f"{field.name} {value is None} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
 def check_batch(

@@ -36,7 +36,14 @@ from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.parallel.agree import all_equal, run_on_first
 from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.parallel.residency import TAGS, Residency, Tag
-from slimefsdp.phase import check_batch, plan_everything, plan_training, response_advantages, update_weights_of_tokens
+from slimefsdp.phase import (
+    batch_digest,
+    check_batch,
+    plan_everything,
+    plan_training,
+    response_advantages,
+    update_weights_of_tokens,
+)
 from slimefsdp.reports import Health, LogProbs, Memory, MemoryReport, SyncReport
 from slimefsdp.update import accumulate_gradients, log_probs_of_packs, reshard
 from slimefsdp.weights.gather import full_weights
@@ -331,6 +338,9 @@ class Trainer:
         self._residency.sleep(("reference",))
 
     def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
+        """Collective: all ranks hold the same batch, so all refuse it or none."""
+        if not all_equal(batch_digest(batch), self.mesh.group):
+            raise StateError("ranks hold different batches", hint="call every rank with the same batch")
         assert self.folder.vocab_size is not None
         check_batch(self.config, batch, self.folder.vocab_size, loss=loss)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.phase import (
+    batch_digest,
     check_batch,
     plan_everything,
     plan_training,
@@ -105,6 +107,20 @@ def test_rollout_log_probs_are_needed_where_they_are_the_old_ones() -> None:
     check_batch(settings(), BATCH, VOCAB, loss="policy")
     given = BATCH.replace(rollout_log_probs=np.full(BATCH.num_response_tokens, -1.0))
     check_batch(config, given, VOCAB, loss="policy")
+
+
+def test_batches_have_one_digest_exactly_if_they_are_the_same() -> None:
+    tokens = BATCH.tokens.copy()
+    tokens[-1] += 1
+    zeros = np.zeros(BATCH.num_response_tokens)
+    assert BATCH.loss_mask is not None
+    variants = [
+        BATCH, BATCH.replace(tokens=tokens), BATCH.replace(loss_mask=None), BATCH.replace(loss_mask=~BATCH.loss_mask),
+        BATCH.replace(values=zeros), BATCH.replace(returns=zeros), BATCH.replace(temperature=1.0),
+        BATCH.replace(weight_version=1), BATCH.select(range(9)), BATCH.select(range(9, -1, -1)),
+    ]  # fmt: skip
+    assert len({batch_digest(batch) for batch in variants}) == len(variants)
+    assert all(batch_digest(pickle.loads(pickle.dumps(batch))) == batch_digest(batch) for batch in variants)
 
 
 def test_advantages_are_the_callers_own_or_the_groups_for_each_token() -> None:

@@ -27,10 +27,15 @@ from tests.tiny_models import save_tiny_model
 SUBSETS = [subset for size in range(4) for subset in itertools.combinations(TAGS, size)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
+
+
+@pytest.fixture(scope="module")
+def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(
-        tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param, vocab_size=97, intermediate_size=55
+        tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, vocab_size=97, intermediate_size=55
     )
 
 
@@ -88,8 +93,8 @@ def twenty_cycles(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> 
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_training_is_bit_identical_with_twenty_sleeps_in_between(folder: Path, ranks: RankPool, dp: int) -> None:
-    config = settings(folder, mesh={"dp": dp}, loss={"kl_coefficient": 0.1})
+def test_training_is_bit_identical_with_twenty_sleeps_in_between(tied_folder: Path, ranks: RankPool, dp: int) -> None:
+    config = settings(tied_folder, mesh={"dp": dp}, loss={"kl_coefficient": 0.1})
     batches = [fresh_batch(seed) for seed in range(2)]
     metrics, weights = ranks.run(dp, phases_then_weights, config, batches * 10)[0]
     for result in ranks.run(dp, twenty_cycles, config, batches):
@@ -171,10 +176,12 @@ def resumed_run(rank: int, config: RunConfig, batches: list[RolloutBatch], step:
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_resumed_run_has_the_same_losses_to_the_bit(
-    folder: Path, ranks: RankPool, tmp_path: Path, dp: int, optimizer: str
+    tied_folder: Path, ranks: RankPool, tmp_path: Path, dp: int, optimizer: str
 ) -> None:
     optim = {"name": optimizer, "schedule": "cosine", "warmup_updates": 3, "total_updates": 12}
-    config = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4})
+    config = settings(
+        tied_folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4}
+    )
     batches = [fresh_batch(seed) for seed in range(5)]
     straight = ranks.run(dp, saving_run, config, batches, [2])
     metrics, path, at_save, end, _ = straight[0]
@@ -282,9 +289,11 @@ def export_twice(rank: int, config: RunConfig, batch: RolloutBatch, target: Path
 
 
 @pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("kind", ["folder", "tied_folder"])
 def test_an_export_opens_in_transformers_with_the_trained_weights(
-    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+    request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, dp: int, kind: str
 ) -> None:
+    folder = request.getfixturevalue(kind)
     config, batch = settings(folder, mesh={"dp": dp}), fresh_batch()
     for result in ranks.run(dp, export_twice, config, batch, tmp_path / "exported"):
         assert isinstance(result["again"], CheckpointError) and result["untouched"] and np.isfinite(result["loss"])

@@ -224,11 +224,13 @@ def test_a_reference_of_another_vocabulary_is_refused(folder: Path, ranks: RankP
 
 
 def forwards_and_metrics(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, dict[str, float], np.ndarray]:
+    """Forwards of the policy in a phase, its metrics, and the log-probs before it."""
     trainer = Trainer(config, device=CPU)
     current = trainer.compute_log_probs(batch).log_probs
     forwards = []
     trainer.policy.register_forward_hook(lambda *_: forwards.append(1))
-    return len(forwards), trainer.train_step(batch) | {"forwards": float(len(forwards))}, current
+    metrics = trainer.train_step(batch)
+    return len(forwards), metrics, current
 
 
 @pytest.mark.parametrize(
@@ -243,8 +245,8 @@ def test_an_extra_forward_is_taken_only_where_something_reads_it(
     batch = batch.replace(rollout_log_probs=np.full(batch.num_response_tokens, -3.0))
     plan = plan_training(config, batch)
     packs = sum(len(update[0]) for update in plan.updates)
-    _, metrics, _ = ranks.run(1, forwards_and_metrics, config, batch)[0]
-    assert metrics["forwards"] == packs * (1 + extra)
+    forwards, _, _ = ranks.run(1, forwards_and_metrics, config, batch)[0]
+    assert forwards == packs * (1 + extra)
 
 
 @pytest.mark.parametrize("dp", [1, 2])
@@ -484,18 +486,30 @@ def test_a_bad_batch_is_refused_before_anything_changes(folder: Path, ranks: Ran
         assert result["weights"] == weights
 
 
-def different_batches(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, list[float]]:
+def different_batches(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], float]:
     trainer = Trainer(config, device=CPU)
-    mine = batch if rank == 0 else batch.select([0, 1, 2, 3])
-    errors = [error_of(lambda call=call: call(mine)) for call in (trainer.train_step, trainer.forward_backward)]
+    others = [
+        batch.select([0, 1, 2, 3]),  # of other lengths
+        batch.replace(tokens=batch.tokens[::-1]),  # which the same plan would fit
+        batch.replace(tokens=np.full_like(batch.tokens, 97)),  # which this rank alone would refuse
+    ]
+    errors = []
+    for other in others:
+        mine = batch if rank == 0 else other
+        for call in (trainer.train_step, trainer.forward_backward, trainer.compute_log_probs):
+            errors.append(error_of(lambda call=call, mine=mine: call(mine)))
+    plan = plan_training(config, batch if rank == 0 else batch.replace(rewards=np.arange(batch.num_samples)))
+    errors.append(error_of(lambda: trainer.train_step(batch, plan)))
     return errors, trainer.train_step(batch)["loss"]
 
 
-def test_ranks_with_different_plans_stop_and_stay_usable(folder: Path, ranks: RankPool) -> None:
-    results = ranks.run(2, different_batches, settings(folder, mesh={"dp": 2}), fresh_batch())
-    for errors, loss in results:
-        assert [type(error) for error in errors] == [StateError, StateError]
-        assert loss == results[0][1] and np.isfinite(loss)
+def test_ranks_with_different_batches_or_plans_stop_and_stay_usable(folder: Path, ranks: RankPool) -> None:
+    config = settings(folder, mesh={"dp": 2})
+    (undisturbed,), _ = ranks.run(2, phases_then_weights, config, [fresh_batch()])[0]
+    for errors, loss in ranks.run(2, different_batches, config, fresh_batch()):
+        assert [type(error) for error in errors] == [StateError] * 10
+        assert all("different batches" in str(error) for error in errors[:9]) and "different plans" in str(errors[9])
+        assert loss == undisturbed["loss"]
 
 
 @pytest.mark.parametrize("dp, started", [(2, 1), (1, 2)])

@@ -24,6 +24,7 @@ from slimefsdp.attention.register import register_attention
 from slimefsdp.errors import ModelError
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import apply_fsdp
 
 # model_type -> what its packing was verified against; an architecture is added here together with its test
@@ -31,9 +32,8 @@ SUPPORTED_MODELS = ("qwen3", "qwen2", "llama", "mistral", "gemma3_text")
 # rotary frequencies that follow the longest position of a batch: a sample's log-probs would depend on its pack
 _PACK_DEPENDENT_ROPE = ("dynamic", "longrope")
 TIED_HEAD = "lm_head.weight"
-_FINE, _NOT_FINITE, _UNREADABLE, _NOT_TIED = range(
-    4
-)  # the findings that ranks agree on; of several, the largest counts
+# the findings that ranks agree on; of several about one tensor the largest counts
+_FINE, _NOT_FINITE, _NOT_TIED, _UNREADABLE = range(4)
 
 
 def load_policy(
@@ -50,8 +50,14 @@ def load_policy(
     Raises:
         ModelError: on every rank alike; the folder cannot be loaded faithfully.
     """
-    policy = build_policy(folder, master_dtype, activation_checkpointing=activation_checkpointing)
-    check_tensor_names(policy, folder)
+    built: list[PolicyModel] = []
+
+    def build() -> None:  # every rank reads its own copy of the folder, and copies differ
+        built.append(build_policy(folder, master_dtype, activation_checkpointing=activation_checkpointing))
+        check_tensor_names(built[0], folder)
+
+    run_together(build, mesh.get_group())
+    (policy,) = built
     apply_fsdp(policy, mesh, compute_dtype, master_dtype)
     materialise(policy, device)
     read_weights(policy, folder, mesh.get_group())

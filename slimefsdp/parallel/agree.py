@@ -43,7 +43,7 @@ def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
 
 
 def _travelling(error: Exception) -> Exception:
-    """The error, or its type and text where it cannot be rebuilt elsewhere: a failed pickle would leave peers waiting."""
+    """The error, or its type and text where pickling fails, which inside a collective would leave the peers waiting."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,17 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimefsdp.attention.kernels import PackedAttention, Saved, packed_attention, varlen_backward, varlen_forward
+from slimefsdp.attention.kernels import (
+    PackedAttention,
+    Saved,
+    check_kernel,
+    packed_attention,
+    varlen_backward,
+    varlen_forward,
+)
 from slimefsdp.attention.plan import CallPlan, attention_plan
 from slimefsdp.data.layout import Piece
+from slimefsdp.errors import ConfigError
 
 BLOCK = 64  # queries per band of a windowed segment, at least
 
@@ -346,3 +355,22 @@ def test_default_scales_are_not_hidden_in_the_kernels() -> None:
     means = torch.stack([v[: i + 1].mean(0) for i in range(5)])
     torch.testing.assert_close(near_zero, means, rtol=1e-12, atol=1e-12)
     assert math.isfinite(float(near_zero.sum()))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "exists"),
+    [
+        ("cpu", torch.bfloat16, True),
+        ("cpu", torch.float32, True),
+        ("cpu", torch.float64, True),
+        ("cuda", torch.bfloat16, True),
+        ("cuda", torch.float32, False),
+        ("cuda", torch.float64, False),
+    ],
+)
+def test_a_dtype_without_a_kernel_on_the_device_is_refused_by_its_setting(
+    device: str, dtype: torch.dtype, exists: bool
+) -> None:
+    with nullcontext() if exists else pytest.raises(ConfigError, match=f"compute_dtype={str(dtype)[6:]} ") as caught:
+        check_kernel(torch.device(device), dtype)
+    assert exists or (caught.value.field == "precision.compute_dtype" and caught.value.hint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_a_piece_is_not_empty_and_lies_in_its_own_sequence(lengths: list[int], c
         for piece in pieces:
             assert cu[piece.node] <= piece.start < piece.end <= cu[piece.node + 1]
         # ascending, and joined where they touch: two pieces of one sequence have a gap between them
-        for one, other in zip(pieces, pieces[1:], strict=False):
+        for one, other in pairwise(pieces):
             assert one.end < other.start or (one.end == other.start and one.node != other.node)
 
 
@@ -82,10 +82,10 @@ def test_causal_work_of_log_normal_lengths_is_within_five_percent_of_even(cp: in
     contiguous = [
         sum(
             causal_pairs([Piece(node, max(start, low), min(end, high))], starts)
-            for node, (start, end) in enumerate(zip(starts, starts[1:], strict=False))
+            for node, (start, end) in enumerate(pairwise(starts))
             if max(start, low) < min(end, high)
         )
-        for low, high in zip(bounds, bounds[1:], strict=False)
+        for low, high in pairwise(bounds)
     ]
     assert sum(contiguous) == sum(pairs) and max(contiguous) > max(pairs)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,7 @@ class Recorder:
         self.values: dict[str, torch.Tensor] = {}
 
     def add_total(self, name: str, value: torch.Tensor) -> None:
-        self.totals[name] = float(value)
+        self.totals[name] = float(value.detach())
 
     def add_mean(self, name: str, values: torch.Tensor) -> None:
         self.values[name] = values.detach()
@@ -77,7 +79,7 @@ def test_packs_of_any_cut_add_up_to_the_whole(seed: int, cuts: list[int]) -> Non
     objective = Objective("policy", kl_coefficient=0.1, entropy_coefficient=0.1)
     log_probs, entropy, inputs = random_inputs(seed)
     bounds = [0, *sorted(cuts), TOKENS]
-    parts = [torch.arange(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]  # some of them empty
+    parts = [torch.arange(a, b) for a, b in pairwise(bounds)]  # some of them empty
     whole = objective(log_probs, entropy, inputs, None)
     pieces = torch.stack([objective(log_probs[part], entropy[part], inputs.at(part), None) for part in parts]).sum()
     assert pieces.item() == pytest.approx(whole.item(), abs=1e-12)

@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from slimefsdp.errors import ModelError
 from slimefsdp.models.folder import SINGLE_FILE, ModelFolder, read_model_folder
-from slimefsdp.models.load import build_policy, check_tensor_names, materialise, read_weights
+from slimefsdp.models.load import build_policy, check_tensor_names, load_policy, materialise
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.fsdp import apply_fsdp
 from slimefsdp.parallel.mesh import build_mesh
 from tests.rank_pool import RankPool
 from tests.tiny_models import ARCHITECTURES, save_tiny_model
@@ -36,12 +35,14 @@ CPU = torch.device("cpu")
 def load(folder: ModelFolder, *, checkpointing: bool = False) -> PolicyModel:
     """The whole way, on the ranks of the process group."""
     mesh = build_mesh(dist.get_world_size(), 1, CPU)
-    policy = build_policy(folder, torch.float32, activation_checkpointing=checkpointing)
-    check_tensor_names(policy, folder)
-    apply_fsdp(policy, mesh.flat, torch.float32, torch.float32)
-    materialise(policy, CPU)
-    read_weights(policy, folder, mesh.group)
-    return policy
+    return load_policy(
+        folder,
+        mesh.flat,
+        compute_dtype=torch.float32,
+        master_dtype=torch.float32,
+        device=CPU,
+        activation_checkpointing=checkpointing,
+    )
 
 
 def edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
@@ -151,9 +152,10 @@ def test_what_cannot_be_computed_exactly_on_packs_is_refused_by_its_setting(
     assert named in str(refusal(edit_config(save_tiny_model(tmp_path, kind), **changes)))
 
 
-def test_a_config_that_transformers_cannot_read_is_a_model_error(tmp_path: Path) -> None:
-    path = edit_config(save_tiny_model(tmp_path), num_attention_heads="four")
-    assert "config.json" in str(refusal(path))
+@pytest.mark.parametrize("changes", [{"num_attention_heads": "four"}, {"vocab_size": -1}, {"hidden_act": "none"}])
+def test_a_config_that_makes_no_model_is_a_model_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = edit_config(save_tiny_model(tmp_path), **changes)
+    assert f"transformers cannot make a model of {path / 'config.json'}" in str(refusal(path))
 
 
 def test_parameters_take_no_memory_before_they_are_sharded_while_buffers_are_real(tmp_path: Path) -> None:
@@ -163,6 +165,14 @@ def test_parameters_take_no_memory_before_they_are_sharded_while_buffers_are_rea
     assert {parameter.device.type for parameter in policy.parameters()} == {"meta"}
     assert {buffer.device.type for buffer in policy.buffers()} == {"cpu"} and len(list(policy.buffers())) >= 3
     torch.nn.Linear(2, 2).weight.sum().item()  # and outside, new parameters have memory as ever
+
+
+def test_tied_parameters_stay_one_parameter_when_they_get_memory_without_being_sharded(tmp_path: Path) -> None:
+    folder = read_model_folder(save_tiny_model(tmp_path, tie_word_embeddings=True))
+    policy = build_policy(folder, torch.float32, activation_checkpointing=False)
+    materialise(policy, CPU)
+    assert policy.has_tied_embeddings and "lm_head.weight" not in dict(policy.named_weights())
+    assert {parameter.device for parameter in policy.parameters()} == {CPU}
 
 
 # ---------------------------------------------------------------- refused while reading, by all ranks alike
@@ -212,6 +222,21 @@ def test_a_file_that_only_one_rank_cannot_read_is_the_same_error_on_every_rank_a
     messages = ranks.run(2, message_of_rank, save_tiny_model(tmp_path), 1)
     assert messages[0] == messages[1] and "'model.embed_tokens.weight' cannot be read" in messages[0]
     assert time.monotonic() - start < 100  # a rank left in a collective would wait 120 s
+
+
+def message_of_rank_with_a_folder_of_its_own(rank: int, paths: list[Path]) -> str:
+    return message_of_rank(rank, paths[rank])
+
+
+@pytest.mark.parametrize("changes", [{"intermediate_size": 60}, {"attention_dropout": 0.5}])
+def test_a_folder_that_only_one_rank_refuses_is_the_same_error_on_every_rank_at_once(
+    tmp_path: Path, ranks: RankPool, changes: dict[str, Any]
+) -> None:
+    paths = [save_tiny_model(tmp_path / "good"), edit_config(save_tiny_model(tmp_path / "bad"), **changes)]
+    start = time.monotonic()
+    messages = ranks.run(2, message_of_rank_with_a_folder_of_its_own, paths)
+    assert messages[0] == messages[1] and messages[0] != "loaded"
+    assert time.monotonic() - start < 100
 
 
 @pytest.mark.parametrize("missing_on", [None, 0, 1])

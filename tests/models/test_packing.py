@@ -17,9 +17,8 @@ from slimefsdp.data.layout import zigzag_layout
 from slimefsdp.data.pack import local_share, pack
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.models.folder import read_model_folder
-from slimefsdp.models.load import SUPPORTED_MODELS, build_policy, check_tensor_names, materialise, read_weights
+from slimefsdp.models.load import SUPPORTED_MODELS, load_policy
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.fsdp import apply_fsdp
 from slimefsdp.parallel.mesh import build_mesh
 from tests.float64 import KeepFloat64
 from tests.rank_pool import RankPool
@@ -44,13 +43,10 @@ def some_batch(seed: int = 0) -> RolloutBatch:
 
 def load(path: Path, dtype: torch.dtype, *, checkpointing: bool = False) -> PolicyModel:
     folder = read_model_folder(path)
-    mesh = build_mesh(1, 1, CPU)
-    policy = build_policy(folder, dtype, activation_checkpointing=checkpointing)
-    check_tensor_names(policy, folder)
-    apply_fsdp(policy, mesh.flat, dtype, dtype)
-    materialise(policy, CPU)
-    read_weights(policy, folder, mesh.group)
-    return policy
+    mesh = build_mesh(1, 1, CPU).flat
+    return load_policy(
+        folder, mesh, compute_dtype=dtype, master_dtype=dtype, device=CPU, activation_checkpointing=checkpointing
+    )
 
 
 def packed_log_probs(
@@ -82,12 +78,15 @@ def differences_of_rank(
     weights = torch.randn(batch.num_response_tokens, dtype=dtype, generator=torch.Generator().manual_seed(1))
     with KeepFloat64() if dtype == torch.float64 else nullcontext():
         policy = load(path, dtype, checkpointing=checkpointing)
+        runs: list[str] = []
+        policy.decoder_layers()[0].input_layernorm.register_forward_hook(lambda *_: runs.append("layer"))
         hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
         ours = packed_log_probs(policy, batch, order, temperature)
         theirs = separate_log_probs(hf, batch, temperature)
         (ours * weights).sum().backward()
         (theirs * weights).sum().backward()
     assert ours.dtype == theirs.dtype == dtype and policy.training
+    assert len(runs) == 1 + checkpointing  # a recomputed layer runs again in backward
     theirs_by_name = dict(hf.named_parameters())
     ours_by_name = dict(policy.named_weights())
     assert ours_by_name.keys() == theirs_by_name.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_bucket_is_within_its_bytes_or_one_tensor(ranks: RankPool) -> None:
     counts = []
     for bucket_bytes, buckets in zip(BUCKET_BYTES, ranks.run(2, gathered, torch.float32)[0], strict=True):
         assert all(sum(t.nbytes for _, t in bucket) <= bucket_bytes or len(bucket) == 1 for bucket in buckets)
-        for bucket, following in zip(buckets, buckets[1:], strict=False):
+        for bucket, following in pairwise(buckets):
             assert sum(t.nbytes for _, t in [*bucket, following[0]]) > bucket_bytes  # no smaller than it need be
         counts.append(len(buckets))
     assert counts[0] == len(SHAPES) and counts[-1] == 1 and 1 < counts[2] < counts[0]

@@ -1,0 +1,195 @@
+"""The command line: mistakes are answered in three lines, with the exit status of their class, and at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from slimefsdp.data.rollout import RolloutBatch
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+# what the console script does, and then a look at what that has imported
+WATCHED = """
+import sys
+from actors.cli import main
+code = main(sys.argv[1:])
+heavy = {"torch", "ray", "transformers"} & set(sys.modules)
+sys.exit(f"imported {sorted(heavy)}" if heavy else code)
+"""
+
+
+def run(*arguments: Any, watched: bool = False, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["-c", WATCHED] if watched else ["-m", "actors.cli"]
+    return subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def config(example: Path, tmp_path: Path) -> Path:
+    """A YAML file with which `train` would start."""
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "steps": 2},
+        "model": {"path": str(example / "model")},
+        "mesh": {"device": "cpu"},
+        "optim": {"total_updates": 10},
+        "data": {"train": str(example / "train.jsonl")},
+        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def write_earlier_run(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def write_bad_jsonl(folder: Path) -> None:
+    (folder / "bad.jsonl").write_text('{"prompt": "sort 1"}\n{"prompt": }\n')
+
+
+def rewrite(old: str, new: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        file = folder / "config.yaml"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return prepare
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+# name -> (preparation, overrides, exit status, field, what is said)
+MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]]] = {
+    "YAML that does not parse": (rewrite("steps: 2", "steps: [2"), [], 2, "", ["config.yaml", "line"]),
+    "a list for a mapping": (
+        lambda folder: (folder / "config.yaml").write_text("- 1\n"),
+        [],
+        2,
+        "",
+        ["not sections of settings"],
+    ),
+    "no such file": (lambda folder: (folder / "config.yaml").unlink(), [], 2, "", ["config.yaml"]),
+    "a setting twice": (rewrite("  steps: 2", "  steps: 2\n  steps: 3"), [], 2, "", ["'steps' is given twice"]),
+    "an unknown setting": (rewrite("run:", "runs: {}\nrun:"), [], 2, "runs", ["mean run"]),
+    "an unknown override": (nothing, ["mesh.pd=2"], 2, "mesh.pd", ["did you mean mesh.dp"]),
+    "a value of another type": (nothing, ["mesh.dp=two"], 2, "mesh.dp", ["two", "whole number"]),
+    "a setting that is missing": (rewrite("steps: 2", "seed: 2"), [], 2, "run.steps", ["run.steps"]),
+    "a model folder that is missing": (nothing, ["model.path=nowhere"], 4, "model.path", ["'nowhere' does not exist"]),
+    "a data file that is missing": (nothing, ["data.train=no.jsonl"], 2, "data.train", ["no.jsonl does not exist"]),
+    "a data file with a bad line": (write_bad_jsonl, ["data.train=bad.jsonl"], 2, "data.train", ["bad.jsonl:2"]),
+    "a reward of another form": (nothing, ["rollout.reward=exact"], 2, "rollout.reward", ["module:function"]),
+    "a reward module that is missing": (nothing, ["rollout.reward=a.b:c"], 2, "rollout.reward", ["imported"]),
+    "a reward that is missing": (
+        nothing,
+        ["rollout.reward=actors.rollout.rewards:sorted_digit"],
+        2,
+        "rollout.reward",
+        ["sorted_digit"],
+    ),
+    "more ranks than the machine takes": (nothing, ["mesh.dp=1000"], 6, "mesh.dp", ["mesh.dp=1000", "cores"]),
+    "a folder with an earlier run": (write_earlier_run, [], 2, "run.dir", ["earlier run", "checkpoint.resume"]),
+    "an export folder that is taken": (nothing, ["run.export_dir=."], 2, "run.export_dir", ["not empty"]),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_at_once_in_three_lines(mistake: str, config: Path) -> None:
+    prepare, overrides, status, field, said = MISTAKES[mistake]
+    prepare(config.parent)
+    done = run("train", config, *overrides, watched=True, folder=config.parent)
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("error [") and lines[-1].startswith("  hint:  "), done.stderr
+    assert len(lines) == 2 + bool(field), done.stderr
+    if field:
+        assert lines[1] == f"  field: {field}"
+    for words in said:
+        assert words in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_all_that_is_wrong_with_the_settings_is_listed(config: Path) -> None:
+    done = run("train", config, "mesh.dp=0", "optim.lr=fast", "loss.epoch=2")
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 5 and [line.split()[0] for line in lines[1:]] == ["field:", "hint:", "also:", "also:"]
+    for setting in ("loss.epoch", "mesh.dp", "optim.lr"):
+        assert setting in done.stderr
+
+
+def test_debug_shows_the_traceback(config: Path) -> None:
+    done = run("--debug", "train", config, "mesh.dp=1000")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "ResourceError" in done.stderr and "mesh.dp=1000" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["replay", "x.yaml"], ["train", "x.yaml", "--fast"]])
+def test_a_command_that_is_none_is_answered_with_the_usage(arguments: list[str]) -> None:
+    done = run(*arguments, watched=True)
+    assert done.returncode == 2 and "usage: slimefsdp" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_replay_names_a_batch_that_is_missing_or_none(config: Path) -> None:
+    (config.parent / "torn.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    for name in ("nothing.safetensors", "torn.safetensors"):
+        done = run("replay", config, "--batch", name, watched=True, folder=config.parent)
+        assert done.returncode == 3 and name in done.stderr and "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
+    config: Path, batch: RolloutBatch, tmp_path: Path
+) -> None:
+    batch.save(tmp_path / "batch.safetensors")
+    mark = f"SLIMEFSDP_TEST={tmp_path}"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "actors.cli", "replay", "config.yaml", "--batch", "batch.safetensors"),
+            *("--export", "exported", "mesh.dp=2", "precision.compute_dtype=float32"),
+        ],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "SLIMEFSDP_TEST": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert done.stdout.count("\n") == 1
+    assert metrics["updates"] == 1 and metrics["loss"] != 0 and metrics["grad_norm"] > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert not processes_with(mark)
+
+
+def processes_with(variable: str) -> list[str]:
+    """Command lines of the living processes in whose environment `variable` (NAME=value) was at their start."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found

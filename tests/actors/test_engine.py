@@ -1,0 +1,143 @@
+"""Engines sample from committed weights only, say exactly what they sampled, and cannot take the trainer down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from actors.rollout.engine import EnginePool, Sampled, encode_demonstrations
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import StateError, SyncError, WorkerDied
+from tests.actors.test_worker_group import bits
+
+PROMPTS = ["sort 31", "sort 2718", "sort 90210", "sort 5", "sort 777"]
+SHAPES = {"weight": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def two_engines(cluster: None, make_config: Any) -> Iterator[tuple[EnginePool, StateError]]:
+    """Two engines, and what they said when they were asked to sample before any update."""
+    pool = EnginePool.launch(make_config())
+    with pytest.raises(StateError) as refusal:
+        pool.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
+    yield pool, refusal.value
+    pool.shutdown()
+
+
+@pytest.fixture
+def engines(two_engines: tuple[EnginePool, StateError], group: Any) -> EnginePool:
+    """Two engines with the group's first weights."""
+    group.update_weights(two_engines[0].receivers)
+    return two_engines[0]
+
+
+def contents(samples: list[Sampled]) -> list[tuple[int, list[int], list[float]]]:
+    return [(sample.prompt, sample.tokens, sample.log_probs) for sample in samples]
+
+
+def test_an_engine_without_weights_refuses_to_sample(two_engines: tuple[EnginePool, StateError]) -> None:
+    _, refusal = two_engines
+    assert "no committed weights" in refusal.message and "update_weights" in str(refusal.hint)
+
+
+def test_an_engine_between_two_versions_refuses_to_sample(engines: EnginePool, group: Any, small_batch: Any) -> None:
+    manifest = {name: tuple(shape) for name, shape in weight_shapes(group).items()}
+    ray.get(engines.receivers[1].begin.remote(9, manifest), timeout=30)
+    with pytest.raises(StateError, match="no committed weights"):
+        engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
+    with pytest.raises(SyncError, match="tensors missing"):
+        ray.get(engines.receivers[1].commit.remote(9), timeout=30)
+    assert engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[0] == 0, "the other engine still holds 0"
+    group.train_step(small_batch)
+    group.update_weights(engines.receivers[1:])
+    with pytest.raises(StateError, match=r"different weights: versions \[0, 1\]"):
+        engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
+    group.update_weights(engines.receivers)
+    assert engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))[0] == 1
+
+
+def weight_shapes(group: Any) -> dict[str, Any]:
+    """Names and shapes of the model's weights, as its folder has them."""
+    from slimefsdp.models.folder import read_model_folder
+
+    return {name: entry.shape for name, entry in read_model_folder(group.config.model.path).tensors.items()}
+
+
+def test_a_model_of_other_shapes_is_refused(engines: EnginePool) -> None:
+    with pytest.raises(SyncError, match="here") as refused:
+        ray.get(engines.receivers[0].begin.remote(1, SHAPES), timeout=30)
+    assert refused.value.hint
+    assert engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[0] == 0
+
+
+def test_sampled_log_probs_are_the_trainers(engines: EnginePool, group: Any, small_batch: Any) -> None:
+    for expected_version in (0, 1):
+        version, samples = engines.generate(PROMPTS, samples_per_prompt=4, seed=(1, expected_version))
+        assert version == expected_version
+        batch = RolloutBatch.from_samples(
+            [
+                {"tokens": s.tokens, "response_length": s.response_length, "rollout_log_probs": s.log_probs}
+                for s in samples
+            ],
+            temperature=group.config.rollout.temperature,
+        )
+        assert batch.num_response_tokens > 40 and np.abs(batch.rollout_log_probs).mean() > 0.5
+        trainers = group.compute_log_probs(batch).log_probs
+        np.testing.assert_allclose(trainers, batch.rollout_log_probs, atol=1e-4)
+        group.train_step(small_batch)
+        assert np.abs(group.compute_log_probs(batch).log_probs - trainers).max() > 1e-3, "another version would show"
+        group.update_weights(engines.receivers)
+
+
+def test_equal_seeds_give_equal_samples_and_others_do_not(engines: EnginePool) -> None:
+    first, again, other = (
+        contents(engines.generate(PROMPTS, samples_per_prompt=3, seed=seed)[1]) for seed in ((4, 1), (4, 1), (4, 2))
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_prompts_are_split_over_engines_and_come_back_in_order(engines: EnginePool, group: Any, count: int) -> None:
+    _, samples = engines.generate(PROMPTS[:count], samples_per_prompt=3, seed=(5,))
+    assert [sample.prompt for sample in samples] == [index for index in range(count) for _ in range(3)]
+    answers = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS]
+    starts = [tokens[:-length] for tokens, length in encode_demonstrations(group.config, answers)]
+    for sample in samples:
+        assert sample.tokens[: -sample.response_length] == starts[sample.prompt]
+        assert len(sample.log_probs) == sample.response_length <= 8
+    same_prompt = [tuple(sample.tokens) for sample in samples[:3]]
+    assert len(set(same_prompt)) > 1, "samples of one prompt are drawn independently"
+
+
+def test_two_engines_draw_differently_for_the_same_prompt(engines: EnginePool) -> None:
+    _, samples = engines.generate([PROMPTS[2]] * 2, samples_per_prompt=2, seed=(6,))
+    assert samples[0].tokens != samples[2].tokens or samples[1].tokens != samples[3].tokens
+
+
+@pytest.mark.slow
+def test_a_dead_engine_is_a_sync_error_and_the_trainer_works_on(
+    cluster: None, make_config: Any, group: Any, batch: RolloutBatch
+) -> None:
+    expected = [bits(group.train_step(batch)) for _ in range(2)]
+    group.load(0)
+    pool = EnginePool.launch(make_config(rollout={"engines": 1}))
+    assert bits(group.train_step(batch)) == expected[0]
+    group.update_weights(pool.receivers)
+    pids = [health.pid for health in group.health()]
+    ray.kill(pool.receivers[0])
+    started = time.monotonic()
+    with pytest.raises(SyncError, match="ended during begin") as failed:
+        group.update_weights(pool.receivers)
+    assert time.monotonic() - started < group.config.cluster.sync_timeout_s / 2
+    assert failed.value.hint
+    with pytest.raises(WorkerDied):
+        pool.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
+    pool.shutdown()
+    assert [health.pid for health in group.health()] == pids
+    assert bits(group.train_step(batch)) == expected[1]

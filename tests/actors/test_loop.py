@@ -1,0 +1,199 @@
+"""The loop leaves a whole record, resumes without a trace, and learns from rewards: from nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from transformers import AutoModelForCausalLM
+
+from actors.loop import train
+from actors.progress import GRPO_COLUMNS
+from actors.rollout.engine import EnginePool
+from actors.rollout.prompts import PromptStream, read_jsonl
+from actors.rollout.rewards import sorted_digits
+from actors.worker_group import WorkerGroup
+from slimefsdp.config import RunConfig, load_config
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import CheckpointError, ConfigError
+from tests.actors.test_worker_group import wait_until
+
+ROOT = Path(__file__).parents[2]
+TIMES = {"time", "train_seconds", "tokens_per_second"}
+UPDATES = 40
+calls_left = 10**9  # of `variety`, before it breaks
+
+
+def variety(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    """A reward that a random model gets some of."""
+    global calls_left
+    calls_left -= 1
+    if calls_left < 0:
+        raise OSError("the judge's disk is full")
+    return {"reward": len(set(response)) / 10, "exact": float(response == record["answer"])}
+
+
+@pytest.fixture(scope="module")
+def make_run(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "heldout.jsonl").write_text("\n".join((example / "heldout.jsonl").read_text().splitlines()[:8]))
+
+    def make(name: str, **sections: Any) -> RunConfig:
+        return make_config(
+            **{
+                "run": {"dir": str(folder / name), "steps": 4, "seed": 5},
+                "batch": {"samples_per_update": 8},
+                "data": {"train": str(example / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+                "rollout": {
+                    **{"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1},
+                    "reward": "tests.actors.test_loop:variety",
+                },
+                "evaluation": {"interval_steps": 2},
+                "checkpoint": {"interval_steps": 2},
+                **sections,
+            }
+        )
+
+    return make
+
+
+def rows_of(config: RunConfig) -> list[dict[str, float]]:
+    assert config.run.dir is not None
+    return [json.loads(line) for line in (config.run.dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def bits(row: dict[str, float]) -> dict[str, str]:
+    return {k: float(v).hex() for k, v in row.items() if k not in TIMES and not k.startswith("seconds/")}
+
+
+@pytest.fixture(scope="module")
+def whole_run(cluster: None, make_run: Any) -> tuple[RunConfig, str]:
+    """A run of four steps, with its closing line."""
+    config = make_run("whole")
+    return config, train(config)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_metrics_curves_events_and_checkpoints(whole_run: tuple[RunConfig, str]) -> None:
+    config, closing = whole_run
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    always = {column.metric for column in GRPO_COLUMNS} - {"eval/exact"}
+    always |= {"updates", "ratio", "lr", "weight_version", "rollout/response_length", "rollout/truncated", "time"}
+    always |= {f"seconds/{phase}" for phase in ("generate", "reward", "train", "sync")}
+    for row in rows[1:]:
+        assert always <= row.keys()
+        assert row["updates"] == 2 and row["loss"] != 0 and row["rollout_mismatch_max"] < 1e-4
+        assert row["weight_version"] == 2 * row["step"]
+    assert [("eval/exact" in row, "eval/reward" in row) for row in rows] == [(step % 2 == 0,) * 2 for step in range(5)]
+    folder = config.run.dir
+    assert folder is not None
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert any(file.stat().st_size > 1000 for file in (folder / "tensorboard").glob("events*"))
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
+    assert closing.startswith("GRPO on 2 FSDP2 ranks: held-out sampled exact 0.000 -> ") and "4 steps" in closing
+
+
+@pytest.mark.slow
+def test_a_broken_run_ends_its_processes_and_resumes_without_a_trace(
+    whole_run: tuple[RunConfig, str], make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [bits(row) for row in rows_of(whole_run[0])]
+    free = ray.available_resources()["CPU"]
+    monkeypatch.setitem(globals(), "calls_left", 8 + 3 * 16 + 8)  # enough for three steps and two evaluations
+    broken = make_run("broken")
+    with pytest.raises(OSError, match="disk is full"):
+        train(broken)
+    assert wait_until(lambda: ray.available_resources()["CPU"] == free), "its processes hold no CPU of the cluster"
+    assert [bits(row) for row in rows_of(broken)] == expected[:4], "equal seeds, equal runs"
+    monkeypatch.undo()
+    train(make_run("broken", checkpoint={"interval_steps": 2, "resume": True}))
+    assert [bits(row) for row in rows_of(broken)] == expected
+
+
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_cannot_be_resumed(cluster: None, make_run: Any) -> None:
+    free = ray.available_resources()["CPU"]
+    with pytest.raises(CheckpointError):
+        train(make_run("nothing", mesh={"dp": 1}, checkpoint={"interval_steps": 2, "resume": True}))
+    assert wait_until(lambda: ray.available_resources()["CPU"] == free)
+
+
+def test_a_run_that_lacks_a_setting_starts_nothing(make_run: Any) -> None:
+    with pytest.raises(ConfigError) as lacking:
+        train(make_run("lacking", data={}))
+    assert lacking.value.field == "data.train"
+
+
+# ------------------------------------------------------------------ learning
+
+
+@pytest.fixture(scope="module")
+def warm_model(cluster: None, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The warm-up of the example: 100 supervised updates by its own settings."""
+    folder = tmp_path_factory.mktemp("warm")
+    overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}"]
+    overrides += [f"run.dir={folder}", f"run.export_dir={folder / 'model'}", "cluster.max_ranks_per_core=64"]
+    config = load_config(ROOT / "configs" / "sort_digits_sft.yaml", overrides)
+    assert "loss" in train(config)
+    rows = rows_of(config)
+    assert len(rows) == 100 and rows[-1]["loss"] < rows[0]["loss"] / 2
+    AutoModelForCausalLM.from_pretrained(folder / "model")
+    return folder / "model"
+
+
+def held_out_accuracy(engines: EnginePool, records: list[dict[str, Any]]) -> float:
+    _, samples = engines.generate([record["prompt"] for record in records], samples_per_prompt=4, seed=(9,))
+    return float(np.mean([sorted_digits(records[s.prompt], s.text, s.finished)["exact"] for s in samples]))
+
+
+def accuracy_after(
+    updates: int, group: Any, engines: EnginePool, example: Path, rng: np.random.Generator | None
+) -> tuple[float, float]:
+    """Held-out accuracy before and after a loop of one's own; with `rng`, rewards go to samples at random."""
+    group.load(0)
+    group.update_weights(engines.receivers)
+    prompts = PromptStream(read_jsonl(example / "train.jsonl", field="train"), seed=0)
+    held_out = read_jsonl(example / "heldout.jsonl", field="heldout")
+    before = held_out_accuracy(engines, held_out)
+    while group.health()[0].updates_taken < updates:
+        records = prompts.take(32)
+        seed = (1, group.health()[0].updates_taken)
+        _, samples = engines.generate([r["prompt"] for r in records], samples_per_prompt=8, seed=seed)
+        rewards = np.array([sorted_digits(records[s.prompt], s.text, s.finished)["reward"] for s in samples])
+        batch = RolloutBatch(
+            tokens=np.concatenate([s.tokens for s in samples]),
+            lengths=[len(s.tokens) for s in samples],
+            response_lengths=[s.response_length for s in samples],
+            rewards=rewards if rng is None else rng.permutation(rewards),
+            group_ids=[s.prompt for s in samples],
+        )
+        group.train_step(batch)
+        group.update_weights(engines.receivers)
+    return before, held_out_accuracy(engines, held_out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_accuracy_rises_with_rewards_and_falls_when_they_are_permuted(
+    warm_model: Path, example: Path, tmp_path: Path
+) -> None:
+    overrides = [f"model.path={warm_model}", f"run.dir={tmp_path}", "cluster.max_ranks_per_core=64"]
+    config = load_config(ROOT / "configs" / "sort_digits_grpo.yaml", overrides)
+    group = WorkerGroup.launch(config)
+    engines = EnginePool.launch(config)
+    try:
+        group.save(0)
+        before, after = accuracy_after(UPDATES, group, engines, example, rng=None)
+        before_control, after_control = accuracy_after(UPDATES, group, engines, example, rng=np.random.default_rng(0))
+    finally:
+        group.shutdown()
+        engines.shutdown()
+    print(before, after, after_control)
+    assert before == before_control
+    assert after > before + 0.1
+    assert after_control < before - 0.1
