@@ -7,7 +7,6 @@ lines and set the exit status of their class; `--debug` shows the traceback.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from actors.cluster import check_machine, connect, disconnect
 from actors.rollout.prompts import check_answers, read_jsonl
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
-from slimefsdp.models.folder import read_model_folder
+from slimefsdp.models.folder import check_architecture, read_model_folder
+from slimefsdp.replay import add_arguments, json_text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,10 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", help="dotted settings, e.g. optim.lr=1e-6 mesh.dp=2")
     train.set_defaults(run=_train)
     replay = commands.add_parser("replay", help="run one recorded batch through train_step")
-    replay.add_argument("config", type=Path, help="YAML settings")
-    replay.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.dp=2")
-    replay.add_argument("--batch", type=Path, required=True, help="file written by RolloutBatch.save")
-    replay.add_argument("--export", type=Path, help="write the new weights here as a Hugging Face folder")
+    add_arguments(replay)
     replay.set_defaults(run=_replay)
     return parser
 
@@ -103,9 +100,9 @@ def check_before_launch(config: RunConfig) -> None:
 
 
 def _check_models(config: RunConfig) -> None:
-    read_model_folder(config.model.path)
+    check_architecture(read_model_folder(config.model.path))
     if config.reference.path is not None:
-        read_model_folder(config.reference.path, field="reference.path")
+        check_architecture(read_model_folder(config.reference.path, field="reference.path"), field="reference.path")
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -139,7 +136,7 @@ def _replay(options: argparse.Namespace) -> int:
         if options.export is not None:
             group.export_hf(options.export)
         group.shutdown()
-        print(json.dumps(metrics))
+        print(json_text(metrics))
     finally:
         disconnect()
     return 0

@@ -13,7 +13,7 @@ from slimefsdp.errors import ResourceError
 def processes_needed(config: RunConfig) -> int:
     """Ray actors that the command line starts for these settings: trainer ranks, reference ranks, engines."""
     reference = 0
-    if config.needs_reference and config.reference.placement == "group":
+    if config.reference.placement == "group" and config.algorithm != "sft":
         reference = (config.reference.dp or config.mesh.dp) * config.mesh.cp
     return config.ranks + reference + (config.rollout.engines if config.algorithm != "sft" else 0)
 
@@ -40,27 +40,44 @@ def _has_nvidia_driver() -> bool:
     return Path("/dev/nvidiactl").exists()  # asking torch would take its import
 
 
+def _require_token(address: str) -> None:
+    """A cluster that other machines can reach runs whatever code it is sent: it must ask for a token."""
+    host = address.rpartition("://")[2].rsplit(":", 1)[0]
+    if host not in ("auto", "local", "localhost", "127.0.0.1", "[::1]") and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ResourceError(
+            f"cluster.address={address} is not on this machine, and RAY_AUTH_MODE is not `token`",
+            field="cluster.address",
+            hint="start the cluster with scripts/launch_cluster.sh and set RAY_AUTH_MODE=token here",
+        )
+
+
 def connect(config: RunConfig) -> None:
     """Starts or joins the Ray cluster, unless this process is connected already.
 
     A local cluster declares as many logical CPUs as the run needs, since on a laptop ranks may outnumber cores.
 
     Raises:
-        ResourceError: too many processes for this machine, or no cluster at `cluster.address`.
+        ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one without a token.
     """
     check_machine(config)
-    if config.cluster.address is None:
-        # undocumented switch of ray's, read when ray is first imported: it puts the cluster's sockets on loopback
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    address = config.cluster.address
+    if address is None:
+        # undocumented switch of ray's that puts a cluster's sockets on loopback; a test looks at the sockets
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    else:
+        _require_token(address)
     # ray would otherwise warn that a future version stops hiding accelerators from actors that ask for none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
+    from ray._private import ray_constants
 
     if ray.is_initialized():
         return
+    if address is None:
+        ray_constants.ENABLE_RAY_CLUSTER = False  # the same, where ray was imported before this call
     try:
-        if config.cluster.address is not None:
-            ray.init(address=config.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        if address is not None:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             cpus = max(os.cpu_count() or 1, processes_needed(config) + 1)
             ray.init(
@@ -72,7 +89,7 @@ def connect(config: RunConfig) -> None:
             )
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(
-            f"cannot reach a Ray cluster at {config.cluster.address or 'this machine'}: {error}",
+            f"cannot reach a Ray cluster at {address or 'this machine'}: {error}",
             field="cluster.address",
             hint="start one with `ray start --head`, or leave cluster.address out for a local one",
         ) from error

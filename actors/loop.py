@@ -44,8 +44,8 @@ def train(config: RunConfig) -> str:
         log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
         start = _resume(config, group, loop.prompts, log)
         table = ProgressTable(loop.columns, total_steps=config.run.steps)
-        first = loop.before_training()
-        if start == 0 and first:
+        first = loop.before_training(evaluates=start == 0)
+        if first:
             log.write(0, first)
             table.write(0, first)
         for step in range(start, config.run.steps):
@@ -79,10 +79,10 @@ class RolloutLoop:
         heldout = config.data.heldout
         self._heldout: list[Record] = read_jsonl(heldout, field="data.heldout") if heldout else []
 
-    def before_training(self) -> Metrics:
-        """First weights to the engines; held-out metrics of the untrained policy."""
+    def before_training(self, *, evaluates: bool) -> Metrics:
+        """First weights to the engines; held-out metrics of the policy as it is, if asked for."""
         self._group.update_weights(self._engines.receivers)
-        return self._evaluate(0)
+        return self._evaluate(0) if evaluates else {}
 
     def step(self, step: int) -> Metrics:
         """One rollout batch, trained on; held-out metrics where they are due."""
@@ -171,7 +171,7 @@ class SupervisedLoop:
         demonstrations = [{"tokens": tokens, "response_length": length} for tokens, length in encoded]
         self.prompts = PromptStream(demonstrations, config.run.seed)
 
-    def before_training(self) -> Metrics:
+    def before_training(self, *, evaluates: bool) -> Metrics:
         """Nothing: there is no one to send weights to."""
         return {}
 

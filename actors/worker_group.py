@@ -20,7 +20,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
-from slimefsdp.models.folder import read_model_folder
+from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.phase import check_batch, plan_training
 from slimefsdp.reports import Health, SyncReport
 from slimefsdp.surface import RPCS
@@ -52,17 +52,16 @@ class WorkerGroup:
     def launch(cls, config: RunConfig, role: Literal["actor", "ref"] = "actor") -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
-        With `reference.placement: group` and a KL coefficient, an actor group launches its reference group too.
+        With `reference.placement: group` an actor group launches its reference group too.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
             WorkerDied, WorkerHung: a rank did not come up.
         """
         is_ref = role == "ref"
-        read_model_folder(
-            (config.reference.path if is_ref else None) or config.model.path,
-            field="reference.path" if is_ref and config.reference.path else "model.path",
-        )
+        field = "reference.path" if is_ref and config.reference.path else "model.path"
+        folder = (config.reference.path if is_ref else None) or config.model.path
+        check_architecture(read_model_folder(folder, field=field), field=field)
         connect(config)
         ranks = (config.reference.dp or config.mesh.dp) * config.mesh.cp if is_ref else config.ranks
         gpus = gpus_per_rank(config.mesh.device)
@@ -76,7 +75,7 @@ class WorkerGroup:
             address, port = wait([workers[0].free_address.remote()])
             vocab_size = wait([worker.start.remote(config, role, address, port) for worker in workers])
             group = cls(config, role, workers, placement, vocab_size)
-            if not is_ref and config.needs_reference and config.reference.placement == "group":
+            if not is_ref and config.reference.placement == "group":
                 group.reference_group = cls.launch(config, role="ref")
         except Exception:
             release(placement)
@@ -179,7 +178,12 @@ class WorkerGroup:
             raise StateError(
                 "the reference model is a group of its own", field="model", hint="call group.reference_group instead"
             )
-        if loss == "policy" and self.reference_group is not None and batch.ref_log_probs is None:
+        if (
+            loss == "policy"
+            and self.config.needs_reference
+            and self.reference_group is not None
+            and batch.ref_log_probs is None
+        ):
             batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
         if name == "train_step" and second is None:
             rest, kwargs = (

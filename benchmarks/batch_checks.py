@@ -1,6 +1,6 @@
 """What the driver does to a batch before any rank sees it, timed: validating, checking and planning it.
 
-    python benchmarks/batch_checks.py --json benchmarks/results/batch_checks.json
+python benchmarks/batch_checks.py --json benchmarks/results/batch_checks.json
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from slimefsdp.config import RunConfig, load_config
     from slimefsdp.data.plan import Plan
     from slimefsdp.data.rollout import RolloutBatch
-    from slimefsdp.trainer import LogProbs, Trainer
+    from slimefsdp.reports import LogProbs
+    from slimefsdp.trainer import Trainer
 
 __all__ = ["LogProbs", "Plan", "RolloutBatch", "RunConfig", "Trainer", "load_config"]
 __version__ = "0.1.0"
 
 _HOME = {
-    "LogProbs": "slimefsdp.trainer",
+    "LogProbs": "slimefsdp.reports",
     "Plan": "slimefsdp.data.plan",
     "RolloutBatch": "slimefsdp.data.rollout",
     "RunConfig": "slimefsdp.config",

@@ -273,6 +273,15 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def cuda_kernels_take_half_precision(self) -> RunConfig:
+        if self.mesh.device == "cuda" and self.precision.compute_dtype != "bfloat16":
+            raise ValueError(
+                f"precision.compute_dtype={self.precision.compute_dtype} has no variable-length kernel on CUDA; "
+                "use bfloat16 there, or mesh.device=cpu"
+            )
+        return self
+
+    @model_validator(mode="after")
     def the_schedule_covers_the_run(self) -> RunConfig:
         needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
         if needed is not None and self.optim.total_updates < needed:
@@ -334,6 +343,13 @@ class RunConfig(Settings):
                 raise ConfigError(
                     f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML"
                 )
+        if self.algorithm == "grpo" and self.rollout.max_new_tokens >= self.max_pack_tokens:
+            raise ConfigError(
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in packs of "
+                f"{self.max_pack_tokens} tokens",
+                field="rollout.max_new_tokens",
+                hint="raise batch.max_tokens_per_rank, or lower it",
+            )
         if self.algorithm == "grpo" and self.rollout.samples_per_prompt < 2:
             raise ConfigError(
                 f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} makes groups of one: no advantage",

@@ -1,6 +1,7 @@
 """Sums and counts in, one dict of floats out, reduced over the ranks once an update.
 
-Nothing here synchronises with the host before `reduce`. Each quantity is added by exactly one context-parallel rank.
+Nothing here synchronises with the host before `reduce`. Of the context-parallel ranks, which all hold a
+pack's values, one is counted.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ import torch.distributed as dist
 
 
 class MetricSums:
-    """Running totals of one update on one rank; every rank adds the same names."""
+    """Running totals of one update on one rank; every rank adds the same names, so that all join the reduction.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        counted: whether this rank's values enter; False adds zeros.
+    """
+
+    def __init__(self, device: torch.device, *, counted: bool = True) -> None:
         self._device = device
+        self._counted = counted
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor] = {}
@@ -25,12 +31,13 @@ class MetricSums:
     def add_mean(self, name: str, values: torch.Tensor) -> None:
         """Values whose mean over all tokens of the update is wanted; [tokens], possibly none."""
         self.add_total(name, values.detach().double().sum())
-        self._accumulate(self._counts, name, torch.tensor(float(values.numel()), dtype=torch.float64))
+        count = torch.full((), float(values.numel()), dtype=torch.float64, device=self._device)
+        self._accumulate(self._counts, name, count)
 
     def add_max(self, name: str, values: torch.Tensor) -> None:
         """Values >= 0 whose maximum is wanted; [tokens], possibly none."""
-        largest = values.detach().double().max() if values.numel() else torch.zeros((), dtype=torch.float64)
-        largest = largest.to(self._device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        largest = values.detach().double().max().to(self._device) if values.numel() and self._counted else nothing
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
@@ -54,7 +61,7 @@ class MetricSums:
         return result
 
     def _accumulate(self, into: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-        value = value.to(self._device)
+        value = value.to(self._device) if self._counted else torch.zeros_like(value, device=self._device)
         into[name] = into[name] + value if name in into else value
 
 

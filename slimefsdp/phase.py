@@ -96,7 +96,8 @@ def plan_training(config: RunConfig, batch: RolloutBatch) -> Plan:
     """
     trains = np.zeros(batch.num_samples, dtype=bool)
     trains[batch.sample_ids[batch.mask]] = True
-    if config.algorithm == "grpo" and config.loss.drop_zero_advantages:
+    other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
+    if config.algorithm == "grpo" and config.loss.drop_zero_advantages and not other_terms:
         moves = np.zeros(batch.num_samples, dtype=bool)
         moves[batch.sample_ids[batch.mask & (response_advantages(config, batch) != 0)]] = True
         trains &= moves
@@ -132,3 +133,16 @@ def update_weights_of_tokens(
         constant_length=config.loss.constant_length,
         denominator=denominator,
     )
+
+
+def phase_metrics(plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:
+    """What a phase of `seconds` was about: updates, dropped samples, balance, and trained tokens a second."""
+    trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
+    return {
+        "updates": float(len(plan.updates)),
+        "empty_updates": float(plan.num_skipped_updates),
+        "dropped_samples": float(plan.num_dropped),
+        "plan_imbalance": plan.imbalance(batch.lengths),
+        "tokens_per_second": trained / seconds,
+        "train_seconds": seconds,
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.dp=2")
     parser.add_argument("--batch", type=Path, required=True, help="file written by RolloutBatch.save")
     parser.add_argument("--export", type=Path, help="write the new weights here as a Hugging Face folder")
+
+
+def json_text(metrics: dict[str, float]) -> str:
+    """One JSON object; a value that is not finite becomes null, which JSON has a word for."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    return json.dumps(finite, allow_nan=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.export is not None:
             trainer.export_hf(options.export)
         if dist.get_rank() == 0:
-            print(json.dumps(metrics))
+            print(json_text(metrics))
         dist.barrier()
         dist.destroy_process_group()
     except SlimeError as error:

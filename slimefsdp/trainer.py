@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 import slimefsdp
-from slimefsdp.attention.kernels import check_kernel
+from slimefsdp import build, phase
+from slimefsdp.build import Role
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
 from slimefsdp.checkpoint.training import load_training_state, save_training_state
@@ -26,32 +27,17 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ConfigError, ModelError, StateError
-from slimefsdp.loss.objective import LossName, Objective, TokenInputs
+from slimefsdp.loss.objective import LossName, TokenInputs
 from slimefsdp.metrics import MetricSums, mean_over_updates
-from slimefsdp.models.folder import ModelFolder, read_model_folder
-from slimefsdp.models.load import load_policy
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.optim.build import build_optimizer, clip_gradients
-from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.parallel.agree import all_equal, run_on_first
-from slimefsdp.parallel.mesh import Mesh, build_mesh
+from slimefsdp.parallel.mesh import Mesh
 from slimefsdp.parallel.residency import TAGS, Residency, Tag
-from slimefsdp.phase import (
-    batch_digest,
-    check_batch,
-    plan_everything,
-    plan_training,
-    response_advantages,
-    update_weights_of_tokens,
-)
 from slimefsdp.reports import Health, LogProbs, Memory, MemoryReport, SyncReport
 from slimefsdp.update import accumulate_gradients, log_probs_of_packs, reshard
 from slimefsdp.weights.gather import full_weights
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
-
-Role = Literal["actor", "ref"]
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 class Trainer:
@@ -66,32 +52,24 @@ class Trainer:
         torch.manual_seed(config.run.seed + dist.get_rank())
         self.config = config
         self.role = role
-        dp = config.reference.dp or config.mesh.dp if role == "ref" else config.mesh.dp
-        self.mesh: Mesh = build_mesh(dp, config.mesh.cp, device)
-        self.compute_dtype = DTYPES[config.precision.compute_dtype]
-        check_kernel(device, self.compute_dtype)
-        self.master_dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        path = config.reference.path if role == "ref" and config.reference.path else config.model.path
-        self.folder = read_model_folder(path)
-        self.policy = self._loaded(self.folder)
+        self.mesh: Mesh = build.mesh_for(config, role, device)
+        self.folder = build.folder_for(config, role, self.mesh.group)
+        self.policy = build.policy_for(config, self.folder, self.mesh)
         self.reference: PolicyModel | None = None
-        self.updates_taken = 0
-        self.skipped_in_a_row = 0
+        self._reference_follows = False  # since update_ref its weights are no folder's: checkpoints hold them
         self._residency = Residency(self._tensors)
         self.receiver = WeightReceiver(self.policy.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             self.policy.requires_grad_(False)
             return
-        self.optimizer = build_optimizer(
-            self.policy.named_weights(),
-            config.optim.name,
-            lr=config.optim.lr,
-            betas=config.optim.betas,
-            eps=config.optim.eps,
-            weight_decay=config.optim.weight_decay,
-        )
+        self.updater = build.updater_for(config, self.policy)
         if config.needs_reference and config.reference.placement == "colocated":
             self._load_reference()
+
+    @property
+    def updates_taken(self) -> int:
+        """Optimiser updates since the first one of the run; the version of the weights."""
+        return self.updater.updates_taken if self.role == "actor" else 0
 
     # ------------------------------------------------------------------ log-probs and training
 
@@ -104,9 +82,12 @@ class Trainer:
         Raises:
             BatchError: the batch does not fit the settings.
         """
+        if model not in ("actor", "ref") or (model == "actor" and self.role == "ref"):
+            problem = f"model={model!r} on a group of role {self.role!r}"
+            raise ConfigError(problem, field="model", hint="use ref, or actor on an actor")
         self._check(batch, None)
-        if model == "ref" and self.role == "actor" and self.reference is None:
-            self._load_reference()
+        if model == "ref" and self.role == "actor":
+            self._require_reference()
         plan = self._plan_everything(batch)
         values = self._log_probs(model, batch, plan, trained_only=False).float().numpy()
         return LogProbs(log_probs=values[0], entropy=values[1])
@@ -128,15 +109,16 @@ class Trainer:
         start = time.perf_counter()
         loss = self.config.loss_name
         self._check(batch, loss)
-        plan = self._agreed(plan or plan_training(self.config, batch))
+        plan = self._agreed(plan or phase.plan_training(self.config, batch))
         self.wake_up(("parameters",))
+        self.updater.optimizer.zero_grad(set_to_none=True)  # what a failed or abandoned update left
         inputs = self._token_inputs(batch, plan, loss)
         reports = []
         for update, packs in enumerate(plan.updates):
-            weights = update_weights_of_tokens(self.config, batch, plan.samples_of(update))
+            weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
             metrics = self._accumulate(batch, packs, inputs, weights, loss)
             reports.append(metrics | self.optimizer_step())
-        return mean_over_updates(reports) | _phase_metrics(plan, batch, time.perf_counter() - start)
+        return mean_over_updates(reports) | phase.phase_metrics(plan, batch, time.perf_counter() - start)
 
     def forward_backward(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
@@ -157,7 +139,7 @@ class Trainer:
         self._check(batch, loss)
         self.wake_up(("parameters",))
         plan = self._agreed(self._plan_everything(batch))
-        weights = update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
+        weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
         inputs = self._token_inputs(batch, plan, loss)
         return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
 
@@ -168,36 +150,8 @@ class Trainer:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
         """
         self._require_actor("optimizer_step")
-        if all(parameter.grad is None for parameter in self.policy.parameters()):
-            raise StateError("optimizer_step() without gradients", hint="call forward_backward first")
         self.wake_up(("parameters", "optimizer"))
-        settings = self.config.optim
-        lr = learning_rate(
-            self.updates_taken,
-            peak=settings.lr,
-            schedule=settings.schedule,
-            warmup_updates=settings.warmup_updates,
-            total_updates=settings.total_updates,
-            min_ratio=settings.min_lr_ratio,
-        )
-        norm = clip_gradients(self.policy.parameters(), settings.max_grad_norm, self.mesh.group)
-        is_finite = bool(np.isfinite(norm))
-        if is_finite:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-            self.updates_taken += 1
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped_in_a_row += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.skipped_in_a_row >= settings.max_skipped_updates:
-            raise StateError(
-                f"{self.skipped_in_a_row} gradient norms in a row were not finite",
-                field="optim.max_skipped_updates",
-                hint="lower optim.lr, look at the batch, or raise the limit",
-            )
-        return {"grad_norm": norm, "lr": lr, "skipped_update": float(not is_finite)}
+        return self.updater.step(self.mesh.group)
 
     # ------------------------------------------------------------------ residency
 
@@ -231,7 +185,7 @@ class Trainer:
             self.policy.named_weights(),
             receivers,
             version=self.updates_taken,
-            dtype=self.compute_dtype,
+            dtype=build.compute_dtype(self.config),
             group=self.mesh.group,
         )
 
@@ -242,13 +196,12 @@ class Trainer:
             StateError: the reference is a group of its own, which is a receiver of `update_weights`.
         """
         if self.reference is None:
-            raise StateError(
-                "there is no colocated reference model", field="reference.placement", hint="set it up first"
-            )
+            raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
         self.wake_up(("parameters", "reference"))
         with torch.no_grad():
             for frozen, trained in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
                 frozen.copy_(trained)
+        self._reference_follows = True
         self._residency.sleep(("reference",))
 
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
@@ -260,22 +213,25 @@ class Trainer:
         self._require_actor("save")
         self.wake_up(("parameters", "optimizer"))
         info = {
-            "updates_taken": self.updates_taken,
-            "skipped_in_a_row": self.skipped_in_a_row,
+            "updates_taken": self.updater.updates_taken,
+            "skipped_in_a_row": self.updater.skipped_in_a_row,
+            "reference_follows": self._reference_follows,
             "loop_state": loop_state or {},
             "config": self.config.model_dump(mode="json", exclude_unset=True),
             "versions": {"slimefsdp": slimefsdp.__version__, "torch": torch.__version__},
         }
-        return save_training_state(
+        folder = save_training_state(
             self._checkpoints(),
             step,
-            self.policy.named_weights(),
-            self.optimizer,
+            self._saved_weights(info),
+            self.updater.optimizer,
             info,
             device=self.mesh.device,
             group=self.mesh.group,
             keep_last=self.config.checkpoint.keep_last,
         )
+        self._residency.sleep(("reference",))
+        return folder
 
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
@@ -286,13 +242,17 @@ class Trainer:
         self._require_actor("load")
         self.wake_up(("parameters", "optimizer"))
         reshard(self.policy)
-        named = self.policy.named_weights()
+        optimizer, device, group = self.updater.optimizer, self.mesh.device, self.mesh.group
         info = load_training_state(
-            self._checkpoints(), step, named, self.optimizer, device=self.mesh.device, group=self.mesh.group
+            self._checkpoints(), step, self._saved_weights, optimizer, device=device, group=group
         )
-        self.optimizer.zero_grad(set_to_none=True)  # gradients of the weights before are no part of what was saved
-        self.updates_taken = info["updates_taken"]
-        self.skipped_in_a_row = info["skipped_in_a_row"]
+        self._reference_follows = info["reference_follows"]
+        self._residency.sleep(("reference",))
+        self.updater.optimizer.zero_grad(
+            set_to_none=True
+        )  # gradients of the weights before are no part of what was saved
+        self.updater.updates_taken = info["updates_taken"]
+        self.updater.skipped_in_a_row = info["skipped_in_a_row"]
         loop_state: dict[str, Any] = info["loop_state"]
         return loop_state
 
@@ -304,7 +264,7 @@ class Trainer:
         """
         self.wake_up(("parameters",))
         target = Path(path)
-        buckets = full_weights(self.policy.named_weights(), self.mesh.group, dtype=self.master_dtype)
+        buckets = full_weights(self.policy.named_weights(), self.mesh.group, dtype=build.master_dtype(self.config))
 
         def write() -> None:
             require_free_folder(target)
@@ -315,52 +275,46 @@ class Trainer:
 
     # ------------------------------------------------------------------ inside
 
-    def _loaded(self, folder: ModelFolder) -> PolicyModel:
-        return load_policy(
-            folder,
-            self.mesh.flat,
-            compute_dtype=self.compute_dtype,
-            master_dtype=self.master_dtype,
-            device=self.mesh.device,
-            activation_checkpointing=self.config.model.activation_checkpointing,
-        )
+    def _require_reference(self) -> None:
+        if self.reference is None and self.config.reference.placement == "group":
+            raise ConfigError(
+                "reference.placement=group, and this Trainer has no such group",
+                field="reference.placement",
+                hint="give ref_log_probs in the batch, use a WorkerGroup, or set reference.placement=colocated",
+            )
+        if self.reference is None:
+            self._load_reference()
 
     def _load_reference(self) -> None:
-        path = self.config.reference.path
-        folder = read_model_folder(path, field="reference.path") if path else self.folder
+        folder = build.folder_for(self.config, "ref", self.mesh.group)
         if folder.vocab_size != self.folder.vocab_size:
             raise ModelError(
                 f"the reference has a vocabulary of {folder.vocab_size}, the policy of {self.folder.vocab_size}",
                 field="reference.path",
                 hint="choose a reference with the policy's vocabulary",
             )
-        self.reference = self._loaded(folder).requires_grad_(False)
+        self.reference = build.policy_for(self.config, folder, self.mesh).requires_grad_(False)
         self._residency.sleep(("reference",))
 
     def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
         """Collective: all ranks hold the same batch, so all refuse it or none."""
-        if not all_equal(batch_digest(batch), self.mesh.group):
+        if not all_equal(phase.batch_digest(batch), self.mesh.group):
             raise StateError("ranks hold different batches", hint="call every rank with the same batch")
-        assert self.folder.vocab_size is not None
-        check_batch(self.config, batch, self.folder.vocab_size, loss=loss)
+        phase.check_batch(self.config, batch, self.folder.vocab_size, loss=loss)
 
     def _require_actor(self, call: str) -> None:
         if self.role != "actor":
             raise StateError(f"{call}() on a group of role {self.role!r}", hint="call it on the actor group")
 
     def _plan_everything(self, batch: RolloutBatch) -> Plan:
-        return plan_everything(batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
+        return phase.plan_everything(batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
 
     def _agreed(self, plan: Plan) -> Plan:
         """The plan, once it is known to fit the mesh and to be the same on all ranks."""
-        ranks, longest = {len(update) for update in plan.updates}, plan.max_pack_tokens
-        if not ranks <= {self.mesh.dp} or longest > self.config.max_pack_tokens:
-            raise ConfigError(
-                f"the plan is for {ranks} dp ranks and packs of {longest} tokens, this group has {self.mesh.dp} "
-                f"and {self.config.max_pack_tokens}",
-                field="plan",
-                hint="make it with slimefsdp.phase.plan_training under this group's settings",
-            )
+        dp, cap = self.mesh.dp, self.config.max_pack_tokens
+        if any(len(update) != dp for update in plan.updates) or plan.max_pack_tokens > cap:
+            problem = f"the plan is not for {dp} dp ranks and packs of at most {cap} tokens"
+            raise ConfigError(problem, field="plan", hint="make it with slimefsdp.phase.plan_training")
         if not all_equal(plan.digest(), self.mesh.group):
             raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
         return plan
@@ -391,24 +345,14 @@ class Trainer:
         elif old is None and (how == "recompute" or len(plan.updates) > 1):
             old = self._log_probs("actor", batch, plan, trained_only=True)[0]
         if reference is None and self.config.needs_reference:
+            self._require_reference()
             reference = self._log_probs("ref", batch, plan, trained_only=True)[0]
         return TokenInputs(
             weights=nothing,
-            advantages=torch.from_numpy(response_advantages(self.config, batch)),
+            advantages=torch.from_numpy(phase.response_advantages(self.config, batch)),
             old_log_probs=old,
             ref_log_probs=reference if self.config.needs_reference else None,
             rollout_log_probs=_tensor(batch.rollout_log_probs),
-        )
-
-    def _objective(self, loss: LossName) -> Objective:
-        settings = self.config.loss
-        return Objective(
-            loss=loss,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            kl_coefficient=settings.kl_coefficient,
-            kl_estimator=settings.kl_estimator,
-            entropy_coefficient=settings.entropy_coefficient,
         )
 
     def _accumulate(
@@ -416,13 +360,13 @@ class Trainer:
         loss: LossName,
     ) -> dict[str, float]:  # fmt: skip
         """Adds one update's gradients; returns its metrics."""
-        sums = MetricSums(self.mesh.device)
+        sums = MetricSums(self.mesh.device, counted=self.mesh.cp_rank == 0)
         accumulate_gradients(
             self.policy,
             batch,
             packs[self.mesh.dp_rank],
             replace(inputs, weights=torch.from_numpy(weights)),
-            self._objective(loss),
+            build.objective_for(self.config, loss),
             self.mesh,
             sums,
             temperature=self.config.rollout.temperature,
@@ -437,7 +381,17 @@ class Trainer:
         if self.role != "actor":
             return []
         # Adam's step scalars stay on the host: moved, they would cost a synchronisation per parameter
-        return [value for state in self.optimizer.state.values() for value in state.values() if value.ndim > 0]
+        return [value for state in self.updater.optimizer.state.values() for value in state.values() if value.ndim > 0]
+
+    def _saved_weights(self, info: dict[str, Any]) -> list[tuple[str, torch.nn.Parameter]]:
+        """What a checkpoint with this `info` holds, awake; collective if the reference is not loaded yet."""
+        named = self.policy.named_weights()
+        if info["reference_follows"]:
+            self._require_reference()
+            assert self.reference is not None
+            self.wake_up(("reference",))
+            named += [(f"reference.{name}", parameter) for name, parameter in self.reference.named_weights()]
+        return named
 
     def _checkpoints(self) -> CheckpointStore:
         if self.config.run.dir is None:
@@ -447,15 +401,3 @@ class Trainer:
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
     return None if values is None else torch.tensor(values)
-
-
-def _phase_metrics(plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:
-    trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
-    return {
-        "updates": float(len(plan.updates)),
-        "empty_updates": float(plan.num_skipped_updates),
-        "dropped_samples": float(plan.num_dropped),
-        "plan_imbalance": plan.imbalance(batch.lengths),
-        "tokens_per_second": trained / seconds,
-        "train_seconds": seconds,
-    }

@@ -113,7 +113,7 @@ def accumulate_gradients(
             policy, micro_batch, mesh, temperature=temperature, entropy_grad=objective.entropy_coefficient != 0
         )
         here = inputs.at(micro_batch.packed.response_index).to(mesh.device, log_probs.dtype)
-        loss = objective(log_probs, entropy, here, sums if mesh.cp_rank == 0 else None)
+        loss = objective(log_probs, entropy, here, sums)
         loss.backward()
 
 

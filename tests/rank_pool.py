@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 
 
 class RankPool:
-    """`pool.run(world_size, function, *args)` calls function(rank, *args) on every rank; returns the list of results."""
+    """`pool.run(world_size, function, *args)` calls function(rank, *args) on every rank, returns a list."""
 
     def __init__(self) -> None:
         self._context = mp.get_context("spawn")

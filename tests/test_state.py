@@ -51,7 +51,7 @@ def tensors_of(trainer: Trainer, tag: str) -> list[torch.Tensor]:
     model = {"parameters": trainer.policy, "reference": trainer.reference}
     if tag in model:
         return [*model[tag].parameters(), *model[tag].buffers()]
-    return [value for state in trainer.optimizer.state.values() for value in state.values() if value.ndim > 0]
+    return [value for state in trainer.updater.optimizer.state.values() for value in state.values() if value.ndim > 0]
 
 
 def storage_bytes(tensors: list[torch.Tensor]) -> int:

@@ -278,7 +278,7 @@ def ten_small_steps(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[s
     for _ in range(10):
         trainer.train_step(batch)
     after = {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
-    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+    state = [value for values in trainer.updater.optimizer.state.values() for value in values.values()]
     return {
         "dtypes": {p.dtype for p in trainer.policy.parameters()} | {value.dtype for value in state},
         "tensors_moved": np.mean([not torch.equal(before[name], after[name]) for name in before]),

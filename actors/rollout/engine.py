@@ -17,7 +17,7 @@ import ray
 from actors.calls import CallFuture
 from actors.placement import actor_options, gpus_per_rank, release, reserve
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import StateError
+from slimefsdp.errors import ModelError, StateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,18 @@ class EmbeddedEngine:
 
     def __init__(self, model_path: str, compute_dtype: str, device: str) -> None:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
+        from slimefsdp.models.load import build_for_sampling
         from slimefsdp.weights.receive import WeightReceiver
 
         on_cuda = device != "cpu" and torch.cuda.is_available()
         if not on_cuda:
             torch.set_num_threads(1)
-        dtype = getattr(torch, compute_dtype)
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-        self._model = AutoModelForCausalLM.from_config(config, dtype=dtype).to("cuda" if on_cuda else "cpu").eval()
-        self._model.requires_grad_(False)
+        self._model = build_for_sampling(
+            Path(model_path), getattr(torch, compute_dtype), torch.device("cuda" if on_cuda else "cpu")
+        )
         self._receiver = WeightReceiver(list(self._model.named_parameters()))
         self._end_token_ids = _end_token_ids(model_path, self._tokenizer.eos_token_id)
 
@@ -233,6 +233,10 @@ def _encode_demonstrations(model_path: str, records: list[dict[str, Any]]) -> li
     from actors.rollout.prompts import encode_prompt
 
     tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer in {model_path} has no end token", field="model.path", hint="set its eos_token"
+        )
     encoded = []
     for record in records:
         prompt = encode_prompt(tokenizer, record["prompt"])

@@ -90,7 +90,7 @@ def check_answers(records: Sequence[Record], path: Path, *, field: str) -> None:
         ConfigError: naming the file and the first record without one.
     """
     for number, record in enumerate(records, 1):
-        if not str(record.get("answer", "")).strip():
+        if record.get("answer") is None or not str(record["answer"]).strip():
             raise ConfigError(
                 f"{path}: record {number} has no answer", field=field, hint="give each record an `answer`"
             )

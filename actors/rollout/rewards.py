@@ -108,7 +108,8 @@ def sorted_digits(record: dict[str, Any], response: str, finished: bool) -> dict
 
 
 def _answer(record: dict[str, Any]) -> str:
-    answer = str(record.get("answer", "")).strip()
+    given = record.get("answer")
+    answer = "" if given is None else str(given).strip()
     if not answer:
         raise BatchError(
             f"the record of the prompt {record.get('prompt')!r} has no answer",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,13 +66,16 @@ def save_training_state(
 def load_training_state(
     store: CheckpointStore,
     step: int | Literal["latest"],
-    named: Named,
+    named_for: Callable[[dict[str, Any]], Named],
     optimizer: torch.optim.Optimizer,
     *,
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> dict[str, Any]:
     """Collective: verifies a checkpoint, fills parameters and optimiser from it, and returns its `info`.
+
+    Args:
+        named_for: the parameters that a checkpoint with this `info` holds.
 
     Any number of ranks may have written it. Generators are restored where the number is this run's.
 
@@ -94,6 +97,7 @@ def load_training_state(
     dist.broadcast_object_list(chosen, group_src=0, group=group)
     assert chosen[0] is not None
     folder, info = chosen[0]
+    named = named_for(info)
 
     def read() -> None:
         read_shard(folder, _tensors(named, optimizer))
@@ -110,7 +114,7 @@ def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, Sharde
     tensors: dict[str, ShardedTensor] = {}
     for name, parameter in named:
         tensors[f"model.{name}"] = _shard(parameter)
-        for key, value in optimizer.state[parameter].items():
+        for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = _shard(value)
     return tensors
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -54,7 +52,3 @@ def group_advantages(
     variances = np.bincount(group_of_sample, weights=centred**2) / (sizes - 1)
     scale = (np.sqrt(variances) + epsilon)[group_of_sample]
     return np.divide(centred, scale, out=np.zeros_like(centred), where=scale > 0)
-
-
-ADVANTAGE_ESTIMATORS: dict[str, Callable[..., npt.NDArray[np.float64]]] = {"grpo": group_advantages}
-"""Name in the settings -> function with the signature of `group_advantages`."""

@@ -51,14 +51,15 @@ class Objective:
     kl_coefficient: float = 0.0
     kl_estimator: KLEstimator = "k3"
     entropy_coefficient: float = 0.0
+    old_is_rollout: bool = False  # the old log-probs are the engine's, so its mismatch shows in the current ones
 
     def __call__(
-        self, log_probs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
+        self, log_probs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None
     ) -> torch.Tensor:
         """The 0-d loss of one pack; differentiable in log_probs [tokens] and, with a coefficient, entropy [tokens].
 
         Args:
-            sums: where metrics are added; None on the ranks that share a pack with the one that adds them.
+            sums: where metrics are added.
         """
         is_sft = self.loss == "sft"
         per_token = cross_entropy_loss(log_probs) if is_sft else self._policy_terms(log_probs, inputs, sums)
@@ -88,7 +89,7 @@ class Objective:
             sums.add_mean("clip_fraction_low", policy.clipped_low)
             sums.add_mean("clip_fraction_high", policy.clipped_high)
             if inputs.rollout_log_probs is not None:
-                mismatch = (old - inputs.rollout_log_probs).abs()
+                mismatch = ((current if self.old_is_rollout else old) - inputs.rollout_log_probs).abs()
                 sums.add_mean("rollout_mismatch", mismatch)
                 sums.add_max("rollout_mismatch_max", mismatch)
         return per_token

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,7 +51,3 @@ def clipped_policy_loss(
 def cross_entropy_loss(log_probs: torch.Tensor) -> torch.Tensor:
     """Supervised fine-tuning: the negative log-prob of each target, [tokens] to [tokens], in nats."""
     return -log_probs
-
-
-POLICY_LOSSES: dict[str, Callable[..., PolicyLoss]] = {"clipped": clipped_policy_loss}
-"""Name in the settings -> function with the signature of `clipped_policy_loss`."""

@@ -37,6 +37,10 @@ EXTRA_FILES = (
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
+# model types whose packing was verified against plain Hugging Face; one is added here together with its test
+SUPPORTED_MODELS = ("qwen3", "qwen2", "llama", "mistral", "gemma3_text")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A checked local folder: absolute path, config.json, where every tensor lies, the tokenizer files it has."""
@@ -53,14 +57,24 @@ class ModelFolder:
         return model_type
 
     @property
-    def vocab_size(self) -> int | None:
-        """Rows of the embedding as config.json says; None where it does not say."""
-        return self.config.get("vocab_size")
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        size: int = self.config["vocab_size"]
+        return size
 
-    @property
-    def tie_word_embeddings(self) -> bool | None:
-        """None where config.json does not say: the architecture's default then decides."""
-        return self.config.get("tie_word_embeddings")
+
+def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> None:
+    """Whether models of this type can be trained here.
+
+    Raises:
+        ModelError: naming the type and the ones that can.
+    """
+    if folder.model_type not in SUPPORTED_MODELS:
+        raise ModelError(
+            f"model_type {folder.model_type!r} of {folder.path} is not supported",
+            field=field,
+            hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face",
+        )
 
 
 def read_model_folder(path: str | Path, *, field: str = "model.path") -> ModelFolder:
@@ -125,7 +139,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     config = _read_json(file)
     expected: tuple[tuple[str, type, bool], ...] = (
         ("model_type", str, True),
-        ("vocab_size", int, False),
+        ("vocab_size", int, True),
         ("tie_word_embeddings", bool, False),
     )
     for key, kind, is_required in expected:

@@ -18,17 +18,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from slimefsdp.attention.register import register_attention
 from slimefsdp.errors import ModelError
-from slimefsdp.models.folder import ModelFolder
+from slimefsdp.models.folder import ModelFolder, check_architecture
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import apply_fsdp
 
-# model_type -> what its packing was verified against; an architecture is added here together with its test
-SUPPORTED_MODELS = ("qwen3", "qwen2", "llama", "mistral", "gemma3_text")
 # rotary frequencies that follow the longest position of a batch: a sample's log-probs would depend on its pack
 _PACK_DEPENDENT_ROPE = ("dynamic", "longrope")
 TIED_HEAD = "lm_head.weight"
@@ -181,12 +179,7 @@ def _compare_tied_head(folder: ModelFolder, embedding: nn.Parameter) -> int:
 
 
 def _supported_config(folder: ModelFolder) -> PretrainedConfig:
-    if folder.model_type not in SUPPORTED_MODELS:
-        raise ModelError(
-            f"model_type {folder.model_type!r} is not supported",
-            field="model.path",
-            hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face",
-        )
+    check_architecture(folder)
     try:
         config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
@@ -208,6 +201,17 @@ def _supported_config(folder: ModelFolder) -> PretrainedConfig:
                 hint=f"use a model without {name}",
             )
     return config
+
+
+def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The architecture of a folder with transformers' own attention, its weights empty until somebody sends them."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    with _parameters_on_meta():
+        hf = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    hf.tie_weights()
+    policy = PolicyModel(hf)
+    materialise(policy, device)
+    return policy.hf.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -30,11 +30,12 @@ def build_optimizer(
         is_matrix = parameter.ndim >= 2 and "embed" not in parameter_name
         (decayed if is_matrix else undecayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
+    # asked for by name: by default torch loops over sharded parameters one by one
     optimizer: torch.optim.Optimizer
     if name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0])
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], foreach=True)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True)
     for parameter in [*decayed, *undecayed]:
         # zeros are what both would start from at their first step; made now, there is one state to save and load
         state = optimizer.state[parameter]

@@ -31,11 +31,6 @@ class Mesh:
         """All ranks."""
         return self.flat.get_group()
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this is global rank 0."""
-        return self.dp_rank == 0 and self.cp_rank == 0
-
 
 def choose_device(setting: str) -> torch.device:
     """The device of this rank for `mesh.device`: auto takes CUDA where there is one.

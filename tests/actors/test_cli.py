@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,28 +164,33 @@ def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
     config: Path, batch: RolloutBatch, tmp_path: Path
 ) -> None:
     batch.save(tmp_path / "batch.safetensors")
-    mark = f"SLIMEFSDP_TEST={tmp_path}"
-    done = subprocess.run(
+    started = subprocess.Popen(
         [
             *(sys.executable, "-m", "actors.cli", "replay", "config.yaml", "--batch", "batch.safetensors"),
             *("--export", "exported", "mesh.dp=2", "precision.compute_dtype=float32"),
         ],
         cwd=tmp_path,
         env={**ENVIRONMENT, "SLIMEFSDP_TEST": str(tmp_path)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=200,
     )
-    assert done.returncode == 0, done.stderr
-    metrics = json.loads(done.stdout)
-    assert done.stdout.count("\n") == 1
+    most = 0
+    while started.poll() is None:
+        most = max(most, len(processes_with(f"SLIMEFSDP_TEST={tmp_path}")))
+        time.sleep(0.5)
+    output, errors = started.communicate(timeout=20)
+    assert started.returncode == 0, errors
+    assert most >= 5, "the driver, Ray's own and two ranks were there to be seen"
+    assert not processes_with(f"SLIMEFSDP_TEST={tmp_path}")
+    metrics = json.loads(output)
+    assert output.count("\n") == 1
     assert metrics["updates"] == 1 and metrics["loss"] != 0 and metrics["grad_norm"] > 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert not processes_with(mark)
 
 
 def processes_with(variable: str) -> list[str]:
-    """Command lines of the living processes in whose environment `variable` (NAME=value) was at their start."""
+    """Command lines of the living processes that were started with `variable` (NAME=value) in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

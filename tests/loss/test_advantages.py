@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slimefsdp.errors import BatchError
-from slimefsdp.loss.advantages import ADVANTAGE_ESTIMATORS, group_advantages
+from slimefsdp.loss.advantages import group_advantages
 
 GROUP_NAMES = [7, -3, 2**62, 0]
 
@@ -120,6 +120,5 @@ def test_an_empty_batch_has_no_advantages():
 def test_the_callers_rewards_are_left_alone_and_may_be_read_only():
     rewards, group_ids = np.array([1.0, 2.0]), np.array([0, 0])
     rewards.flags.writeable = group_ids.flags.writeable = False
-    for estimator in ADVANTAGE_ESTIMATORS.values():
-        estimator(rewards, group_ids, normalize_by_std=True)
+    group_advantages(rewards, group_ids, normalize_by_std=True)
     assert rewards.tolist() == [1.0, 2.0]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.loss.policy import POLICY_LOSSES, clipped_policy_loss, cross_entropy_loss
+from slimefsdp.loss.policy import clipped_policy_loss, cross_entropy_loss
 
 LOW, HIGH = 0.2, 0.28
 log_probs_st = st.floats(-12, 0)
@@ -104,9 +104,8 @@ def test_a_clipped_token_stays_finite_where_its_ratio_overflows():
 
 def test_only_the_loss_carries_a_graph():
     log_probs = torch.zeros(3, requires_grad=True)
-    for policy_loss in POLICY_LOSSES.values():
-        loss, *rest = policy_loss(log_probs, torch.zeros(3), torch.ones(3), LOW, HIGH)
-        assert loss.requires_grad and not any(tensor.requires_grad for tensor in rest)
+    loss, *rest = clipped_policy_loss(log_probs, torch.zeros(3), torch.ones(3), LOW, HIGH)
+    assert loss.requires_grad and not any(tensor.requires_grad for tensor in rest)
 
 
 def test_cross_entropy_of_log_softmax_is_torchs_cross_entropy():
