@@ -1,7 +1,6 @@
-"""Trainer: one rank's model, optimiser and mesh, and the calls that a training loop makes.
+"""Trainer: one rank's model, optimiser and mesh, and the calls that a training loop makes. It composes, no more.
 
-It composes; what is computed lives in `update.py`, `phase.py` and below. Every rank calls the same method with the same
-batch and gets the same result, under torchrun, under Ray, or alone.
+Every rank calls the same method with the same batch and gets the same result: under torchrun, under Ray, or alone.
 """
 
 from __future__ import annotations
@@ -93,13 +92,10 @@ class Trainer:
         return LogProbs(log_probs=values[0], entropy=values[1])
 
     def train_step(self, batch: RolloutBatch, plan: Plan | None = None) -> dict[str, float]:
-        """The whole update phase over one rollout batch: log-probs where needed, then epochs x updates.
+        """The whole update phase over one rollout batch; returns metrics averaged over its updates.
 
         Args:
             plan: of `slimefsdp.phase.plan_training`; made here when not given.
-
-        Returns:
-            Metrics, averaged over the phase's updates.
 
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
@@ -127,6 +123,7 @@ class Trainer:
 
         Args:
             loss: `policy` (needs advantages or rewards with groups) or `sft`.
+            batch: without `old_log_probs` the current ones serve, and the ratio is 1.
             denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
                 denominator (`slimefsdp.loss.reduce.update_denominator`) equal one call with the whole.
 

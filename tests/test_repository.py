@@ -39,12 +39,13 @@ LAYERS = (
     ("data", "loss"),
     ("attention", "parallel"),
     ("checkpoint", "config", "metrics", "models", "optim", "phase", "update", "weights"),
+    ("build",),
     ("trainer",),
     ("replay",),
 )
 LAYER = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 # below the trainer functions take values, not settings; deciding a phase is where settings become values
-CONFIG_READERS = ("config", "phase", "trainer", "replay")
+CONFIG_READERS = ("config", "build", "phase", "trainer", "replay")
 
 
 @cache

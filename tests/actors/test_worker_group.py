@@ -99,7 +99,7 @@ def test_an_update_phase_is_bit_identical_to_the_same_ranks_under_torchrun(
 ) -> None:
     metrics = group.train_step(batch)
     two, folder, _ = replayed
-    assert metrics["updates"] >= 2 and metrics["dropped_samples"] == 4 and metrics["loss"] != 0
+    assert metrics["updates"] >= 2 and metrics["loss"] != 0 and metrics["kl_ref"] > 0
     assert bits(metrics) == bits(two)
     assert group.export_hf(tmp_path / "exported") == tmp_path / "exported"
     ours, theirs = ((path / "model.safetensors").read_bytes() for path in (tmp_path / "exported", folder))
@@ -369,7 +369,7 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     started = time.monotonic()
     done, _ = ray.wait(refs, num_returns=2, timeout=30)
     assert len(done) == 2 and time.monotonic() - started < 15
-    with pytest.raises(AttributeError):
+    with pytest.raises((AttributeError, TypeError)):  # rank 1's own, not rank 0's about a lost peer
         CallFuture(refs, name="train_step", timeout_s=5.0, first_only=True).result()
     pid = health[0].pid
     assert wait_until(lambda: isinstance(doomed.health()[1], WorkerDied))

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from slimefsdp.errors import ModelError
-from slimefsdp.models.folder import EXTRA_FILES, ModelFolder, read_model_folder
+from slimefsdp.models.folder import EXTRA_FILES, ModelFolder, check_architecture, read_model_folder
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 320, "tie_word_embeddings": False}
 
@@ -40,14 +40,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_config_json_says_is_given_and_what_it_leaves_out_is_none(folder: Path):
+def test_what_config_json_says_is_given(folder: Path):
     write_floats(folder / "model.safetensors", "a")
     model = read_model_folder(folder)
     assert model.config == CONFIG and model.path == folder
-    assert (model.model_type, model.vocab_size, model.tie_word_embeddings) == ("qwen3", 320, False)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    model = read_model_folder(str(folder))
-    assert (model.model_type, model.vocab_size, model.tie_word_embeddings) == ("llama", None, None)
+    assert (model.model_type, model.vocab_size) == ("qwen3", 320)
+
+
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    check_architecture(read_model_folder(folder))
+    (folder / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
+    with pytest.raises(ModelError, match="'mamba'") as caught:
+        check_architecture(read_model_folder(folder), field="reference.path")
+    assert caught.value.field == "reference.path" and "qwen3" in str(caught.value.hint)
 
 
 def test_only_the_tokenizer_and_generation_files_that_exist_are_listed(folder: Path):
@@ -141,7 +147,8 @@ def test_a_folder_without_config_is_refused(tmp_path: Path):
         (b'{"model_type": 3}', "model_type = 3"),
         (b'{"model_type": "a", "vocab_size": "320"}', "vocab_size = '320'"),
         (b'{"model_type": "a", "vocab_size": true}', "vocab_size = True"),
-        (b'{"model_type": "a", "tie_word_embeddings": "no"}', "tie_word_embeddings = 'no'"),
+        (b'{"model_type": "a"}', "vocab_size = None"),
+        (b'{"model_type": "a", "vocab_size": 8, "tie_word_embeddings": "no"}', "tie_word_embeddings = 'no'"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "Git LFS pointer"),
     ],
 )

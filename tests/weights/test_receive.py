@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from slimefsdp import build
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import StateError, SyncError
@@ -103,17 +104,19 @@ def test_a_tensor_that_was_not_announced_so_is_refused_and_not_broadcast(name: s
 def stream_to_models(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
     trainer = Trainer(config, device=CPU)
     trainer.train_step(batch)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=trainer.compute_dtype)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=build.compute_dtype(config))
     streamed = receiver_of(model)[0]
     report = trainer.update_weights([streamed])
-    in_small_buckets = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=trainer.compute_dtype)
+    in_small_buckets = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=build.compute_dtype(config))
     receiver, manifest = receiver_of(in_small_buckets)
     receiver.begin(1, manifest)
     named = trainer.policy.named_weights()
-    for bucket in full_weights(named, trainer.mesh.group, dtype=trainer.compute_dtype, bucket_bytes=BUCKET_BYTES):
+    for bucket in full_weights(named, trainer.mesh.group, dtype=build.compute_dtype(config), bucket_bytes=BUCKET_BYTES):
         receiver.receive(bucket)
     receiver.commit(1)
-    full = {name: p.full_tensor().detach().to(trainer.compute_dtype) for name, p in trainer.policy.named_weights()}
+    full = {
+        name: p.full_tensor().detach().to(build.compute_dtype(config)) for name, p in trainer.policy.named_weights()
+    }
     tokens = torch.arange(1, 20)
     with torch.no_grad():
         logits = model(input_ids=tokens[None]).logits[0, :-1].float()
