@@ -131,7 +131,9 @@ class LossSettings(Settings):
         "auto", description="auto: the current ones where the phase has one update, else recompute"
     )
     normalize_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
-    drop_zero_advantages: bool = Field(True, description="leave samples whose advantage is zero out of the update")
+    drop_zero_advantages: bool = Field(
+        True, description="leave out samples whose advantage is zero, unless a KL or entropy term trains them"
+    )
     epochs: PositiveInt = Field(1, description="passes over one rollout batch")
 
     @model_validator(mode="after")

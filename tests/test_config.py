@@ -255,6 +255,12 @@ RULES = [
         ["reference.dp=2", "set reference.placement=group"],
     ),
     (
+        "cuda_kernels_take_half_precision",
+        {"mesh__device": "cuda", "precision__compute_dtype": "bfloat16"},
+        {"mesh__device": "cuda", "precision__compute_dtype": "float32"},
+        ["precision.compute_dtype=float32", "use bfloat16 there, or mesh.device=cpu"],
+    ),
+    (
         "the_schedule_covers_the_run",
         {"run__steps": 5, "loss__epochs": 2},
         {"run__steps": 6, "loss__epochs": 2},

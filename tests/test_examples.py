@@ -18,7 +18,7 @@ import pytest
 from actors.worker_group import WorkerGroup
 from slimefsdp import errors
 from slimefsdp.config import load_config
-from slimefsdp.models.load import SUPPORTED_MODELS
+from slimefsdp.models.folder import SUPPORTED_MODELS
 from slimefsdp.surface import RPCS
 
 ROOT = Path(__file__).resolve().parents[1]

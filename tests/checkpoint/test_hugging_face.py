@@ -49,7 +49,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 def source(tmp_path: Path) -> ModelFolder:
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "float32", "kept": [1, None]}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "vocab_size": 8, "dtype": "float32", "kept": [1, None]})
+    )
     (folder / "tokenizer.json").write_text('{"é": 1}')
     (folder / "merges.txt").write_text("a b")
     save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
@@ -180,9 +182,9 @@ def test_config_and_tokenizer_files_come_from_the_source_and_links_become_files(
 def test_config_states_the_dtype_under_the_keys_it_had(
     tmp_path: Path, source: ModelFolder, keys: dict[str, str], expected: dict[str, str]
 ):
-    (source.path / "config.json").write_text(json.dumps({"model_type": "qwen3", **keys}))
+    (source.path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 8, **keys}))
     write_model_folder(tmp_path / "out", [[("a", torch.ones(2).bfloat16())]], read_model_folder(source.path))
-    assert config_at(tmp_path / "out") == {"model_type": "qwen3", **expected}
+    assert config_at(tmp_path / "out") == {"model_type": "qwen3", "vocab_size": 8, **expected}
 
 
 def test_without_dtype_each_tensor_keeps_its_own_and_config_states_one_that_holds_all(

@@ -16,8 +16,8 @@ from slimefsdp.attention.plan import attention_plan
 from slimefsdp.data.layout import zigzag_layout
 from slimefsdp.data.pack import local_share, pack
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.models.folder import read_model_folder
-from slimefsdp.models.load import SUPPORTED_MODELS, load_policy
+from slimefsdp.models.folder import SUPPORTED_MODELS, read_model_folder
+from slimefsdp.models.load import load_policy
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.mesh import build_mesh
 from tests.float64 import KeepFloat64
