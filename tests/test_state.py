@@ -275,6 +275,32 @@ def test_a_run_without_a_folder_says_so(folder: Path, ranks: RankPool) -> None:
 # ---------------------------------------------------------------------- export
 
 
+def reference_after(
+    rank: int, config: RunConfig, batches: list[RolloutBatch], resumes: bool
+) -> tuple[list[str], bytes]:
+    """The losses of two more phases, and the reference's log-probs, after update_ref in the middle of a run."""
+    trainer = Trainer(config, device=CPU)
+    if resumes:
+        trainer.load("latest")
+    else:
+        trainer.train_step(batches[0])
+        trainer.update_ref()
+        trainer.train_step(batches[1])
+        trainer.save(2)
+    losses = hex_losses([trainer.train_step(batch) for batch in batches[2:]])
+    return losses, trainer.compute_log_probs(batches[0], "ref").log_probs.tobytes()
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_reference_that_followed_the_actor_is_resumed_too(
+    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+) -> None:
+    config = settings(folder, mesh={"dp": dp}, loss={"kl_coefficient": 0.3}, run={"dir": str(tmp_path)})
+    batches = [fresh_batch(seed=seed) for seed in range(4)]
+    straight = ranks.run(dp, reference_after, config, batches, False)
+    assert straight == ranks.run(dp, reference_after, config, batches, True)
+
+
 def export_twice(rank: int, config: RunConfig, batch: RolloutBatch, target: Path) -> dict[str, Any]:
     trainer = Trainer(config, device=CPU)
     trainer.train_step(batch)

@@ -208,6 +208,31 @@ def test_a_reference_is_loaded_when_it_is_first_asked_for(folder: Path, ranks: R
     assert isinstance(refusal, StateError) and equal and resident_bytes == 0  # between uses it lives on the host
 
 
+def refused_models(rank: int, config: RunConfig, batch: RolloutBatch, role: Any, models: list[Any]) -> list[Any]:
+    trainer = Trainer(config, role, device=CPU)
+    return [error_of(lambda model=model: trainer.compute_log_probs(batch, model)) for model in models]
+
+
+def test_log_probs_of_a_model_that_is_not_there_are_refused(folder: Path, ranks: RankPool) -> None:
+    for role, models in (("actor", ["critic"]), ("ref", ["actor", "critic"])):
+        for error in ranks.run(1, refused_models, settings(folder), fresh_batch(), role, models)[0]:
+            assert isinstance(error, ConfigError) and error.field == "model"
+
+
+def lone_actor(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any]:
+    trainer = Trainer(config, device=CPU)
+    refusal = error_of(lambda: trainer.train_step(batch))
+    given = batch.replace(ref_log_probs=trainer.compute_log_probs(batch).log_probs)
+    return [refusal, trainer.updates_taken, trainer.train_step(given)["kl_ref"]]
+
+
+def test_an_actor_without_its_reference_group_says_what_to_give_it(folder: Path, ranks: RankPool) -> None:
+    config = settings(folder, loss={"kl_coefficient": 0.1}, reference={"placement": "group"})
+    refusal, updates, kl = ranks.run(1, lone_actor, config, fresh_batch())[0]
+    assert isinstance(refusal, ConfigError) and refusal.field == "reference.placement" and updates == 0
+    assert 0 <= kl < 1e3  # with the reference's log-probs in the batch it trains
+
+
 def build_trainer(rank: int, config: RunConfig) -> None:
     Trainer(config, device=CPU)
 

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.data.rollout import RolloutBatch
@@ -66,6 +68,12 @@ def write_bad_jsonl(folder: Path) -> None:
     (folder / "bad.jsonl").write_text('{"prompt": "sort 1"}\n{"prompt": }\n')
 
 
+def write_strange_model(folder: Path) -> None:
+    (folder / "strange").mkdir()
+    (folder / "strange" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
+    save_file({"a": np.zeros(2, np.float32)}, folder / "strange" / "model.safetensors")
+
+
 def rewrite(old: str, new: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
         file = folder / "config.yaml"
@@ -97,6 +105,20 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
     "a value of another type": (nothing, ["mesh.dp=two"], 2, "mesh.dp", ["two", "whole number"]),
     "a setting that is missing": (rewrite("steps: 2", "seed: 2"), [], 2, "run.steps", ["run.steps"]),
     "a model folder that is missing": (nothing, ["model.path=nowhere"], 4, "model.path", ["'nowhere' does not exist"]),
+    "an architecture that is not supported": (
+        write_strange_model,
+        ["model.path=strange"],
+        4,
+        "model.path",
+        ["model_type 'mamba'", "qwen3"],
+    ),
+    "responses longer than a pack": (
+        nothing,
+        ["rollout.max_new_tokens=9000"],
+        2,
+        "rollout.max_new_tokens",
+        ["leaves no room for a prompt", "batch.max_tokens_per_rank"],
+    ),
     "a data file that is missing": (nothing, ["data.train=no.jsonl"], 2, "data.train", ["no.jsonl does not exist"]),
     "a data file with a bad line": (write_bad_jsonl, ["data.train=bad.jsonl"], 2, "data.train", ["bad.jsonl:2"]),
     "a reward of another form": (nothing, ["rollout.reward=exact"], 2, "rollout.reward", ["module:function"]),
