@@ -1,7 +1,9 @@
 # syntax=docker/dockerfile:1
 # slimefsdp on CUDA 13.0, the version that torch's own wheels are built for. Needs BuildKit (the default since Docker 23).
 #   docker build -t slimefsdp .
-#   docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/home/slimefsdp/runs" slimefsdp train configs/NAME.yaml
+#   docker run --rm --gpus all --shm-size 8g --user "$(id -u)" --env HOME=/tmp \
+#       -v "$PWD/data:/home/slimefsdp/data" -v "$PWD/runs:/home/slimefsdp/runs" slimefsdp train configs/NAME.yaml
+# with the models and data that the YAML names under data/ or runs/, and as yourself, who may write there.
 
 # The optional kernels of the `cuda` extra have no wheels for this torch: they are compiled here, and the compiler stays here.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS kernels
