@@ -213,6 +213,15 @@ def test_the_supported_models_are_those_of_the_code() -> None:
     assert listed == list(SUPPORTED_MODELS)
 
 
+def test_the_demos_figures_are_the_recorded_ones_and_keep_its_promise() -> None:
+    record = json.loads((ROOT / "benchmarks/results/sort_digits_seeds.json").read_text())
+    assert {run["seed"] for run in record["runs"]} == {0, 1, 2}
+    for run in record["runs"]:
+        before, after, mismatch = run["before"], run["after"], run["largest_rollout_mismatch"]
+        assert before <= 0.45 and after >= 0.85 and mismatch <= 1e-4
+        assert f"| {run['seed']} | {before:.3f} | {after:.3f} | {mismatch:.1e} |" in README
+
+
 def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
     record = json.loads((ROOT / "benchmarks/results/head_memory.json").read_text())
     assert record["torch"] in README and f"{record['threads']} thread".replace("1", "one") in README
