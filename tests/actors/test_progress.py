@@ -69,7 +69,7 @@ def test_an_exact_zero_stays_apart_from_a_tiny_number():
 def test_the_header_comes_back_every_twenty_rows():
     lines = printed(SFT_COLUMNS, [(step, {"loss": 1.0}) for step in range(1, 46)], 45)
     header = lines[0]
-    assert header.split() == ["step", "loss", "held-out", "grad", "norm", "lr", "tokens/s", "ETA"]
+    assert header.split() == ["step", "loss", "grad", "norm", "lr", "tokens/s", "ETA"]
     assert [at for at, line in enumerate(lines) if line == header] == [0, ROWS_PER_HEADER + 2, 2 * ROWS_PER_HEADER + 4]
 
 
