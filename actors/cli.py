@@ -7,6 +7,7 @@ lines and set the exit status of their class; `--debug` shows the traceback.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,15 +88,42 @@ def check_before_launch(config: RunConfig) -> None:
 
         load_reward(config.rollout.reward)
     check_machine(config)
-    if (config.run.dir / "metrics.jsonl").exists() and not config.checkpoint.resume:
+    try:
+        _check_folders(config)
+    except OSError as error:
         raise ConfigError(
-            f"run.dir={config.run.dir} holds an earlier run",
+            f"cannot use {error.filename}: {error.strerror}", field="run.dir", hint="name folders that you may write to"
+        ) from None
+
+
+def _check_folders(config: RunConfig) -> None:
+    run_dir, export_dir = config.run.dir, config.run.export_dir
+    assert run_dir is not None
+    for field, folder in (("run.dir", run_dir), ("run.export_dir", export_dir)):
+        if folder is None:
+            continue
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise ConfigError(
+                f"{field}={folder} cannot be made in {existing}", field=field, hint="choose another folder"
+            )
+    if (run_dir / "metrics.jsonl").exists() and not config.checkpoint.resume:
+        raise ConfigError(
+            f"run.dir={run_dir} holds an earlier run",
             field="run.dir",
             hint="choose another run.dir, remove it, or set checkpoint.resume=true",
         )
-    if config.run.export_dir is not None and config.run.export_dir.exists() and any(config.run.export_dir.iterdir()):
+    if export_dir is None:
+        return
+    if export_dir.exists() and any(export_dir.iterdir()):
         raise ConfigError(
-            f"run.export_dir={config.run.export_dir} is not empty", field="run.export_dir", hint="choose another folder"
+            f"run.export_dir={export_dir} is not empty", field="run.export_dir", hint="choose another folder"
+        )
+    if export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
+        raise ConfigError(
+            f"run.export_dir={export_dir} would hold run.dir={run_dir}",
+            field="run.export_dir",
+            hint="use a folder of its own, such as model/ inside run.dir",
         )
 
 

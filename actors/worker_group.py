@@ -7,6 +7,7 @@ driver checks a batch and plans it before any rank sees it, so bad input never d
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,11 +18,10 @@ from actors.cluster import connect
 from actors.placement import actor_options, gpus_per_rank, release, reserve
 from actors.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
-from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
+from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError, SyncError
 from slimefsdp.models.folder import check_architecture, read_model_folder
-from slimefsdp.phase import check_batch, plan_training
+from slimefsdp.phase import check_batch, check_plan, plan_training
 from slimefsdp.reports import Health, SyncReport
 from slimefsdp.surface import RPCS
 
@@ -47,6 +47,8 @@ class WorkerGroup:
         self._workers = list(workers)
         self._placement = placement
         self._vocab_size = vocab_size
+        # two threads' calls must reach all ranks in one order, or their collectives would meet each other
+        self._order = threading.Lock()
 
     @classmethod
     def launch(cls, config: RunConfig, role: Literal["actor", "ref"] = "actor") -> WorkerGroup:
@@ -98,8 +100,16 @@ class WorkerGroup:
     def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
         """As `update_weights`, returning a future."""
         self._require_workers("update_weights")
+        for receiver in receivers:
+            if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
+                raise SyncError(
+                    f"{type(receiver).__name__} has no begin, receive and commit",
+                    field="receivers",
+                    hint="give actors that implement slimefsdp.weights.receive.Receiver",
+                )
         timeout_s = self.config.cluster.sync_timeout_s
-        refs = [worker.update_weights.remote(list(receivers), timeout_s) for worker in self._workers]
+        with self._order:
+            refs = [worker.update_weights.remote(list(receivers), timeout_s) for worker in self._workers]
         return CallFuture(refs, name="update_weights", timeout_s=self.config.cluster.call_timeout_s, first_only=True)
 
     def update_ref(self) -> None:
@@ -140,7 +150,8 @@ class WorkerGroup:
         self._require_workers(name)
         if name in SECOND_ARGUMENT:
             args, kwargs = self._prepared(name, args, kwargs)
-        refs = [worker.call.remote(name, args, kwargs) for worker in self._workers]
+        with self._order:
+            refs = [worker.call.remote(name, args, kwargs) for worker in self._workers]
         return CallFuture(
             refs,
             name=name,
@@ -169,7 +180,7 @@ class WorkerGroup:
         second = rest[0] if rest else kwargs.get(field, choices[0])
         if name == "train_step":
             if second is not None:
-                _check_plan(second, batch, self.config.mesh.dp)
+                check_plan(second, batch, dp=self.config.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
         elif second not in choices:
             raise ConfigError(f"{field}={second!r} is unknown", field=field, hint=f"use {' or '.join(choices)}")
         loss = self.config.loss_name if name == "train_step" else second if name == "forward_backward" else None
@@ -191,19 +202,6 @@ class WorkerGroup:
                 {k: v for k, v in kwargs.items() if k != field},
             )
         return (ray.put(batch), *rest), kwargs
-
-
-def _check_plan(plan: Any, batch: RolloutBatch, dp: int) -> None:
-    """Whether a caller's own plan is one for this batch and this mesh."""
-    if not isinstance(plan, Plan):
-        fault = f"is a {type(plan).__name__}, not a Plan"
-    elif any(len(update) != dp for update in plan.updates):
-        fault = f"is not for mesh.dp={dp}"
-    elif any((plan.samples_of(update) >= batch.num_samples).any() for update in range(len(plan.updates))):
-        fault = f"names samples that a batch of {batch.num_samples} does not have"
-    else:
-        return
-    raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
 
 
 def _wait(refs: Sequence[Any], *, timeout_s: float, name: str) -> Any:

@@ -80,6 +80,27 @@ def _check_policy_inputs(config: RunConfig, batch: RolloutBatch) -> None:
         )
 
 
+def check_plan(plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: int) -> None:
+    """Whether a caller's plan fits this batch and this group: what it names is there, no pack exceeds the cap.
+
+    Raises:
+        BatchError: naming what does not fit.
+    """
+    if not isinstance(plan, Plan):
+        fault = f"is a {type(plan).__name__}, not a Plan"
+    elif any(len(update) != dp for update in plan.updates):
+        fault = f"is not for mesh.dp={dp}"
+    else:
+        packs = [pack for update in plan.updates for packs in update for pack in packs if len(pack)]
+        if any(pack.min() < 0 or pack.max() >= batch.num_samples for pack in packs):
+            fault = f"names samples that a batch of {batch.num_samples} does not have"
+        elif any(batch.lengths[pack].sum() > max_pack_tokens for pack in packs):
+            fault = f"has packs of more than {max_pack_tokens} tokens"
+        else:
+            return
+    raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
+
+
 def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
     """Advantages per response token, float64 [R]: the caller's own, or the group's."""
     if batch.advantages is not None:
@@ -123,6 +144,8 @@ def update_weights_of_tokens(
     config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
 ) -> np.ndarray:
     """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it."""
+    if denominator is not None and not isinstance(denominator, int | float):
+        raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
     in_update = np.zeros(batch.num_samples, dtype=bool)
     in_update[samples] = True
     return token_weights(

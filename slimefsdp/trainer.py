@@ -21,6 +21,7 @@ from slimefsdp import build, phase
 from slimefsdp.build import Role
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
+from slimefsdp.checkpoint.manifest import io_reported
 from slimefsdp.checkpoint.training import load_training_state, save_training_state
 from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
@@ -105,7 +106,7 @@ class Trainer:
         start = time.perf_counter()
         loss = self.config.loss_name
         self._check(batch, loss)
-        plan = self._agreed(plan or phase.plan_training(self.config, batch))
+        plan = self._agreed(plan or phase.plan_training(self.config, batch), batch)
         self.wake_up(("parameters",))
         self.updater.optimizer.zero_grad(set_to_none=True)  # what a failed or abandoned update left
         inputs = self._token_inputs(batch, plan, loss)
@@ -135,7 +136,7 @@ class Trainer:
             raise ConfigError(f"loss={loss!r} is not a loss", field="loss", hint="use policy or sft")
         self._check(batch, loss)
         self.wake_up(("parameters",))
-        plan = self._agreed(self._plan_everything(batch))
+        plan = self._plan_everything(batch)
         weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
         inputs = self._token_inputs(batch, plan, loss)
         return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
@@ -250,8 +251,7 @@ class Trainer:
         )  # gradients of the weights before are no part of what was saved
         self.updater.updates_taken = info["updates_taken"]
         self.updater.skipped_in_a_row = info["skipped_in_a_row"]
-        loop_state: dict[str, Any] = info["loop_state"]
-        return loop_state
+        return dict(info["loop_state"])
 
     def export_hf(self, path: str | Path) -> Path:
         """Writes the weights, in the master dtype, as a folder that `AutoModelForCausalLM.from_pretrained` opens.
@@ -259,13 +259,16 @@ class Trainer:
         Raises:
             CheckpointError: the folder exists already, or cannot be written.
         """
-        self.wake_up(("parameters",))
+        if not isinstance(path, str | Path):
+            raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
         target = Path(path)
+        self.wake_up(("parameters",))
         buckets = full_weights(self.policy.named_weights(), self.mesh.group, dtype=build.master_dtype(self.config))
 
         def write() -> None:
-            require_free_folder(target)
-            write_model_folder(target, ([(n, t.cpu()) for n, t in bucket] for bucket in buckets), self.folder)
+            with io_reported(target, "export_hf"):
+                require_free_folder(target)
+                write_model_folder(target, ([(n, t.cpu()) for n, t in bucket] for bucket in buckets), self.folder)
 
         run_on_first(write, self.mesh.group, buckets)
         return target
@@ -306,12 +309,9 @@ class Trainer:
     def _plan_everything(self, batch: RolloutBatch) -> Plan:
         return phase.plan_everything(batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
 
-    def _agreed(self, plan: Plan) -> Plan:
-        """The plan, once it is known to fit the mesh and to be the same on all ranks."""
-        dp, cap = self.mesh.dp, self.config.max_pack_tokens
-        if any(len(update) != dp for update in plan.updates) or plan.max_pack_tokens > cap:
-            problem = f"the plan is not for {dp} dp ranks and packs of at most {cap} tokens"
-            raise ConfigError(problem, field="plan", hint="make it with slimefsdp.phase.plan_training")
+    def _agreed(self, plan: Plan, batch: RolloutBatch) -> Plan:
+        """The plan, once it is known to fit the batch and to be the same on all ranks."""
+        phase.check_plan(plan, batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
         if not all_equal(plan.digest(), self.mesh.group):
             raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
         return plan

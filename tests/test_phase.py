@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.phase import (
     batch_digest,
     check_batch,
+    check_plan,
     plan_everything,
     plan_training,
     response_advantages,
@@ -205,3 +207,16 @@ def test_planning_needs_no_torch() -> None:
     code = "import sys, slimefsdp.phase; print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_a_plan_made_for_another_batch_never_breaks_the_cap() -> None:
+    batch = make_batch([1.0, 0.0, 1.0, 0.0])
+    cap = int(batch.lengths.sum())
+    packs = (np.arange(4), np.array([], dtype=np.int64))
+    plan = Plan(((packs[:1], packs[1:]),), 0, 0, 1, cap)  # two dp ranks, the second with a dummy
+    check_plan(plan, batch, dp=2, max_pack_tokens=cap)
+    strange = Plan(((packs[:1], (np.array([-1]),)),), 0, 0, 1, cap)
+    for wrong, dp, limit in ((plan, 2, cap - 1), (plan, 1, cap), (strange, 2, cap), ("plan", 2, cap)):
+        with pytest.raises(BatchError) as caught:
+            check_plan(wrong, batch, dp=dp, max_pack_tokens=limit)
+        assert caught.value.field == "plan"

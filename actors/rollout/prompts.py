@@ -29,7 +29,7 @@ def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist", field=field, hint="name an existing JSONL file") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -52,6 +52,10 @@ def _record(line: str, place: str, field: str) -> Record:
             field=field,
             hint="write one JSON object per line",
         ) from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; a tower of brackets
+        raise ConfigError(
+            f"{place}: not usable JSON: {error}", field=field, hint="write one plain JSON object per line"
+        ) from error
     if not isinstance(record, dict):
         raise ConfigError(
             f"{place}: a {type(record).__name__}, not an object", field=field, hint="write one JSON object per line"
@@ -72,6 +76,8 @@ def _record(line: str, place: str, field: str) -> Record:
 
 def _prompt_fault(prompt: Any) -> str | None:
     if isinstance(prompt, str):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            return "holds half of a surrogate pair, which is no text"
         return None if prompt.strip() else "is empty"
     if not isinstance(prompt, list):
         return f"is a {type(prompt).__name__}"

@@ -43,6 +43,8 @@ def save_training_state(
     Raises:
         CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand.
     """
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
     run_on_first(lambda: store.begin(step), group)
     tensors = _tensors(named, optimizer)
     own = {"generators": _generators(device)}

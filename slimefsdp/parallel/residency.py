@@ -49,7 +49,7 @@ class Residency:
 
 
 def _known(tags: Sequence[Tag]) -> list[Tag]:
-    for tag in tags:
+    for tag in tags if isinstance(tags, list | tuple) else (tags,):
         if tag not in TAGS:
             raise ConfigError(f"{tag!r} is not a tag", field="tags", hint=f"use some of {', '.join(TAGS)}")
     return [tag for tag in TAGS if tag in tags]

@@ -62,6 +62,9 @@ def test_records_come_back_whole_and_in_file_order(tmp_path):
         ('{"prompt": [{"role": "user", "content": "a"}, "b"]}', "no chat message at index 1"),
         ('{"prompt": [{"role": "user"}]}', "no chat message at index 0"),
         ('{"prompt": [{"content": "a"}]}', "no chat message at index 0"),
+        ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "not usable JSON"),
+        ('{"prompt": ' + "[" * 100_000, "not usable JSON"),
+        ('{"prompt": "\\ud800"}', "surrogate"),
     ],
 )
 def test_a_faulty_line_is_named_by_file_number_and_fault(tmp_path, line, fault):

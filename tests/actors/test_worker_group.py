@@ -33,6 +33,7 @@ from slimefsdp.errors import (
     ResourceError,
     SlimeError,
     StateError,
+    SyncError,
     WorkerDied,
     WorkerHung,
 )
@@ -325,6 +326,27 @@ def test_health_answers_while_a_rank_waits_in_a_collective(group: Any, batch: Ro
     assert isinstance(answer, Health) and answer.rank == 0
     assert isinstance(silence, WorkerHung) and silence.rank == 1
     assert bits(future.result()) == expected
+
+
+def test_arguments_that_make_no_sense_are_typed_errors_and_the_group_lives_on(
+    group: Any, batch: RolloutBatch, tmp_path: Path
+) -> None:
+    pids = [answer.pid for answer in group.health()]
+    short, long = batch.select(range(8)), batch
+    for call, kind in (
+        (lambda: group.update_weights([object()]), SyncError),
+        (lambda: group.sleep(3), ConfigError),
+        (lambda: group.sleep(None), ConfigError),
+        (lambda: group.save(-1), CheckpointError),
+        (lambda: group.save(1.5), CheckpointError),
+        (lambda: group.export_hf(None), ConfigError),
+        (lambda: group.export_hf(tmp_path / ("x" * 300)), CheckpointError),
+        (lambda: group.forward_backward(batch, "policy", "3"), BatchError),
+        (lambda: group.train_step(short, plan_training(group.config, long)), BatchError),
+    ):
+        with pytest.raises(kind):
+            call()
+    assert [answer.pid for answer in group.health()] == pids and group.train_step(batch)["updates"] >= 1
 
 
 @pytest.fixture
