@@ -126,6 +126,10 @@ def test_a_dead_engine_is_a_sync_error_and_the_trainer_works_on(
     class Engine:  # nothing of an engine is left when it is dead, so it need not hold a model before
         def begin(self, version: int, manifest: Any) -> None: ...
 
+        def receive(self, bucket: Any) -> None: ...
+
+        def commit(self, version: int) -> None: ...
+
     expected = [bits(group.train_step(batch)) for _ in range(2)]
     group.load(0)
     assert bits(group.train_step(batch)) == expected[0]
