@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train` and `slimefsdp replay`.
+"""The command line: `slimefsdp train`, `slimefsdp replay` and `slimefsdp plan`.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.cluster import check_machine, connect, disconnect
+from actors.plan_command import add_plan_arguments, plan_command
 from actors.rollout.prompts import check_answers, read_jsonl
+from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig, load_config
+from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
 from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.replay import add_arguments, json_text
@@ -66,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     replay = commands.add_parser("replay", help="run one recorded batch through train_step")
     add_arguments(replay)
     replay.set_defaults(run=_replay)
+    plan = commands.add_parser("plan", help="schedule, balance, traffic and memory, without running anything")
+    add_plan_arguments(plan)
+    plan.set_defaults(run=plan_command)
     return parser
 
 
@@ -128,9 +134,14 @@ def _check_folders(config: RunConfig) -> None:
 
 
 def _check_models(config: RunConfig) -> None:
-    check_architecture(read_model_folder(config.model.path))
+    folders = [read_model_folder(config.model.path, with_weights=config.model.init == "folder")]
+    check_architecture(folders[0])
     if config.reference.path is not None:
-        check_architecture(read_model_folder(config.reference.path, field="reference.path"), field="reference.path")
+        folders.append(read_model_folder(config.reference.path, field="reference.path"))
+        check_architecture(folders[1], field="reference.path")
+    for folder in folders:
+        shape = AttentionShape.of_dimensions(ModelDimensions.from_config(folder.config))
+        choose_strategy(config.attention.strategy, shape, config.mesh.cp)
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -12,10 +12,43 @@ from slimefsdp.errors import ResourceError
 
 def processes_needed(config: RunConfig) -> int:
     """Ray actors that the command line starts for these settings: trainer ranks, reference ranks, engines."""
-    reference = 0
-    if config.reference.placement == "group" and config.algorithm != "sft":
-        reference = (config.reference.dp or config.mesh.dp) * config.mesh.cp
-    return config.ranks + reference + (config.rollout.engines if config.algorithm != "sft" else 0)
+    return config.ranks + _processes_beside_the_actor(config)
+
+
+def _processes_beside_the_actor(config: RunConfig) -> int:
+    if config.algorithm == "sft":
+        return 0
+    return config.rollout.engines + (config.reference_ranks if config.reference.placement == "group" else 0)
+
+
+def with_cluster_ranks(config: RunConfig) -> RunConfig:
+    """The settings with mesh.dp=auto resolved by the connected cluster, or as they are when it is a number.
+
+    On GPUs the actor group takes all that reference group and engines leave. On CPUs, where ranks share cores, it takes
+    one rank a core as far as the mesh divides them, at least one data rank.
+
+    Raises:
+        ConfigError: what is left is no multiple of mesh.dp_replicate x mesh.cp. ResourceError: nothing is left.
+    """
+    if config.mesh.dp != "auto":
+        return config
+    import ray
+
+    total = ray.cluster_resources()
+    if config.mesh.device == "cpu" or (config.mesh.device == "auto" and not total.get("GPU")):
+        cores = int(total["CPU"]) if config.cluster.address is not None else os.cpu_count() or 1
+        copies = config.mesh.dp_replicate * config.mesh.cp
+        resolved = config.with_ranks(max(1, cores // copies) * copies)
+        check_machine(resolved)
+        return resolved
+    gpus, others = int(total.get("GPU", 0)), _processes_beside_the_actor(config)
+    if gpus <= others:
+        raise ResourceError(
+            f"mesh.dp=auto: engines and reference group need {others} GPUs, the cluster has {gpus}: none is left",
+            field="mesh.dp",
+            hint="use fewer engines, or a larger cluster",
+        )
+    return config.with_ranks(gpus - others)
 
 
 def check_machine(config: RunConfig) -> None:
@@ -24,16 +57,27 @@ def check_machine(config: RunConfig) -> None:
     Raises:
         ResourceError: more processes than cluster.max_ranks_per_core allows.
     """
+    if config.mesh.dp == "auto":
+        return  # `with_cluster_ranks` chooses, and checks the choice
     cores = os.cpu_count() or 1
-    needed, cap = processes_needed(config), cores * config.cluster.max_ranks_per_core
+    per_core = config.cluster.max_ranks_per_core
+    needed, cap = processes_needed(config), cores * per_core
     on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not _has_nvidia_driver())
     if config.cluster.address is None and on_cpu and needed > cap:
         raise ResourceError(
-            f"mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with {needed - config.ranks} more processes needs "
-            f"{needed}, but {cores} cores x cluster.max_ranks_per_core={config.cluster.max_ranks_per_core} allow {cap}",
+            f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
+            f"{needed - config.ranks} more processes needs {needed}, but {cores} cores x "
+            f"cluster.max_ranks_per_core={per_core} allow {cap}",
             field="mesh.dp",
             hint="use fewer ranks or engines, raise cluster.max_ranks_per_core, or name a cluster.address",
         )
+
+
+def _most_processes(config: RunConfig) -> int:
+    """As `processes_needed`, or as many as a machine may run while mesh.dp=auto is not resolved."""
+    if config.mesh.dp == "auto":
+        return (os.cpu_count() or 1) * config.cluster.max_ranks_per_core
+    return processes_needed(config)
 
 
 def _has_nvidia_driver() -> bool:
@@ -79,7 +123,7 @@ def connect(config: RunConfig) -> None:
         if address is not None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            cpus = max(os.cpu_count() or 1, processes_needed(config) + 1)
+            cpus = max(os.cpu_count() or 1, _most_processes(config) + 1)
             ray.init(
                 address="local",
                 num_cpus=cpus,

@@ -36,11 +36,11 @@ def train(config: RunConfig) -> str:
         stack.callback(group.shutdown)
         loop: RolloutLoop | SupervisedLoop
         if config.algorithm == "sft":
-            loop = SupervisedLoop(config, group)
+            loop = SupervisedLoop(group.config, group)  # where mesh.dp is a number
         else:
             engines = EnginePool.launch(config)
             stack.callback(engines.shutdown)
-            loop = RolloutLoop(config, group, engines)
+            loop = RolloutLoop(group.config, group, engines)
         log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
         start = _resume(config, group, loop.prompts, log)
         table = ProgressTable(loop.columns, total_steps=config.run.steps)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from actors.calls import CallFuture
-from actors.cluster import connect
+from actors.cluster import connect, with_cluster_ranks
 from actors.placement import actor_options, gpus_per_rank, release, reserve
 from actors.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
@@ -40,13 +40,22 @@ class WorkerGroup:
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
-    def __init__(self, config: RunConfig, role: str, workers: Sequence[Any], placement: Any, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        role: str,
+        workers: Sequence[Any],
+        placement: Any,
+        vocab_size: int,
+        max_sample_tokens: int | None,
+    ) -> None:
         self.config = config
         self.role = role
         self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
         self._workers = list(workers)
         self._placement = placement
         self._vocab_size = vocab_size
+        self._max_sample_tokens = max_sample_tokens
         # two threads' calls must reach all ranks in one order, or their collectives would meet each other
         self._order = threading.Lock()
 
@@ -54,7 +63,8 @@ class WorkerGroup:
     def launch(cls, config: RunConfig, role: Literal["actor", "ref"] = "actor") -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
-        With `reference.placement: group` an actor group launches its reference group too.
+        With `reference.placement: group` an actor group launches its reference group too. With `mesh.dp: auto` the
+        group takes what `actors.cluster.with_cluster_ranks` finds; its `config` has the number.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
@@ -63,9 +73,12 @@ class WorkerGroup:
         is_ref = role == "ref"
         field = "reference.path" if is_ref and config.reference.path else "model.path"
         folder = (config.reference.path if is_ref else None) or config.model.path
-        check_architecture(read_model_folder(folder, field=field), field=field)
+        with_weights = field == "reference.path" or config.model.init == "folder"
+        found = read_model_folder(folder, field=field, with_weights=with_weights)
+        check_architecture(found, field=field)
         connect(config)
-        ranks = (config.reference.dp or config.mesh.dp) * config.mesh.cp if is_ref else config.ranks
+        config = with_cluster_ranks(config)
+        ranks = config.reference_ranks if is_ref else config.ranks
         gpus = gpus_per_rank(config.mesh.device)
         placement = reserve(ranks, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
         try:
@@ -76,7 +89,7 @@ class WorkerGroup:
             wait = functools.partial(_wait, timeout_s=config.cluster.launch_timeout_s, name="launch")
             address, port = wait([workers[0].free_address.remote()])
             vocab_size = wait([worker.start.remote(config, role, address, port) for worker in workers])
-            group = cls(config, role, workers, placement, vocab_size)
+            group = cls(config, role, workers, placement, vocab_size, found.max_sample_tokens)
             if not is_ref and config.reference.placement == "group":
                 group.reference_group = cls.launch(config, role="ref")
         except Exception:
@@ -180,11 +193,11 @@ class WorkerGroup:
         second = rest[0] if rest else kwargs.get(field, choices[0])
         if name == "train_step":
             if second is not None:
-                check_plan(second, batch, dp=self.config.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
+                check_plan(second, batch, dp=self.config.data_ranks, max_pack_tokens=self.config.max_pack_tokens)
         elif second not in choices:
             raise ConfigError(f"{field}={second!r} is unknown", field=field, hint=f"use {' or '.join(choices)}")
         loss = self.config.loss_name if name == "train_step" else second if name == "forward_backward" else None
-        check_batch(self.config, batch, self._vocab_size, loss=loss)
+        check_batch(self.config, batch, self._vocab_size, loss=loss, max_sample_tokens=self._max_sample_tokens)
         if name == "compute_log_probs" and second == "ref" and self.reference_group is not None:
             raise StateError(
                 "the reference model is a group of its own", field="model", hint="call group.reference_group instead"

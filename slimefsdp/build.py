@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -9,20 +10,28 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from slimefsdp.attention.kernels import check_kernel
+from slimefsdp.attention import flash_attn_package
+from slimefsdp.attention.choice import AttentionShape, choose_strategy
+from slimefsdp.attention.strategy import Attention
 from slimefsdp.config import RunConfig
+from slimefsdp.errors import ModelError
 from slimefsdp.loss.objective import LossName, Objective
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.models.load import load_policy
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.build import build_optimizer
+from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.optim.updater import Updater
 from slimefsdp.parallel.agree import run_together
+from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
+from slimefsdp.phase import cost_model_of
+
+_LOG = logging.getLogger(__name__)
 
 Role = Literal["actor", "ref"]
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
@@ -39,11 +48,48 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
     """The mesh of a role.
 
     Raises:
-        ConfigError: it does not fit the ranks, or the device has no kernel for the compute dtype.
+        ConfigError: it does not fit the ranks, or the kernels asked for cannot run on the device.
     """
-    check_kernel(device, compute_dtype(config))
-    dp = (config.reference.dp or config.mesh.dp) if role == "ref" else config.mesh.dp
-    return build_mesh(dp, config.mesh.cp, device)
+    if config.attention.kernel == "flash_attn":
+        flash_attn_package.require(device, compute_dtype(config))
+    dp_replicate, dp = config.reference_mesh if role == "ref" else config.actor_mesh
+    return build_mesh(
+        dp,
+        config.mesh.cp,
+        device,
+        dp_replicate=dp_replicate,
+        is_whole_on_every_rank=config.fsdp.sharding == "replicate",
+    )
+
+
+def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
+    """How the model is sharded, stored and computed."""
+    fsdp = config.fsdp
+    return Parallelism(
+        compute_dtype=compute_dtype(config),
+        master_dtype=master_dtype(config),
+        reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
+        buffer_dtype=_DTYPES.get(config.precision.buffer_dtype),
+        keep_parameters=fsdp.sharding == "keep_parameters",
+        wrap_layers=fsdp.wrap_layers,
+        wrap_min_parameters=fsdp.wrap_min_parameters,
+        prefetch_layers=fsdp.prefetch_layers,
+        cpu_offload=fsdp.cpu_offload,
+        pin_memory=is_host_memory_pinned(config, device),
+        recompute=config.model.activation_checkpointing,
+        recompute_every=config.model.checkpoint_every_n_layers,
+        compile=config.model.compile,
+    )
+
+
+def is_host_memory_pinned(config: RunConfig, device: torch.device) -> bool:
+    """Whether host memory is page-locked, which makes copies to and from CUDA fast; a CPU has nothing to pin for."""
+    return config.fsdp.pin_memory and device.type == "cuda"
+
+
+def set_matmul_precision(config: RunConfig) -> None:
+    """Applies precision.tf32 to this process, whichever way it stood before."""
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
 
 
 def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
@@ -59,7 +105,8 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     found: list[ModelFolder] = []
 
     def read() -> None:
-        found.append(read_model_folder(path, field=field))
+        with_weights = is_other or config.model.init == "folder"
+        found.append(read_model_folder(path, field=field, with_weights=with_weights))
         check_architecture(found[0], field=field)
 
     run_together(read, group)
@@ -67,19 +114,50 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
 
 
 def policy_for(config: RunConfig, folder: ModelFolder, mesh: Mesh) -> PolicyModel:
-    """Collective: the folder's model, sharded over all ranks of the mesh and loaded.
+    """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
 
     Raises:
         ModelError: on every rank alike.
+        ConfigError: fsdp.wrap_layers names no module of it, or model.compile lacks a compiler.
     """
     return load_policy(
         folder,
-        mesh.flat,
-        compute_dtype=compute_dtype(config),
-        master_dtype=master_dtype(config),
-        device=mesh.device,
-        activation_checkpointing=config.model.activation_checkpointing,
+        mesh,
+        parallelism_of(config, mesh.device),
+        attention_for=partial(attention_for, config, mesh),
+        random_seed=None if folder.has_weights else config.run.seed,
     )
+
+
+def attention_for(config: RunConfig, mesh: Mesh, shape: AttentionShape) -> Attention:
+    """How a model of this shape computes its attention on the mesh; says in the log what was chosen and why.
+
+    Raises:
+        ConfigError: the strategy asked for cannot serve it, or needs a package that is missing.
+    """
+    choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
+    if mesh.cp > 1 and dist.get_rank() == 0:
+        _LOG.info("attention.strategy=%s over %d ranks: %s", choice.name, mesh.cp, choice.reason)
+    return Attention(choice, mesh.cp_group, config.attention.kernel, cost_model_of(config))
+
+
+def reference_for(config: RunConfig, vocab_size: int, mesh: Mesh) -> PolicyModel:
+    """Collective: the colocated reference model, frozen.
+
+    Args:
+        vocab_size: of the policy.
+
+    Raises:
+        ModelError: on every rank alike; also when its vocabulary is another one.
+    """
+    folder = folder_for(config, "ref", mesh.group)
+    if folder.vocab_size != vocab_size:
+        raise ModelError(
+            f"the reference has a vocabulary of {folder.vocab_size}, the policy of {vocab_size}",
+            field="reference.path",
+            hint="choose a reference with the policy's vocabulary",
+        )
+    return policy_for(config, folder, mesh).requires_grad_(False)
 
 
 def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
@@ -101,12 +179,16 @@ def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
         total_updates=settings.total_updates,
         min_ratio=settings.min_lr_ratio,
     )
+    precision = config.precision
+    scaling = LossScale(precision.loss_scale_init, precision.loss_scale_growth_interval)
     return Updater(
         optimizer,
-        list(policy.parameters()),
+        policy.named_weights(),
         schedule,
         max_grad_norm=settings.max_grad_norm,
         max_skipped=settings.max_skipped_updates,
+        loss_scaling=scaling if precision.compute_dtype == "float16" else None,
+        with_layer_norms=settings.log_layer_norms,
     )
 
 

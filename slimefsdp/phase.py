@@ -12,12 +12,16 @@ from typing import Literal
 
 import numpy as np
 
+from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig
+from slimefsdp.data.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
+from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.plan import Plan, plan_phase
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError
+from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.loss.advantages import group_advantages
 from slimefsdp.loss.reduce import token_weights
+from slimefsdp.models.folder import read_model_folder
 
 
 def batch_digest(batch: RolloutBatch) -> str:
@@ -31,13 +35,19 @@ def batch_digest(batch: RolloutBatch) -> str:
 
 
 def check_batch(
-    config: RunConfig, batch: RolloutBatch, vocab_size: int, *, loss: Literal["policy", "sft"] | None
+    config: RunConfig,
+    batch: RolloutBatch,
+    vocab_size: int,
+    *,
+    loss: Literal["policy", "sft"] | None,
+    max_sample_tokens: int | None = None,
 ) -> None:
     """Whether the batch can be used under these settings; its own consistency was checked when it was made.
 
     Args:
         vocab_size: of the model.
         loss: also check what this loss reads (rewards, groups, log-probs); None: just the tokens.
+        max_sample_tokens: positions that the model learned; None: it has no such limit.
 
     Raises:
         BatchError: naming field, sample, value and the way out.
@@ -51,6 +61,12 @@ def check_batch(
             f"={config.batch.max_tokens_per_rank} x mesh.cp={config.mesh.cp})",
             field="lengths",
             hint=f"raise batch.max_tokens_per_rank to {-(-int(batch.lengths[longest]) // config.mesh.cp)}, or drop it",
+        )
+    if max_sample_tokens is not None and batch.lengths[longest] > max_sample_tokens:
+        raise BatchError(
+            f"sample {longest} has {batch.lengths[longest]} tokens, the model learned {max_sample_tokens} positions",
+            field="lengths",
+            hint="drop it, or train a model with rotary positions",
         )
     if batch.temperature is not None and batch.temperature != config.rollout.temperature:
         raise BatchError(
@@ -89,7 +105,7 @@ def check_plan(plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: i
     if not isinstance(plan, Plan):
         fault = f"is a {type(plan).__name__}, not a Plan"
     elif any(len(update) != dp for update in plan.updates):
-        fault = f"is not for mesh.dp={dp}"
+        fault = f"is not for mesh.dp_replicate x mesh.dp = {dp}"
     else:
         packs = [pack for update in plan.updates for packs in update for pack in packs if len(pack)]
         if any(pack.min() < 0 or pack.max() >= batch.num_samples for pack in packs):
@@ -110,8 +126,11 @@ def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
     return per_sample[batch.sample_ids]
 
 
-def plan_training(config: RunConfig, batch: RolloutBatch) -> Plan:
+def plan_training(config: RunConfig, batch: RolloutBatch, cost: CostModel | None = None) -> Plan:
     """The phase's updates; samples in which nothing trains are left out.
+
+    Args:
+        cost: what packs and ranks are balanced by; None: as `cost_model_of` the settings.
 
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
     """
@@ -126,18 +145,46 @@ def plan_training(config: RunConfig, batch: RolloutBatch) -> Plan:
     one_update = per_update is None or per_update >= batch.num_samples
     return plan_phase(
         batch.lengths,
-        dp=config.mesh.dp,
+        dp=config.data_ranks,
         max_pack_tokens=config.max_pack_tokens,
         samples_per_update=per_update,
         epochs=config.loss.epochs,
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
         trains=trains,
+        cost_model=cost or cost_model_of(config),
+        cp=config.mesh.cp,
     )
 
 
-def plan_everything(batch: RolloutBatch, *, dp: int, max_pack_tokens: int) -> Plan:
-    """One update that holds every sample: for log-probs, and for the primitives of custom loops."""
-    return plan_phase(batch.lengths, dp=dp, max_pack_tokens=max_pack_tokens)
+def cost_model_of(config: RunConfig) -> CostModel:
+    """What the model's tokens cost, by its config.json; the default where that cannot be read on this machine.
+
+    An estimate that only balance depends on: who plans without the model's folder plans well enough.
+    """
+    try:
+        folder = read_model_folder(config.model.path, with_weights=False)
+        dimensions = ModelDimensions.from_config(folder.config)
+    except ModelError:
+        return DEFAULT_COST_MODEL
+    shape = AttentionShape.of_dimensions(dimensions)
+    strategy = choose_strategy(config.attention.strategy, shape, config.mesh.cp).traffic
+    element_bytes = ELEMENT_BYTES[config.precision.compute_dtype]
+    return CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=element_bytes)
+
+
+def plan_everything(config: RunConfig, batch: RolloutBatch, *, data_ranks: int) -> Plan:
+    """One update that holds every sample: for log-probs, and for the primitives of custom loops.
+
+    Args:
+        data_ranks: of this group; a reference group may have others than the actor's.
+    """
+    return plan_phase(
+        batch.lengths,
+        dp=data_ranks,
+        max_pack_tokens=config.max_pack_tokens,
+        cost_model=cost_model_of(config),
+        cp=config.mesh.cp,
+    )
 
 
 def update_weights_of_tokens(
@@ -158,14 +205,14 @@ def update_weights_of_tokens(
     )
 
 
-def phase_metrics(plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:
+def phase_metrics(config: RunConfig, plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:
     """What a phase of `seconds` was about: updates, dropped samples, balance, and trained tokens a second."""
     trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
     return {
         "updates": float(len(plan.updates)),
         "empty_updates": float(plan.num_skipped_updates),
         "dropped_samples": float(plan.num_dropped),
-        "plan_imbalance": plan.imbalance(batch.lengths),
+        "plan_imbalance": plan.imbalance(batch.lengths, cost_model_of(config), config.mesh.cp),
         "tokens_per_second": trained / seconds,
         "train_seconds": seconds,
     }

@@ -16,26 +16,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import slimefsdp
 from slimefsdp import build, phase
 from slimefsdp.build import Role
-from slimefsdp.checkpoint.atomic import CheckpointStore
-from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
-from slimefsdp.checkpoint.manifest import io_reported
-from slimefsdp.checkpoint.training import load_training_state, save_training_state
 from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import ConfigError, ModelError, StateError
+from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.inputs import agreed_plan, check_together, first_epoch_packs, training_inputs
 from slimefsdp.loss.objective import LossName, TokenInputs
 from slimefsdp.metrics import MetricSums, mean_over_updates
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.agree import all_equal, run_on_first
+from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.parallel.mesh import Mesh
-from slimefsdp.parallel.residency import TAGS, Residency, Tag
-from slimefsdp.reports import Health, LogProbs, Memory, MemoryReport, SyncReport
+from slimefsdp.parallel.residency import TAGS, Residency, Tag, tensors_of_model, tensors_of_optimizer
+from slimefsdp.reports import (
+    Description,
+    GradientHealth,
+    Health,
+    LogProbs,
+    Memory,
+    MemoryReport,
+    ReplicaCheck,
+    SyncReport,
+)
+from slimefsdp.state import export_model, load_checkpoint, save_checkpoint
 from slimefsdp.update import accumulate_gradients, log_probs_of_packs, reshard
-from slimefsdp.weights.gather import full_weights
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
 
@@ -50,6 +55,9 @@ class Trainer:
 
     def __init__(self, config: RunConfig, role: Role = "actor", *, device: torch.device) -> None:
         torch.manual_seed(config.run.seed + dist.get_rank())
+        build.set_matmul_precision(config)
+        if role == "actor":
+            config = config.with_ranks(dist.get_world_size())
         self.config = config
         self.role = role
         self.mesh: Mesh = build.mesh_for(config, role, device)
@@ -57,7 +65,7 @@ class Trainer:
         self.policy = build.policy_for(config, self.folder, self.mesh)
         self.reference: PolicyModel | None = None
         self._reference_follows = False  # since update_ref its weights are no folder's: checkpoints hold them
-        self._residency = Residency(self._tensors)
+        self._residency = Residency(self._tensors, pin_memory=build.is_host_memory_pinned(config, device))
         self.receiver = WeightReceiver(self.policy.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             self.policy.requires_grad_(False)
@@ -86,8 +94,6 @@ class Trainer:
             problem = f"model={model!r} on a group of role {self.role!r}"
             raise ConfigError(problem, field="model", hint="use ref, or actor on an actor")
         self._check(batch, None)
-        if model == "ref" and self.role == "actor":
-            self._require_reference()
         plan = self._plan_everything(batch)
         values = self._log_probs(model, batch, plan, trained_only=False).float().numpy()
         return LogProbs(log_probs=values[0], entropy=values[1])
@@ -106,7 +112,7 @@ class Trainer:
         start = time.perf_counter()
         loss = self.config.loss_name
         self._check(batch, loss)
-        plan = self._agreed(plan or phase.plan_training(self.config, batch), batch)
+        plan = agreed_plan(self.config, plan, batch, self.mesh.group)
         self.wake_up(("parameters",))
         self.updater.optimizer.zero_grad(set_to_none=True)  # what a failed or abandoned update left
         inputs = self._token_inputs(batch, plan, loss)
@@ -115,7 +121,7 @@ class Trainer:
             weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
             metrics = self._accumulate(batch, packs, inputs, weights, loss)
             reports.append(metrics | self.optimizer_step())
-        return mean_over_updates(reports) | phase.phase_metrics(plan, batch, time.perf_counter() - start)
+        return mean_over_updates(reports) | phase.phase_metrics(self.config, plan, batch, time.perf_counter() - start)
 
     def forward_backward(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
@@ -155,11 +161,12 @@ class Trainer:
 
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
-        reshard(self.policy)
+        self._reshard()
         return self._residency.sleep(tags)
 
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
+        self._reshard()  # also after a call that failed: no copy outlives the weights it was gathered from
         return self._residency.wake_up(tags)
 
     def memory(self) -> Memory:
@@ -169,6 +176,41 @@ class Trainer:
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""
         return Health(dist.get_rank(), os.getpid(), self.updates_taken)
+
+    # ------------------------------------------------------------------ looking inside
+
+    def describe(self) -> Description:
+        """The sharded units of the model: sizes, dtypes and layout, as this rank holds them; no collective."""
+        reshard(self.policy)
+        axes = {"dp_replicate": self.mesh.dp_replicate, "dp": self.mesh.dp, "cp": self.mesh.cp}
+        return describe_model(self.policy, axes)
+
+    def check_sync(self) -> ReplicaCheck:
+        """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
+        self.wake_up()
+        models = {"": self.policy} | ({} if self.reference is None else {"reference.": self.reference})
+        tensors: list[tuple[str, torch.Tensor]] = []
+        for prefix, model in models.items():
+            reshard(model)
+            tensors += model_tensors(model, prefix)
+        numbers: dict[str, float] = {}
+        if self.role == "actor":
+            tensors += optimizer_tensors(self.policy, self.updater.optimizer)
+            numbers = {**self.updater.progress(), "next_lr": self.updater.next_lr}
+        found = compare_replicas(tensors, numbers, self.mesh.group)
+        self._residency.sleep(("reference",))
+        return found
+
+    def gradient_health(self) -> GradientHealth:
+        """The gradients of the last update: their norm by layer, and the first parameter that was not finite.
+
+        Raises:
+            StateError: no update has been tried since the start, or since the last load.
+        """
+        self._require_actor("gradient_health")
+        if self.updater.health is None:
+            raise StateError("no update has been tried yet", hint="call train_step or optimizer_step first")
+        return self.updater.health
 
     # ------------------------------------------------------------------ weights and state
 
@@ -185,6 +227,7 @@ class Trainer:
             version=self.updates_taken,
             dtype=build.compute_dtype(self.config),
             group=self.mesh.group,
+            shard_group=self.mesh.shard_group,
         )
 
     def update_ref(self) -> None:
@@ -210,23 +253,14 @@ class Trainer:
         """
         self._require_actor("save")
         self.wake_up(("parameters", "optimizer"))
-        info = {
-            "updates_taken": self.updater.updates_taken,
-            "skipped_in_a_row": self.updater.skipped_in_a_row,
-            "reference_follows": self._reference_follows,
-            "loop_state": loop_state or {},
-            "config": self.config.model_dump(mode="json", exclude_unset=True),
-            "versions": {"slimefsdp": slimefsdp.__version__, "torch": torch.__version__},
-        }
-        folder = save_training_state(
-            self._checkpoints(),
+        folder = save_checkpoint(
+            self.config,
             step,
-            self._saved_weights(info),
-            self.updater.optimizer,
-            info,
-            device=self.mesh.device,
-            group=self.mesh.group,
-            keep_last=self.config.checkpoint.keep_last,
+            self._saved_weights(self._reference_follows),
+            self.updater,
+            self.mesh,
+            reference_follows=self._reference_follows,
+            loop_state=loop_state,
         )
         self._residency.sleep(("reference",))
         return folder
@@ -239,18 +273,11 @@ class Trainer:
         """
         self._require_actor("load")
         self.wake_up(("parameters", "optimizer"))
-        reshard(self.policy)
-        optimizer, device, group = self.updater.optimizer, self.mesh.device, self.mesh.group
-        info = load_training_state(
-            self._checkpoints(), step, self._saved_weights, optimizer, device=device, group=group
+        info = load_checkpoint(
+            self.config, step, lambda info: self._saved_weights(info["reference_follows"]), self.updater, self.mesh
         )
         self._reference_follows = info["reference_follows"]
         self._residency.sleep(("reference",))
-        self.updater.optimizer.zero_grad(
-            set_to_none=True
-        )  # gradients of the weights before are no part of what was saved
-        self.updater.updates_taken = info["updates_taken"]
-        self.updater.skipped_in_a_row = info["skipped_in_a_row"]
         return dict(info["loop_state"])
 
     def export_hf(self, path: str | Path) -> Path:
@@ -261,17 +288,9 @@ class Trainer:
         """
         if not isinstance(path, str | Path):
             raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
-        target = Path(path)
         self.wake_up(("parameters",))
-        buckets = full_weights(self.policy.named_weights(), self.mesh.group, dtype=build.master_dtype(self.config))
-
-        def write() -> None:
-            with io_reported(target, "export_hf"):
-                require_free_folder(target)
-                write_model_folder(target, ([(n, t.cpu()) for n, t in bucket] for bucket in buckets), self.folder)
-
-        run_on_first(write, self.mesh.group, buckets)
-        return target
+        export_model(self.policy, self.folder, Path(path), dtype=build.master_dtype(self.config), mesh=self.mesh)
+        return Path(path)
 
     # ------------------------------------------------------------------ inside
 
@@ -286,39 +305,24 @@ class Trainer:
             self._load_reference()
 
     def _load_reference(self) -> None:
-        folder = build.folder_for(self.config, "ref", self.mesh.group)
-        if folder.vocab_size != self.folder.vocab_size:
-            raise ModelError(
-                f"the reference has a vocabulary of {folder.vocab_size}, the policy of {self.folder.vocab_size}",
-                field="reference.path",
-                hint="choose a reference with the policy's vocabulary",
-            )
-        self.reference = build.policy_for(self.config, folder, self.mesh).requires_grad_(False)
+        self.reference = build.reference_for(self.config, self.folder.vocab_size, self.mesh)
         self._residency.sleep(("reference",))
 
     def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
-        """Collective: all ranks hold the same batch, so all refuse it or none."""
-        if not all_equal(phase.batch_digest(batch), self.mesh.group):
-            raise StateError("ranks hold different batches", hint="call every rank with the same batch")
-        phase.check_batch(self.config, batch, self.folder.vocab_size, loss=loss)
+        check_together(self.config, batch, self.folder, loss, self.mesh.group)
 
     def _require_actor(self, call: str) -> None:
         if self.role != "actor":
             raise StateError(f"{call}() on a group of role {self.role!r}", hint="call it on the actor group")
 
     def _plan_everything(self, batch: RolloutBatch) -> Plan:
-        return phase.plan_everything(batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
-
-    def _agreed(self, plan: Plan, batch: RolloutBatch) -> Plan:
-        """The plan, once it is known to fit the batch and to be the same on all ranks."""
-        phase.check_plan(plan, batch, dp=self.mesh.dp, max_pack_tokens=self.config.max_pack_tokens)
-        if not all_equal(plan.digest(), self.mesh.group):
-            raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
-        return plan
+        return phase.plan_everything(self.config, batch, data_ranks=self.mesh.data_ranks)
 
     def _log_probs(self, model: str, batch: RolloutBatch, plan: Plan, *, trained_only: bool) -> torch.Tensor:
         """[2, R] log-probs and entropies, by the packs of the plan's first epoch."""
-        packs = [pack for update in plan.updates[: plan.num_first_epoch_updates] for pack in update[self.mesh.dp_rank]]
+        packs = first_epoch_packs(plan, self.mesh.data_rank)
+        if model == "ref" and self.role == "actor":
+            self._require_reference()
         colocated = model == "ref" and self.role == "actor"
         policy = self.reference if colocated else self.policy
         assert policy is not None
@@ -331,25 +335,8 @@ class Trainer:
         return values
 
     def _token_inputs(self, batch: RolloutBatch, plan: Plan, loss: LossName) -> TokenInputs:
-        """Everything the phase's losses read, [R] each; weights are set per update."""
-        nothing = torch.zeros(batch.num_response_tokens)
-        if loss == "sft" or not plan.updates:
-            return TokenInputs(nothing)
-        old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
-        how = self.config.loss.old_log_probs
-        if old is None and how == "rollout":
-            old = _tensor(batch.rollout_log_probs)
-        elif old is None and (how == "recompute" or len(plan.updates) > 1):
-            old = self._log_probs("actor", batch, plan, trained_only=True)[0]
-        if reference is None and self.config.needs_reference:
-            self._require_reference()
-            reference = self._log_probs("ref", batch, plan, trained_only=True)[0]
-        return TokenInputs(
-            weights=nothing,
-            advantages=torch.from_numpy(phase.response_advantages(self.config, batch)),
-            old_log_probs=old,
-            ref_log_probs=reference if self.config.needs_reference else None,
-            rollout_log_probs=_tensor(batch.rollout_log_probs),
+        return training_inputs(
+            self.config, batch, plan, loss, lambda model: self._log_probs(model, batch, plan, trained_only=True)
         )
 
     def _accumulate(
@@ -361,40 +348,36 @@ class Trainer:
         accumulate_gradients(
             self.policy,
             batch,
-            packs[self.mesh.dp_rank],
+            packs[self.mesh.data_rank],
             replace(inputs, weights=torch.from_numpy(weights)),
             build.objective_for(self.config, loss),
             self.mesh,
             sums,
             temperature=self.config.rollout.temperature,
+            loss_scale=self.updater.loss_scale,
         )
         return sums.reduce(self.mesh.group)
 
-    def _tensors(self, tag: Tag) -> list[torch.Tensor]:
-        if tag == "parameters":
-            return [*self.policy.parameters(), *self.policy.buffers()]
-        if tag == "reference":
-            return [] if self.reference is None else [*self.reference.parameters(), *self.reference.buffers()]
-        if self.role != "actor":
-            return []
-        # Adam's step scalars stay on the host: moved, they would cost a synchronisation per parameter
-        return [value for state in self.updater.optimizer.state.values() for value in state.values() if value.ndim > 0]
+    def _reshard(self) -> None:
+        for model in (self.policy, self.reference):
+            if model is not None:
+                reshard(model)
 
-    def _saved_weights(self, info: dict[str, Any]) -> list[tuple[str, torch.nn.Parameter]]:
-        """What a checkpoint with this `info` holds, awake; collective if the reference is not loaded yet."""
+    def _tensors(self, tag: Tag) -> list[torch.Tensor]:
+        if tag == "optimizer":
+            tensors = tensors_of_optimizer(self.updater.optimizer) if self.role == "actor" else []
+        else:
+            model = self.policy if tag == "parameters" else self.reference
+            tensors = [] if model is None else tensors_of_model(model)
+        # what fsdp.cpu_offload keeps on the host is where sleep would put it
+        return [tensor for tensor in tensors if tensor.device.type == self.mesh.device.type]
+
+    def _saved_weights(self, with_reference: bool) -> list[tuple[str, torch.nn.Parameter]]:
+        """What a checkpoint holds, awake; collective if the reference is asked for and not loaded yet."""
         named = self.policy.named_weights()
-        if info["reference_follows"]:
+        if with_reference:
             self._require_reference()
             assert self.reference is not None
             self.wake_up(("reference",))
             named += [(f"reference.{name}", parameter) for name, parameter in self.reference.named_weights()]
         return named
-
-    def _checkpoints(self) -> CheckpointStore:
-        if self.config.run.dir is None:
-            raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        return CheckpointStore(self.config.run.dir / "checkpoints")
-
-
-def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
-    return None if values is None else torch.tensor(values)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from slimefsdp.attention.plan import AttentionPlan, attention_plan
-from slimefsdp.data.layout import zigzag_layout
+from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, pack
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss.objective import Objective, TokenInputs
@@ -26,16 +25,21 @@ class MicroBatch:
 
     packed: PackedBatch
     share: LocalShare
-    attention: AttentionPlan
+    attend: PackAttention
 
 
 def micro_batches(
-    batch: RolloutBatch, samples: Sequence[np.ndarray], mesh: Mesh, *, trained_only: bool
+    batch: RolloutBatch, samples: Sequence[np.ndarray], attention: Attention, mesh: Mesh, *, trained_only: bool
 ) -> Iterator[MicroBatch]:
-    """This rank's packs, one after the other."""
+    """This rank's packs, one after the other.
+
+    Args:
+        attention: of the policy that will evaluate them.
+    """
     for indices in samples:
-        packed = pack(batch, indices, trained_only=trained_only)
-        share = local_share(packed, zigzag_layout(packed.cu_seqlens, mesh.cp), mesh.cp_rank)
+        packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple)
+        layout = attention.layout(packed.cu_seqlens)
+        share = local_share(packed, layout, mesh.cp_rank)
         on_device = LocalShare(
             tokens=share.tokens.to(mesh.device, non_blocking=True),
             positions=share.positions.to(mesh.device, non_blocking=True),
@@ -44,7 +48,7 @@ def micro_batches(
             targets=share.targets.to(mesh.device, non_blocking=True),
             pairs=share.pairs.to(mesh.device, non_blocking=True),
         )
-        yield MicroBatch(packed, on_device, attention_plan(share.pieces, mesh.device))
+        yield MicroBatch(packed, on_device, attention.for_pack(layout, mesh.device))
 
 
 def evaluate(
@@ -53,7 +57,7 @@ def evaluate(
     """Log-probs and entropies of all pairs of the pack, [pairs] each, on every cp rank."""
     share = micro_batch.share
     log_probs, entropy = policy(
-        share.tokens, share.positions, micro_batch.attention, share.rows, share.targets,
+        share.tokens, share.positions, micro_batch.attend, share.rows, share.targets,
         temperature=temperature, with_entropy=True, entropy_grad=entropy_grad,
     )  # fmt: skip
     num_pairs = len(micro_batch.packed.rows)
@@ -77,7 +81,7 @@ def log_probs_of_packs(
         trained_only: only tokens under the loss mask.
     """
     result: torch.Tensor | None = None
-    for micro_batch in micro_batches(batch, samples, mesh, trained_only=trained_only):
+    for micro_batch in micro_batches(batch, samples, policy.attention, mesh, trained_only=trained_only):
         values = torch.stack(evaluate(policy, micro_batch, mesh, temperature=temperature))
         if result is None:
             result = values.new_zeros(2, batch.num_response_tokens)
@@ -101,20 +105,22 @@ def accumulate_gradients(
     sums: MetricSums,
     *,
     temperature: float,
+    loss_scale: float = 1.0,
 ) -> None:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
     Args:
         inputs: per response token of the batch, [R], on the CPU.
         sums: receives this rank's metrics.
+        loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
     """
-    for micro_batch in micro_batches(batch, samples, mesh, trained_only=True):
+    for micro_batch in micro_batches(batch, samples, policy.attention, mesh, trained_only=True):
         log_probs, entropy = evaluate(
             policy, micro_batch, mesh, temperature=temperature, entropy_grad=objective.entropy_coefficient != 0
         )
         here = inputs.at(micro_batch.packed.response_index).to(mesh.device, log_probs.dtype)
         loss = objective(log_probs, entropy, here, sums)
-        loss.backward()
+        (loss * loss_scale).backward()
 
 
 def reshard(policy: PolicyModel) -> None:

@@ -70,6 +70,15 @@ BAD_OVERRIDES = {
     "run.seed=[1]": ["run.seed=[1]", WHOLE],
     "run.steps=x": ["run.steps='x'", WHOLE],
     "mesh.dp=.inf": ["mesh.dp=.inf", WHOLE],
+    "mesh.dp=automatic": ["mesh.dp='automatic'", WHOLE, "or auto"],
+    "mesh.dp=true": ["mesh.dp=true", WHOLE],
+    "mesh.dp=-1": ["mesh.dp=-1 must be at least 1", "raise it"],
+    "mesh.dp_replicate=auto": ["mesh.dp_replicate='auto'", WHOLE],
+    "fsdp.wrap_layers=Qwen3MLP": ["fsdp.wrap_layers='Qwen3MLP'", "list of module class names", "[Qwen3DecoderLayer"],
+    "fsdp.wrap_layers=[]": ["fsdp.wrap_layers=[]", "list of module class names"],
+    "fsdp.wrap_layers=[a.b]": ["fsdp.wrap_layers=['a.b']", "list of module class names"],
+    "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full', 'keep_parameters' or 'replicate'"],
+    "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none', 'full' or 'selective'"],
     "optim.lr=": ["optim.lr=null", NUMBER, "1e-6"],
     "optim.lr=1e": ["optim.lr='1e'", NUMBER],
     "optim.lr=1e-6,": ["optim.lr='1e-6,'", NUMBER],
@@ -98,7 +107,7 @@ BAD_OVERRIDES = {
     "loss.reduction=token-mean": ["loss.reduction='token-mean'", "'token_mean', 'sequence_mean' or 'constant'"],
     "loss.kl_estimator=3": ["loss.kl_estimator=3", "'k1', 'k2' or 'k3'"],
     "mesh.device=tpu": ["mesh.device='tpu'", "'auto', 'cpu' or 'cuda'"],
-    "precision.compute_dtype=float16": ["precision.compute_dtype='float16'", "'bfloat16', 'float32' or 'float64'"],
+    "precision.compute_dtype=fp16": ["precision.compute_dtype='fp16'", "'bfloat16', 'float16', 'float32' or"],
     # out of range
     "run.seed=-1": ["run.seed=-1 must be at least 0", "raise it"],
     "run.seed=2147483648": ["run.seed=2147483648 must be below 2147483648", "lower it"],
@@ -108,6 +117,8 @@ BAD_OVERRIDES = {
     "loss.clip_low=1": ["loss.clip_low=1 must be below 1;", "lower it"],
     "optim.min_lr_ratio=1.5": ["optim.min_lr_ratio=1.5 must be at most 1;", "lower it"],
     "run.wandb_project=''": ["run.wandb_project='' must not be empty"],
+    "precision.loss_scale_init=0": ["precision.loss_scale_init=0 must be at least 1"],
+    "precision.loss_scale_init=3": ["precision.loss_scale_init=3", "power of two", "65536"],
     # betas
     **{
         f"optim.betas={value}": [f"optim.betas={value}", "two numbers in [0, 1)", "[0.9, 0.95]"]
@@ -126,13 +137,13 @@ BAD_OVERRIDES = {
     "optim={}": ["optim.total_updates is required", "add it"],
     # unknown names
     "mesh.dpp=3": ["mesh.dpp=3 is not a setting", "did you mean mesh.dp?"],
-    "optim.learnig_rate=3": ["optim.learnig_rate=3 is not a setting", "use one of betas, eps, lr, max_grad_norm"],
+    "optim.learnig_rate=3": ["optim.learnig_rate=3 is not a setting", "use one of betas, eps, log_layer_norms, lr, "],
     "optim.max_grad_nrm=1": ["did you mean optim.max_grad_norm"],
     "lr=3": ["lr=3 is not a setting", "did you mean optim.lr?"],
     "optim.temperature=1": ["optim.temperature=1 is not a setting", "did you mean rollout.temperature"],
     "samples_per_prompt=2": ["did you mean rollout.samples_per_prompt or evaluation.samples_per_prompt?"],
     "opt.lr=3": ["opt={'lr': 3} is not a setting", "did you mean optim?"],
-    "zzz=3": ["zzz=3 is not a setting", "use one of algorithm, batch, "],
+    "zzz=3": ["zzz=3 is not a setting", "use one of algorithm, attention, batch, "],
     "__class__.x=3": ["__class__={'x': 3} is not a setting"],
     "model.model_config=3": ["model.model_config=3 is not a setting"],
     "run.zzz=" + "x" * 5000: ["run.zzz='xxx", "is not a setting"],
@@ -211,7 +222,30 @@ def test_every_setting_refuses_the_wrong_type_under_its_own_name(section):
 
 # the name of a validator, settings it accepts, settings it refuses, and what it then says
 RULES = [
-    ("context_parallel_attention_is_not_there_yet", {"mesh__cp": 1}, {"mesh__cp": 2}, ["mesh.cp=2", "set mesh.cp=1"]),
+    (
+        "every_nth_layer_belongs_to_activation_checkpointing",
+        {"model__activation_checkpointing": True, "model__checkpoint_every_n_layers": 2},
+        {"model__activation_checkpointing": False, "model__checkpoint_every_n_layers": 2},
+        ["model.checkpoint_every_n_layers=2", "model.activation_checkpointing=none", "remove it"],
+    ),
+    (
+        "compiled_layers_are_recomputed_whole",
+        {"model__activation_checkpointing": "full", "model__compile": True},
+        {"model__activation_checkpointing": "selective", "model__compile": True},
+        ["model.activation_checkpointing=selective", "model.compile=true", "use full or none"],
+    ),
+    (
+        "units_are_chosen_in_one_way",
+        {"fsdp__wrap_layers": ["Qwen3MLP"]},
+        {"fsdp__wrap_layers": ["Qwen3MLP"], "fsdp__wrap_min_parameters": 1000},
+        ["fsdp.wrap_min_parameters=1000", "fsdp.wrap_layers=['Qwen3MLP']", "remove one"],
+    ),
+    (
+        "a_group_of_its_own_leaves_auto_a_number",
+        {"mesh__dp": "auto", "reference__placement": "group", "reference__dp": 1},
+        {"mesh__dp": "auto", "reference__placement": "group"},
+        ["mesh.dp=auto", "reference.placement=group", "set reference.dp"],
+    ),
     (
         "constant_length_belongs_to_reduction_constant",
         {"loss__reduction": "constant", "loss__constant_length": 5},
@@ -255,10 +289,10 @@ RULES = [
         ["reference.dp=2", "set reference.placement=group"],
     ),
     (
-        "cuda_kernels_take_half_precision",
-        {"mesh__device": "cuda", "precision__compute_dtype": "bfloat16"},
-        {"mesh__device": "cuda", "precision__compute_dtype": "float32"},
-        ["precision.compute_dtype=float32", "use bfloat16 there, or mesh.device=cpu"],
+        "loss_scaling_belongs_to_float16",
+        {"precision__compute_dtype": "float16", "precision__loss_scale_init": 1024},
+        {"precision__compute_dtype": "bfloat16", "precision__loss_scale_growth_interval": 5},
+        ["precision.loss_scale_growth_interval=5", "precision.compute_dtype=bfloat16", "remove it"],
     ),
     (
         "the_schedule_covers_the_run",
@@ -311,6 +345,30 @@ def test_settings_are_frozen_and_plain_json_gives_them_back():
     with pytest.raises(ValueError, match="frozen"):
         config.optim.lr = 1.0
     assert config_from_dict(config.model_dump(mode="json")) == config
+
+
+def test_auto_becomes_what_the_ranks_leave_and_the_settings_stay_frozen():
+    config = settings(mesh__dp="auto", mesh__cp=2, mesh__dp_replicate=2)
+    for wanted in ("ranks", "data_ranks", "actor_mesh"):
+        assert refusal(getattr, config, wanted).field == "mesh.dp"
+    resolved = config.with_ranks(12)
+    assert (resolved.mesh.dp, resolved.data_ranks, resolved.ranks, resolved.actor_mesh) == (3, 6, 12, (2, 3))
+    assert config.mesh.dp == "auto" and resolved.with_ranks(4) is resolved
+    assert config_from_dict(resolved.model_dump(mode="json", exclude_unset=True)) == resolved
+    for ranks in (0, 2, 6, 7):
+        error = refusal(config.with_ranks, ranks)
+        assert (
+            error.field == "mesh.dp"
+            and f"{ranks} ranks" in str(error)
+            and "mesh.dp_replicate=2 x mesh.cp=2" in str(error)
+        )
+
+
+def test_a_reference_group_has_the_actors_mesh_unless_it_has_a_size_of_its_own():
+    config = settings(mesh__dp=3, mesh__cp=2, mesh__dp_replicate=2, reference__placement="group")
+    assert config.reference_mesh == (2, 3) and config.reference_ranks == config.ranks == 12
+    config = settings(mesh__dp=3, mesh__cp=2, mesh__dp_replicate=2, reference__placement="group", reference__dp=1)
+    assert config.reference_mesh == (1, 1) and config.reference_ranks == 2
 
 
 READY = {"run__dir": "d", "run__steps": 1, "data__train": "t"}
@@ -386,6 +444,7 @@ def test_the_document_has_a_described_row_for_every_setting(script):
         (Annotated[str, Field(min_length=1)] | None, [], "text \\| `null`"),
         (bool, [], "`true` \\| `false`"),
         (Path, [], "path"),
+        (tuple[str, ...], [], "[text, ...]"),
     ],
 )
 def test_types_are_rendered_for_people(script, annotation, constraints, text):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.cost import CostModel
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError
@@ -18,6 +20,7 @@ from slimefsdp.phase import (
     batch_digest,
     check_batch,
     check_plan,
+    cost_model_of,
     plan_everything,
     plan_training,
     response_advantages,
@@ -78,6 +81,14 @@ def test_a_sample_over_the_budget_is_named_with_the_budget_that_would_do() -> No
         assert field == "lengths" and f"sample {BATCH.lengths.argmax()} has {longest} tokens" in message
         assert f"batch.max_tokens_per_rank to {longest}" in hint
     check_batch(settings(batch={"max_tokens_per_rank": longest}), BATCH, VOCAB, loss="policy")
+
+
+def test_a_sample_longer_than_the_positions_that_the_model_learned_is_named() -> None:
+    longest = int(BATCH.lengths.max())
+    with pytest.raises(BatchError, match=f"has {longest} tokens, the model learned {longest - 1} positions") as caught:
+        check_batch(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest - 1)
+    assert caught.value.field == "lengths" and f"sample {BATCH.lengths.argmax()} " in caught.value.message
+    check_batch(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest)
 
 
 def test_sampling_at_another_temperature_is_refused() -> None:
@@ -180,7 +191,7 @@ def test_a_phase_of_several_updates_is_shuffled_and_the_same_batch_always_the_sa
 
 
 def test_log_probs_are_planned_for_every_sample_in_one_update() -> None:
-    plan = plan_everything(BATCH, dp=2, max_pack_tokens=16)
+    plan = plan_everything(settings(), BATCH, data_ranks=2)
     assert len(plan.updates) == 1 and planned_samples(plan) == list(range(10)) and plan.num_dropped == 0
     assert all(BATCH.lengths[pack].sum() <= 16 for packs in plan.updates[0] for pack in packs)
 
@@ -220,3 +231,29 @@ def test_a_plan_made_for_another_batch_never_breaks_the_cap() -> None:
         with pytest.raises(BatchError) as caught:
             check_plan(wrong, batch, dp=dp, max_pack_tokens=limit)
         assert caught.value.field == "plan"
+
+
+def test_ranks_are_balanced_by_the_cost_of_this_model_on_this_mesh(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, '
+        '"head_dim": 64, "intermediate_size": 8}'
+    )
+    config = settings(model={"path": str(tmp_path)}, mesh={"dp": 2}, batch={"max_tokens_per_rank": 200})
+    # so small a model has nothing to do but attention: one sample of 90 tokens takes longer than six of 30
+    assert cost_model_of(config).quadratic > 0.01 > cost_model_of(settings()).quadratic == CostModel().quadratic
+    samples = [{"tokens": [1] * n, "response_length": 1, "reward": float(n), "group_id": 0} for n in [90, *[30] * 6]]
+    batch = RolloutBatch.from_samples(samples)
+    (update,) = plan_training(config, batch).updates
+    assert sorted(batch.lengths[np.concatenate(rank)].tolist() for rank in update) == [[30] * 6, [90]]
+    (by_tokens,) = plan_training(config, batch, CostModel(quadratic=0.0)).updates
+    assert sorted(batch.lengths[np.concatenate(rank)].sum() for rank in by_tokens) == [120, 150]
+
+
+def test_under_cp_packs_are_planned_for_all_ranks_that_share_them() -> None:
+    config = settings(mesh={"dp": 2, "cp": 4}, batch={"max_tokens_per_rank": 100})
+    samples = [{"tokens": [1] * n, "response_length": 1, "reward": float(n), "group_id": 0} for n in [101, *[100] * 4]]
+    batch = RolloutBatch.from_samples(samples)
+    # 101 tokens fit no rank and are cut, which makes them send; see tests/data/test_plan.py
+    plan = plan_training(config, batch, CostModel(quadratic=0.0, wire=1.0))
+    assert plan.max_pack_tokens == 400
+    assert sorted(batch.lengths[np.concatenate(rank)].tolist() for rank in plan.updates[0]) == [[100] * 4, [101]]

@@ -92,12 +92,24 @@ def twenty_cycles(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> 
             "host": host}  # fmt: skip
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_training_is_bit_identical_with_twenty_sleeps_in_between(tied_folder: Path, ranks: RankPool, dp: int) -> None:
-    config = settings(tied_folder, mesh={"dp": dp}, loss={"kl_coefficient": 0.1})
+SPREADS: dict[str, dict[str, Any]] = {
+    "one rank": {"mesh": {"dp": 1}},
+    "two shards": {"mesh": {"dp": 2}},
+    "two copies": {"mesh": {"dp_replicate": 2}},
+    "parameters kept": {"mesh": {"dp": 2}, "fsdp": {"sharding": "keep_parameters"}},
+    "whole on every rank": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
+    "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_training_is_bit_identical_with_twenty_sleeps_in_between(
+    tied_folder: Path, ranks: RankPool, spread: str
+) -> None:
+    config = settings(tied_folder, **SPREADS[spread], loss={"kl_coefficient": 0.1})
     batches = [fresh_batch(seed) for seed in range(2)]
-    metrics, weights = ranks.run(dp, phases_then_weights, config, batches * 10)[0]
-    for result in ranks.run(dp, twenty_cycles, config, batches):
+    metrics, weights = ranks.run(config.ranks, phases_then_weights, config, batches * 10)[0]
+    for result in ranks.run(config.ranks, twenty_cycles, config, batches):
         assert result["losses"] == hex_losses(metrics) and result["weights"] == weights
         assert result["freed"] and result["idempotent"] and result["restored"] and result["same_objects"]
         assert len(set(result["host"][4:])) == 1  # host buffers are made once and reused
@@ -123,17 +135,21 @@ def calls_on_a_sleeping_trainer(rank: int, config: RunConfig, batch: RolloutBatc
     asleep("save", lambda: trainer.save(1))
     asleep("load", trainer.load)
     asleep("update_weights", lambda: trainer.update_weights([receiver]))
+    full = {name: p.full_tensor() for name, p in trainer.policy.named_weights()}
+    received = dict(model.named_parameters())
+    same_weights = all(torch.equal(received[name], weight) for name, weight in full.items())
     asleep("update_ref", trainer.update_ref)
     asleep("export_hf", lambda: trainer.export_hf(export))
     same += [np.array_equal(trainer.compute_log_probs(batch, model).log_probs, now) for model in ("actor", "ref")]
+    same.append(same_weights == (torch.distributed.get_rank() == 0))  # rank 0 alone talks to receivers
     unknown = [error_of(lambda call=call: call(("weights",))) for call in (trainer.sleep, trainer.wake_up)]
     return {"asleep_after": asleep_after, "same": same, "unknown": unknown, "asleep": trainer.memory().asleep}
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-def test_calls_wake_what_they_need_and_no_more(folder: Path, ranks: RankPool, tmp_path: Path, dp: int) -> None:
-    config = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, loss={"kl_coefficient": 0.1})
-    for result in ranks.run(dp, calls_on_a_sleeping_trainer, config, fresh_batch(), tmp_path / "exported"):
+@pytest.mark.parametrize("spread", SPREADS)
+def test_calls_wake_what_they_need_and_no_more(folder: Path, ranks: RankPool, tmp_path: Path, spread: str) -> None:
+    config = settings(folder, **SPREADS[spread], run={"dir": str(tmp_path)}, loss={"kl_coefficient": 0.1})
+    for result in ranks.run(config.ranks, calls_on_a_sleeping_trainer, config, fresh_batch(), tmp_path / "exported"):
         reference, moments = ("reference",), ("optimizer", "reference")
         assert result["asleep_after"] == {
             "log_probs": moments, "forward_backward": moments, "optimizer_step": reference, "save": reference,
@@ -173,20 +189,22 @@ def resumed_run(rank: int, config: RunConfig, batches: list[RolloutBatch], step:
             "weights": fingerprint(trainer.policy), "random": torch.rand(1).item()}  # fmt: skip
 
 
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "spread, optimizer",
+    [("one rank", "adamw"), ("one rank", "sgd"), *((spread, "adamw") for spread in SPREADS if spread != "one rank")],
+)
 def test_a_resumed_run_has_the_same_losses_to_the_bit(
-    tied_folder: Path, ranks: RankPool, tmp_path: Path, dp: int, optimizer: str
+    tied_folder: Path, ranks: RankPool, tmp_path: Path, spread: str, optimizer: str
 ) -> None:
     optim = {"name": optimizer, "schedule": "cosine", "warmup_updates": 3, "total_updates": 12}
     config = settings(
-        tied_folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4}
+        tied_folder, **SPREADS[spread], run={"dir": str(tmp_path)}, optim=optim, batch={"samples_per_update": 4}
     )
     batches = [fresh_batch(seed) for seed in range(5)]
-    straight = ranks.run(dp, saving_run, config, batches, [2])
+    straight = ranks.run(config.ranks, saving_run, config, batches, [2])
     metrics, path, at_save, end, _ = straight[0]
     assert path == tmp_path / "checkpoints" / "step_00000002" and path.is_dir()
-    for rank, result in enumerate(ranks.run(dp, resumed_run, config, batches[2:], 2)):
+    for rank, result in enumerate(ranks.run(config.ranks, resumed_run, config, batches[2:], 2)):
         assert result["random"] == straight[rank][4]  # and so each rank's generator
         assert result["loop_state"] == {"step": 2, "seeds": [1, 2]}
         assert result["loaded"] == at_save[2] and result["updates"] == 4 and not result["warnings"]
@@ -202,6 +220,30 @@ def test_another_number_of_ranks_loads_the_same_weights_and_trains_on(
     for dp in (1, 4):
         on_others = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)})
         for result in ranks.run(dp, resumed_run, on_others, batches[2:], "latest"):
+            assert result["loaded"] == at_save[2]
+            # the moments came along too, else AdamW's third step would be another one
+            assert float.fromhex(result["losses"][0]) == pytest.approx(metrics[2]["loss"], abs=1e-5)
+
+
+def test_any_mesh_reads_what_any_mesh_wrote_and_one_copy_writes(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+    batches = [fresh_batch(seed) for seed in range(3)]
+    meshes: list[tuple[int, dict[str, Any]]] = [
+        (4, {"mesh": {"dp_replicate": 2, "dp": 2}}),
+        (4, {"mesh": {"dp_replicate": 2, "cp": 2}}),
+        (2, {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}}),
+        (2, {"mesh": {"dp_replicate": 2}}),
+        (1, {"mesh": {"dp": 1}}),
+    ]
+    for number, (world, sections) in enumerate(meshes):
+        run = {"dir": str(tmp_path / str(number))}
+        config = settings(folder, **sections, run=run)
+        metrics, path, at_save, *_ = ranks.run(world, saving_run, config, batches, [2])[0]
+        shards = 2 if (world, number) in ((4, 0), (4, 1)) else 1
+        sizes = [(path / f"rank_{rank:05d}.safetensors").stat().st_size for rank in range(world)]
+        assert all(size > 10_000 for size in sizes[:shards]) and all(size < 100 for size in sizes[shards:])
+        world, sections = meshes[(number + 1) % len(meshes)]
+        elsewhere = settings(folder, **sections, run=run)
+        for result in ranks.run(world, resumed_run, elsewhere, batches[2:], "latest"):
             assert result["loaded"] == at_save[2]
             # the moments came along too, else AdamW's third step would be another one
             assert float.fromhex(result["losses"][0]) == pytest.approx(metrics[2]["loss"], abs=1e-5)
@@ -314,14 +356,14 @@ def export_twice(rank: int, config: RunConfig, batch: RolloutBatch, target: Path
             "loss": trainer.train_step(batch)["loss"]}  # fmt: skip
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("kind", ["folder", "tied_folder"])
 def test_an_export_opens_in_transformers_with_the_trained_weights(
-    request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, dp: int, kind: str
+    request: pytest.FixtureRequest, ranks: RankPool, tmp_path: Path, spread: str, kind: str
 ) -> None:
     folder = request.getfixturevalue(kind)
-    config, batch = settings(folder, mesh={"dp": dp}), fresh_batch()
-    for result in ranks.run(dp, export_twice, config, batch, tmp_path / "exported"):
+    config, batch = settings(folder, **SPREADS[spread]), fresh_batch()
+    for result in ranks.run(config.ranks, export_twice, config, batch, tmp_path / "exported"):
         assert isinstance(result["again"], CheckpointError) and result["untouched"] and np.isfinite(result["loss"])
     model = AutoModelForCausalLM.from_pretrained(result["path"])
     exported = dict(model.named_parameters())

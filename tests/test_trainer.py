@@ -545,6 +545,20 @@ def test_ranks_that_do_not_fit_the_mesh_are_refused(folder: Path, ranks: RankPoo
     assert caught.value.field == "mesh.dp" and f"mesh.dp={started}" in caught.value.hint
 
 
+def resolved_mesh(rank: int, config: RunConfig) -> tuple[int, tuple[int, int]]:
+    trainer = Trainer(config, device=CPU)
+    return trainer.mesh.data_ranks, trainer.config.actor_mesh
+
+
+def test_auto_takes_the_ranks_that_were_started(folder: Path, ranks: RankPool) -> None:
+    config = settings(folder, mesh={"dp": "auto", "dp_replicate": 2})
+    assert ranks.run(4, resolved_mesh, config) == [(4, (2, 2))] * 4
+    assert ranks.run(2, resolved_mesh, config) == [(2, (2, 1))] * 2
+    with pytest.raises(ConfigError, match="3 ranks are no multiple of") as caught:
+        ranks.run(3, resolved_mesh, config)
+    assert caught.value.field == "mesh.dp"
+
+
 def calls_on_a_reference_group(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[Any], np.ndarray]:
     trainer = Trainer(config, "ref", device=CPU)
     calls = [lambda: trainer.train_step(batch), trainer.optimizer_step, lambda: trainer.save(1), trainer.load,

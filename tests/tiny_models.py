@@ -22,6 +22,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+ABSENT = object()  # a size that an architecture has no field for
 ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {}),
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
@@ -36,13 +37,74 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         transformers.Gemma3TextConfig,
         {"sliding_window": 8, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ),
+    "gemma2": (
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config,
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 2.0,  # low, so that the caps bend what they are applied to
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gpt2": (
+        transformers.GPT2LMHeadModel,
+        transformers.GPT2Config,
+        {"num_key_value_heads": ABSENT, "head_dim": ABSENT, "intermediate_size": ABSENT, "n_inner": 56},
+    ),
+    "phi3": (
+        transformers.Phi3ForCausalLM,
+        transformers.Phi3Config,
+        {
+            "head_dim": ABSENT,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "olmo2": (transformers.Olmo2ForCausalLM, transformers.Olmo2Config, {}),
+    "glm4": (
+        transformers.Glm4ForCausalLM,
+        transformers.Glm4Config,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
+    # five experts: on two or four ranks some hold more than others, on eight some hold none
+    "qwen3_moe": (
+        transformers.Qwen3MoeForCausalLM,
+        transformers.Qwen3MoeConfig,
+        {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "mixtral": (
+        transformers.MixtralForCausalLM,
+        transformers.MixtralConfig,
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
+    "gpt_oss": (
+        transformers.GptOssForCausalLM,
+        transformers.GptOssConfig,
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "truncate": False,
+            },
+        },
+    ),
 }
 
 
 def tiny_model(kind: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A random model whose norms and biases are random too (at their usual ones and zeros, errors would hide)."""
     model_class, config_class, special = ARCHITECTURES[kind]
-    config = config_class(**{**SIZES, "tie_word_embeddings": False, **special, **changes})
+    fields = {**SIZES, "tie_word_embeddings": False, **special, **changes}
+    config = config_class(**{name: value for name, value in fields.items() if value is not ABSENT})
     torch.manual_seed(seed)
     model = model_class(config)
     with torch.no_grad():

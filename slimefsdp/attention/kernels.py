@@ -1,84 +1,88 @@
-"""Variable-length attention with its log-sum-exp, forward and backward: one interface, a CPU and a CUDA kernel.
+"""Variable-length attention with its log-sum-exp, forward and backward: one interface, several kernels.
 
-Both come with torch, so nothing needs compiling. `varlen_backward` takes the output and log-sum-exp it is given rather
-than recomputing them, which is what lets several calls over different keys be merged and differentiated together.
+torch's own flash kernels serve the CPU and CUDA, so nothing needs compiling; what they lack (soft-capped scores, wide
+heads, float32 on CUDA) goes to a kernel in plain torch, and the flash-attn package is taken where it is asked for.
+`varlen_backward` takes the output and log-sum-exp it is given rather than recomputing them, which is what lets several
+calls over different keys be merged and differentiated together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Literal
 
 import torch
 
+from slimefsdp.attention import flash_attn_package, plain
 from slimefsdp.attention.plan import CallPlan
-from slimefsdp.errors import ConfigError
+
+KernelName = Literal["torch", "flash_attn"]
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_HALVES = (torch.bfloat16, torch.float16)
+_MAX_FLASH_HEAD_DIM = 256
+_BAND = 512  # query rows per masked call without a window; a mask is [band, keys]
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How a query scores a key, and which keys it sees in a causal call."""
+
+    scale: float  # factor on the products
+    window: int | None = None  # a query sees only so many newest keys, itself included, as in Hugging Face
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap), as in Gemma 2
+    kernel: KernelName = "torch"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What the backward needs from the forward beyond its inputs and output."""
 
-    lse: torch.Tensor  # [heads, tokens] natural log
-    rng_state: torch.Tensor | None = None  # the CUDA kernel hands these through
+    lse: torch.Tensor  # [heads, tokens] natural log, at least float32
+    rng_state: torch.Tensor | None = None  # torch's CUDA kernel hands these through
     unused: torch.Tensor | None = None
 
 
-def check_kernel(device: torch.device, dtype: torch.dtype) -> None:
-    """Whether there is a kernel for this dtype on this device.
-
-    Raises:
-        ConfigError: naming `precision.compute_dtype`.
-    """
-    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"precision.compute_dtype={str(dtype).removeprefix('torch.')} has no variable-length kernel on CUDA",
-            field="precision.compute_dtype",
-            hint="use bfloat16 there, or mesh.device=cpu",
-        )
-
-
 def varlen_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    call: CallPlan,
-    *,
-    causal: bool,
-    scale: float,
-    window: int | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: Scoring, *, causal: bool
 ) -> tuple[torch.Tensor, Saved]:
     """Attention of each query segment over its key segment.
 
     Args:
         q: [q_tokens, heads, head_dim].
         k, v: [k_tokens, kv_heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
-        call: the segments.
-        causal: query i of a segment sees keys 0..i; its query and key segments must then be equally long, since CPU
-            and CUDA kernels align unequal ones at different ends.
-        scale: factor on the scores.
-        window: for causal calls alone: a query sees only the `window` newest keys, itself included, as in Hugging Face.
+        call: the segments; without any, the result is empty.
+        causal: query and key segments end together, and a query sees no key behind itself: with n more keys than
+            queries, query i sees keys 0..i + n.
 
     Returns:
         out [q_tokens, heads, head_dim] in q's dtype, and what the backward needs.
     """
-    _check(call, causal, window)
-    if q.device.type == "cuda":
+    _check(call, causal, scoring)
+    if call.is_empty:
+        return torch.empty_like(q), Saved(q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype)))
+    kernel = _kernel_for(q, scoring)
+    if kernel == "plain":
+        out, lse = plain.forward(q, k, v, call, scoring, causal=causal)
+        return out, Saved(lse)
+    if kernel == "flash_attn":
+        out, lse = flash_attn_package.forward(q, k, v, call, scoring, causal=causal)
+        return out, Saved(lse)
+    if kernel == "cuda":
         out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal, False,
-            scale=scale, window_size_left=_left(window), window_size_right=_right(window),
+            scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return out, Saved(lse, rng_state, unused)
     out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
-    for qs, ks, mask in _segments(call, window, q.dtype):
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q.dtype))
+    for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
         segment_out, segment_lse = _cpu_forward(
             _heads_first(q[qs]), _heads_first(k[ks]), _heads_first(v[ks]),
-            0.0, causal and mask is None, attn_mask=mask, scale=scale,
+            0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
         )  # fmt: skip
         out[qs] = segment_out[0].transpose(0, 1)
         lse[:, qs] = segment_lse[0]
@@ -93,31 +97,37 @@ def varlen_backward(
     out: torch.Tensor,
     saved: Saved,
     call: CallPlan,
+    scoring: Scoring,
     *,
     causal: bool,
-    scale: float,
-    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v, in their shapes and dtypes, for the `out` and log-sum-exp given."""
-    _check(call, causal, window)
-    if q.device.type == "cuda":
+    _check(call, causal, scoring)
+    if call.is_empty:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kernel = _kernel_for(q, scoring)
+    if kernel == "plain":
+        return plain.backward(grad_out, q, k, v, out, saved.lse, call, scoring, causal=causal)
+    if kernel == "flash_attn":
+        return flash_attn_package.backward(grad_out, q, k, v, out, saved.lse, call, scoring, causal=causal)
+    if kernel == "cuda":
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out, q, k, v, out, saved.lse, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal,
             saved.rng_state, saved.unused,
-            scale=scale, window_size_left=_left(window), window_size_right=_right(window),
+            scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return dq, dk, dv
     dq = torch.empty_like(q)
-    # windows make neighbouring query blocks share keys, so those gradients add up
+    # bands of one segment share keys, so those gradients add up
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     group = q.shape[1] // k.shape[1]
-    for qs, ks, mask in _segments(call, window, q.dtype):
+    for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
         # the CPU backward returns one gradient per query head, so it is given one key head per query head
         gq, gk, gv = _cpu_backward(
             _heads_first(grad_out[qs]), _heads_first(q[qs]),
             _heads_first(k[ks].repeat_interleave(group, 1)), _heads_first(v[ks].repeat_interleave(group, 1)),
             _heads_first(out[qs]), saved.lse[:, qs].unsqueeze(0), 0.0, causal and mask is None,
-            attn_mask=mask, scale=scale,
+            attn_mask=mask, scale=scoring.scale,
         )  # fmt: skip
         dq[qs] = gq[0].transpose(0, 1)
         dk[ks] += _sum_groups(gk[0], group)
@@ -125,49 +135,34 @@ def varlen_backward(
     return dq, dk, dv
 
 
-class PackedAttention(torch.autograd.Function):
-    """Causal attention inside each segment of a pack; see `varlen_forward` for shapes."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        call: CallPlan,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        out, saved = varlen_forward(q, k, v, call, causal=True, scale=scale, window=window)
-        extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
-        ctx.save_for_backward(q, k, v, out, saved.lse, *extra)
-        ctx.call, ctx.scale, ctx.window = call, scale, window
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, *rest = ctx.saved_tensors
-        dq, dk, dv = varlen_backward(
-            grads[0].contiguous(), q, k, v, out, Saved(*rest), ctx.call,
-            causal=True, scale=ctx.scale, window=ctx.window,
-        )  # fmt: skip
-        return dq, dk, dv, None, None, None
+def _kernel_for(q: torch.Tensor, scoring: Scoring) -> Literal["cpu", "cuda", "plain", "flash_attn"]:
+    """Which kernel computes a call; the same one in forward and backward."""
+    if scoring.kernel == "flash_attn":
+        return "flash_attn"
+    if scoring.softcap is not None:
+        return "plain"
+    if q.device.type == "cpu":
+        return "cpu"
+    return "cuda" if q.dtype in _HALVES and q.shape[-1] <= _MAX_FLASH_HEAD_DIM else "plain"
 
 
-packed_attention: Callable[..., torch.Tensor] = PackedAttention.apply
+def _check(call: CallPlan, causal: bool, scoring: Scoring) -> None:
+    sizes = zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True)
+    assert not causal or all(q1 - q0 <= k1 - k0 for (q0, q1), (k0, k1) in sizes), "a causal call over too few keys"
+    assert causal or scoring.window is None, "a window in a call that is not causal"
 
 
-def _check(call: CallPlan, causal: bool, window: int | None) -> None:
-    assert not causal or call.cu_q == call.cu_k, "a causal call over keys of other lengths"
-    assert causal or window is None, "a window in a call that is not causal"
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
-def _left(window: int | None) -> int | None:
-    return None if window is None else window - 1  # the kernel counts keys to the left of the query itself
+def _left(scoring: Scoring) -> int | None:
+    # the kernel counts keys to the left of the query itself
+    return None if scoring.window is None else scoring.window - 1
 
 
-def _right(window: int | None) -> int | None:
-    return None if window is None else 0
+def _right(scoring: Scoring) -> int | None:
+    return None if scoring.window is None else 0
 
 
 def _heads_first(x: torch.Tensor) -> torch.Tensor:
@@ -179,22 +174,24 @@ def _sum_groups(grad: torch.Tensor, group: int) -> torch.Tensor:
     return grad.reshape(heads // group, group, tokens, head_dim).sum(1).transpose(0, 1)
 
 
-def _segments(
-    call: CallPlan, window: int | None, dtype: torch.dtype
+def _masked_segments(
+    call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool
 ) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """The (queries, keys, additive mask) of each kernel call; a long windowed segment is cut into bands.
+    """The (queries, keys, additive mask) of each CPU kernel call.
 
-    A band's mask is [block, block + window] instead of [length, length], and there is one at a time.
+    The kernel's own causal mask aligns queries and keys at their beginning, so it serves segments of equal lengths
+    alone. Others, and long windowed ones, are cut into bands of queries with a mask each, one at a time.
     """
-    for q0, q1, k0, k1 in zip(call.cu_q[:-1], call.cu_q[1:], call.cu_k[:-1], call.cu_k[1:], strict=True):
-        if window is None or q1 - q0 <= window:
+    for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
+        queries, more = q1 - q0, (k1 - k0) - (q1 - q0)
+        if not causal or (more == 0 and (window is None or queries <= window)):
             yield slice(q0, q1), slice(k0, k1), None
             continue
-        block = max(window, 64)
-        for start in range(q0, q1, block):
-            end = min(start + block, q1)
-            first_key = max(q0, start - window + 1)
-            distance = torch.arange(start, end)[:, None] - torch.arange(first_key, end)[None, :]
-            mask = torch.zeros(distance.shape, dtype=dtype)
-            mask[(distance < 0) | (distance >= window)] = float("-inf")
-            yield slice(start, end), slice(first_key - q0 + k0, end - q0 + k0), mask
+        band = _BAND if window is None else max(window, 64)
+        for start in range(0, queries, band):
+            end = min(start + band, queries)
+            first_key = 0 if window is None else max(0, start + more - window + 1)
+            distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
+            is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            mask = torch.zeros(distance.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
+            yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + end + more), mask

@@ -1,18 +1,26 @@
-"""Which attention calls a rank makes for its share of a pack: sequences never see each other.
+"""Who attends to whom among the ranks of a pack, as variable-length calls over rows.
 
-Without context parallelism that is one causal call over the rank's own pieces, each a whole sequence. The plan travels
-through the model as the keyword `attention_plan`.
+A pack is a forest of nodes: runs of tokens, each with a parent or none. Without shared prompts every sample is a node
+of its own. The layout gives each context-parallel rank pieces of nodes, and one predicate decides everything: a piece
+sees the pieces of its node's proper ancestors, and whatever lies before it in its own node.
+
+Three plans follow from it. `RingPlan`: one causal call over the rank's own rows and at most one non-causal call per
+source of keys, to be merged by their log-sum-exps. `PathPlan`: one causal call in which every piece has its whole path
+(ancestors, then what precedes it, then itself) as keys, which is what a sliding window needs. `WholePlan`: how the rows
+of all ranks make up the pack, for strategies that split heads instead of tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from slimefsdp.data.layout import Piece
+
+Layout = Sequence[Sequence[Piece]]  # the pieces of every rank, each rank's in ascending order
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +33,19 @@ class CallPlan:
 
     cu_q: tuple[int, ...]  # [segments + 1] offsets
     cu_k: tuple[int, ...]
-    # the same offsets as int32 tensors where the kernel wants them on the device; made once, not once a layer
-    device_cu_q: torch.Tensor | None
-    device_cu_k: torch.Tensor | None
+    # the same offsets as int32 tensors on the device, as CUDA kernels want them; made once, not once a layer
+    device_cu_q: torch.Tensor
+    device_cu_k: torch.Tensor
 
     def __post_init__(self) -> None:
         assert len(self.cu_q) == len(self.cu_k), f"{len(self.cu_q)} query offsets, {len(self.cu_k)} key offsets"
         for offsets in (self.cu_q, self.cu_k):
             assert offsets[0] == 0 and all(a < b for a, b in pairwise(offsets)), f"empty segment in {offsets}"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no segment at all, as on a rank without tokens."""
+        return len(self.cu_q) == 1
 
     @property
     def max_q(self) -> int:
@@ -44,17 +57,209 @@ class CallPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """All attention calls of one rank for one pack."""
+class SourceCall:
+    """What a rank's queries see of one source's keys, all of it in their past: a non-causal call."""
 
-    own: CallPlan  # causal, over the rank's own tokens
+    segments: CallPlan
+    q_rows: torch.Tensor  # int64 [q_tokens] among the local rows
+    k_rows: torch.Tensor  # int64 [k_tokens] among the source's wire rows; for the rank itself among its local rows
 
 
-def attention_plan(pieces: Sequence[Piece], device: torch.device) -> AttentionPlan:
-    """The plan of a rank that owns `pieces`, each a whole sequence."""
-    offsets = [0]
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """The calls of one rank for one pack, keys arriving source by source."""
+
+    own: CallPlan  # causal, over the rank's own rows
+    sources: tuple[SourceCall | None, ...]  # by rank
+    wire_rows: torch.Tensor  # int64, the local rows that other ranks see, in ascending order
+    wire_counts: tuple[int, ...]  # how many rows every rank puts on the wire
+
+
+@dataclass(frozen=True, slots=True)
+class PathPlan:
+    """One causal call of one rank: queries are its rows, keys are rows of [its own rows, the others' wire rows]."""
+
+    call: CallPlan
+    key_rows: torch.Tensor  # int64 [k_tokens]
+    wire_rows: torch.Tensor
+    wire_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    """How the rows of all ranks, one rank after the other, make up the pack."""
+
+    counts: tuple[int, ...]  # rows of every rank
+    pack_to_ranks: torch.Tensor  # int64 [tokens]: the place, rank after rank, of every row of the pack
+    ranks_to_pack: torch.Tensor  # its inverse
+
+
+def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None) -> RingPlan:
+    """The plan of `rank`.
+
+    Args:
+        layout: the pieces of every rank.
+        parents: of every node; None: no node has one.
+    """
+    forest = _Forest(layout, parents)
+    lengths: list[int] = []
+    for previous, piece in zip([None, *layout[rank]], layout[rank], strict=False):
+        size = piece.end - piece.start
+        # pieces of one node are one causal segment: the later sees all of the earlier
+        if previous is not None and previous.node == piece.node:
+            lengths[-1] += size
+        else:
+            lengths.append(size)
+    wires = [forest.wire_pieces(source) for source in range(len(layout))]
+    sources = []
+    for source in range(len(layout)):
+        is_self = source == rank
+        offsets = _offsets(layout[rank] if is_self else wires[source])
+        sources.append(_source_call(forest, rank, source, offsets, device))
+    return RingPlan(
+        own=_call(lengths, lengths, device),
+        sources=tuple(sources),
+        wire_rows=_rows(wires[rank], _offsets(layout[rank]), device),
+        wire_counts=tuple(_tokens(wire) for wire in wires),
+    )
+
+
+def path_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None) -> PathPlan:
+    """The plan of `rank`; arguments as for `ring_plan`."""
+    forest = _Forest(layout, parents)
+    wires = [forest.wire_pieces(source) for source in range(len(layout))]
+    # the key buffer: own rows, then the others' wire rows, rank after rank
+    own = _offsets(layout[rank])
+    place: dict[Piece, int] = dict(own)
+    end = _tokens(layout[rank])
+    for source, wire in enumerate(wires):
+        if source != rank:
+            for piece in wire:
+                place[piece] = end
+                end += piece.end - piece.start
+    q_lengths, k_lengths, keys = [], [], []
+    for piece in layout[rank]:
+        path = [*forest.seen_by(piece, range(len(layout))), piece]
+        keys += path
+        q_lengths.append(piece.end - piece.start)
+        k_lengths.append(_tokens(path))
+    return PathPlan(
+        call=_call(q_lengths, k_lengths, device),
+        key_rows=_rows(keys, place, device),
+        wire_rows=_rows(wires[rank], own, device),
+        wire_counts=tuple(_tokens(wire) for wire in wires),
+    )
+
+
+def whole_plan(layout: Layout, device: torch.device) -> WholePlan:
+    """The same on every rank."""
+    pieces = [piece for owned in layout for piece in owned]
+    parts = [torch.arange(piece.start, piece.end) for piece in pieces]
+    ranks_to_pack = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    return WholePlan(
+        counts=tuple(_tokens(owned) for owned in layout),
+        pack_to_ranks=torch.argsort(ranks_to_pack).to(device),
+        ranks_to_pack=ranks_to_pack.to(device),
+    )
+
+
+class _Forest:
+    """The pieces of every rank by node, and the one predicate."""
+
+    def __init__(self, layout: Layout, parents: Sequence[int | None] | None) -> None:
+        self.layout = layout
+        self._parents = parents
+        self._by_node: list[dict[int, list[Piece]]] = []
+        for owned in layout:
+            pieces: dict[int, list[Piece]] = {}
+            for piece in owned:
+                pieces.setdefault(piece.node, []).append(piece)
+            self._by_node.append(pieces)
+        # where the last piece of a node begins, by rank: everything before it is seen from there
+        self._ends = [{node: parts[-1].start for node, parts in pieces.items()} for pieces in self._by_node]
+        self._ancestors_of_rank = [
+            {above for node in pieces for above in self._ancestors(node)} for pieces in self._by_node
+        ]
+
+    def seen_by(self, piece: Piece, sources: Iterable[int], *, own_node: bool = True) -> list[Piece]:
+        """The pieces of these ranks that `piece` sees, root first and in order."""
+        seen = [part for node in self._ancestors(piece.node) for part in self._parts(node, sources)]
+        if own_node:
+            seen += [part for part in self._parts(piece.node, sources) if part.end <= piece.start]
+        return seen
+
+    def wire_pieces(self, source: int) -> list[Piece]:
+        """The pieces of `source` that any other rank sees; only they travel."""
+        others = [rank for rank in range(len(self.layout)) if rank != source]
+        return [
+            piece
+            for piece in self.layout[source]
+            if any(
+                piece.node in self._ancestors_of_rank[rank] or piece.end <= self._ends[rank].get(piece.node, -1)
+                for rank in others
+            )
+        ]
+
+    def _parts(self, node: int, sources: Iterable[int]) -> list[Piece]:
+        parts = [part for source in sources for part in self._by_node[source].get(node, ())]
+        return sorted(parts, key=lambda part: part.start)
+
+    def _ancestors(self, node: int) -> list[int]:
+        above: list[int] = []
+        if self._parents is not None:
+            parent = self._parents[node]
+            while parent is not None:
+                above.append(parent)
+                parent = self._parents[parent]
+        return above[::-1]
+
+
+def _source_call(
+    forest: _Forest, rank: int, source: int, key_offsets: dict[Piece, int], device: torch.device
+) -> SourceCall | None:
+    """Pieces that see the same keys of the source share a segment."""
+    queries_of: dict[tuple[Piece, ...], list[Piece]] = {}
+    for piece in forest.layout[rank]:
+        # within the rank, a piece's own node is the causal call's affair
+        if keys := tuple(forest.seen_by(piece, (source,), own_node=source != rank)):
+            queries_of.setdefault(keys, []).append(piece)
+    if not queries_of:
+        return None
+    query_offsets = _offsets(forest.layout[rank])
+    return SourceCall(
+        segments=_call([_tokens(pieces) for pieces in queries_of.values()], [_tokens(k) for k in queries_of], device),
+        q_rows=_rows([piece for pieces in queries_of.values() for piece in pieces], query_offsets, device),
+        k_rows=_rows([piece for keys in queries_of for piece in keys], key_offsets, device),
+    )
+
+
+def _tokens(pieces: Iterable[Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces)
+
+
+def _offsets(pieces: Iterable[Piece]) -> dict[Piece, int]:
+    """Where each piece begins when they lie end to end."""
+    offsets, end = {}, 0
     for piece in pieces:
-        offsets.append(offsets[-1] + piece.end - piece.start)
-    cu = tuple(offsets)
-    on_device = torch.tensor(cu, dtype=torch.int32, device=device) if device.type == "cuda" else None
-    return AttentionPlan(own=CallPlan(cu, cu, on_device, on_device))
+        offsets[piece] = end
+        end += piece.end - piece.start
+    return offsets
+
+
+def _rows(pieces: Iterable[Piece], offsets: dict[Piece, int], device: torch.device) -> torch.Tensor:
+    parts = [torch.arange(offsets[piece], offsets[piece] + piece.end - piece.start) for piece in pieces]
+    return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _call(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> CallPlan:
+    cu_q, cu_k = _cumulative(q_lengths), _cumulative(k_lengths)
+    on_device = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k)]
+    return CallPlan(cu_q, cu_k, *on_device)
+
+
+def _cumulative(lengths: Sequence[int]) -> tuple[int, ...]:
+    total, offsets = 0, [0]
+    for length in lengths:
+        total += length
+        offsets.append(total)
+    return tuple(offsets)

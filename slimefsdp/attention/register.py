@@ -1,7 +1,7 @@
 """The one place where transformers' attention interface meets ours.
 
 A registered function is called by every attention layer with its own query, key and value, and with whatever keywords
-the model was called with; `attention_plan` is ours. The name is registered as an attention function only, not as a mask
+the model was called with; `pack_attention` is ours. The name is registered as an attention function only, not as a mask
 function, so that the model builds no mask.
 """
 
@@ -15,13 +15,13 @@ import transformers
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from slimefsdp.attention.kernels import packed_attention
-from slimefsdp.attention.plan import AttentionPlan
+from slimefsdp.attention.kernels import Scoring
+from slimefsdp.attention.strategy import PackAttention
 from slimefsdp.errors import ModelError
 
 ATTENTION_NAME = "slimefsdp"
 _EXPECTED = ("module", "query", "key", "value", "attention_mask")
-_UNSUPPORTED = {"softcap": "attention soft-capping", "s_aux": "attention sinks", "position_bias": "a position bias"}
+_UNSUPPORTED = {"position_bias": "a position bias", "cache_position_bias": "a position bias"}
 
 
 def register_attention() -> str:
@@ -53,6 +53,8 @@ def check_attention_interface(builtin: Any) -> None:
         )
 
 
+# communication and hand-made kernels have no place in a compiled graph: a compiled layer breaks around them
+@torch.compiler.disable
 def _attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -62,14 +64,16 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    attention_plan: AttentionPlan | None = None,
+    pack_attention: PackAttention | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, heads, tokens, head_dim], key/value [1, kv_heads, tokens, head_dim] to [1, tokens, heads, head_dim]."""
-    if attention_plan is None or attention_mask is not None:
+    if pack_attention is None or attention_mask is not None:
         raise ModelError(
-            f"{type(module).__name__} was called without an attention plan, or with a mask of its own",
+            f"{type(module).__name__} was called without a pack's attention, or with a mask of its own",
             field="model.path",
             hint="this architecture does not pass keywords on to its attention; use a supported one",
         )
@@ -86,4 +90,5 @@ def _attention(
     assert query.shape[0] == 1, "a pack is one row"
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [tokens, heads, head_dim]
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return packed_attention(q, k, v, attention_plan.own, scale, sliding_window).unsqueeze(0), None
+    scoring = Scoring(scale=scale, window=sliding_window, softcap=softcap)
+    return pack_attention(q, k, v, scoring, s_aux).unsqueeze(0), None

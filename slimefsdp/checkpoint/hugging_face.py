@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.models.folder import INDEX_FILE, SINGLE_FILE, ModelFolder
+from slimefsdp.models.hub_names import hub_parts
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -44,7 +45,8 @@ def write_model_folder(
 
     Args:
         path: a folder that is absent or empty; missing parents are made.
-        buckets: lists of (Hugging Face name, full tensor). The first is asked for only when `path` is known to be free.
+        buckets: lists of (the parameter's name in memory, full tensor). The first is asked for only when `path` is
+            known to be free.
         source: where config.json and the tokenizer files are taken from.
         dtype: a name in `EXPORT_DTYPES`, for the floating-point tensors; None keeps each tensor's own. config.json
             states what was written.
@@ -109,7 +111,7 @@ def _write_files(
     shards: list[list[str]] = []  # tensor names of each
     total_bytes = 0
     written_dtype: torch.dtype | None = None
-    for shard in _shards(_copied(buckets, dtype), max_shard_bytes):
+    for shard in _shards(_copied(_in_hub_names(buckets, source.model_type), dtype), max_shard_bytes):
         shards.append(list(shard))
         file = folder / _unnumbered(len(shards))
         save_file(shard, file, metadata={"format": "pt"})
@@ -125,21 +127,30 @@ def _write_files(
     _write_json(config_file, _config_with_dtype(source.config, written_dtype))
 
 
-def _copied(
-    buckets: Iterable[list[tuple[str, torch.Tensor]]], dtype: torch.dtype | None
+def _in_hub_names(
+    buckets: Iterable[list[tuple[str, torch.Tensor]]], model_type: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors one by one, each in contiguous host memory of its own, floating ones in `dtype`."""
+    """The tensors one by one, as folders hold them: experts apart, as views of the parameter they share in memory."""
     for bucket in buckets:
         for name, tensor in bucket:
-            to_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-            copied = tensor.detach().to("cpu", to_dtype, copy=True, memory_format=torch.contiguous_format)
-            if _is_narrower(to_dtype, tensor.dtype) and copied.isinf().sum().item() > tensor.isinf().sum().item():
-                raise CheckpointError(
-                    f"{name} holds {tensor[tensor.isfinite()].abs().max().item():g}, which is infinite in {to_dtype}",
-                    field="dtype",
-                    hint="use a dtype with a wider range, e.g. bfloat16",
-                )
-            yield name, copied
+            for part in hub_parts(model_type, name, tensor.shape):
+                yield part.name, tensor if part.expert is None else tensor[part.expert, part.start : part.end]
+
+
+def _copied(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, each in contiguous host memory of its own, floating ones in `dtype`."""
+    for name, tensor in tensors:
+        to_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        copied = tensor.detach().to("cpu", to_dtype, copy=True, memory_format=torch.contiguous_format)
+        if _is_narrower(to_dtype, tensor.dtype) and copied.isinf().sum().item() > tensor.isinf().sum().item():
+            raise CheckpointError(
+                f"{name} holds {tensor[tensor.isfinite()].abs().max().item():g}, which is infinite in {to_dtype}",
+                field="dtype",
+                hint="use a dtype with a wider range, e.g. bfloat16",
+            )
+        yield name, copied
 
 
 def _is_narrower(dtype: torch.dtype, than: torch.dtype) -> bool:

@@ -20,6 +20,7 @@ from slimefsdp.errors import CheckpointError
 from slimefsdp.parallel.agree import run_on_first, run_together
 
 Named = Sequence[tuple[str, nn.Parameter]]
+NamedFor = Callable[[dict[str, Any]], Named]  # from a checkpoint's info to the parameters it holds
 
 
 def save_training_state(
@@ -32,6 +33,7 @@ def save_training_state(
     device: torch.device,
     group: dist.ProcessGroup,
     keep_last: int,
+    writes_tensors: bool,
 ) -> Path:
     """Collective: commits a checkpoint of `step`, whole or not at all, and removes old ones; returns its folder.
 
@@ -39,6 +41,7 @@ def save_training_state(
 
     Args:
         info: JSON about the run, the same on every rank.
+        writes_tensors: of all ranks that hold the same rows, one; the others write their generators alone.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand.
@@ -46,7 +49,7 @@ def save_training_state(
     if type(step) is not int or step < 0:
         raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
     run_on_first(lambda: store.begin(step), group)
-    tensors = _tensors(named, optimizer)
+    tensors = _tensors(named, optimizer) if writes_tensors else {}
     own = {"generators": _generators(device)}
     folder, rank = store.temporary_path(step), dist.get_rank(group)
     run_together(lambda: write_shard(folder, rank, tensors, own), group)
@@ -68,7 +71,7 @@ def save_training_state(
 def load_training_state(
     store: CheckpointStore,
     step: int | Literal["latest"],
-    named_for: Callable[[dict[str, Any]], Named],
+    named_for: NamedFor,
     optimizer: torch.optim.Optimizer,
     *,
     device: torch.device,

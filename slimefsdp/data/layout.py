@@ -1,15 +1,23 @@
 """Which context-parallel rank owns which token ranges of a pack.
 
-Each sequence is cut into 2*cp chunks and rank r takes chunks r and 2*cp-1-r (zig-zag), so that every rank has the same
-causal work; any length will do, nothing is padded. A sequence too short to cut stays whole on the rank with the fewest
-tokens. With cp == 1 the one rank owns every sequence whole.
+A sequence that is cut is cut zig-zag: r's chunk counted from the start and r's chunk counted from the end have the same
+size, so that a rank's share of the causal work equals its share of the tokens, whatever those sizes are. Any length
+will do and nothing is padded. A sequence that stays whole sends nothing. With cp == 1 the one rank owns all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate, pairwise
+from math import inf
 from typing import NamedTuple
+
+import numpy as np
+
+from slimefsdp.data.cost import DEFAULT_COST_MODEL, CostModel
+
+MAX_IMBALANCE = 1.05  # work of the busiest cp rank over the mean; whole sequences must not cost more than that
 
 
 class Piece(NamedTuple):
@@ -20,45 +28,245 @@ class Piece(NamedTuple):
     end: int
 
 
-def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> list[list[Piece]]:
-    """The pieces of every cp rank, each rank's in ascending order.
+Layout = list[list[Piece]]  # the pieces of every cp rank, each rank's in ascending order
+
+
+def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
+    """Every sequence in 2*cp chunks as even as can be; one too short for that stays whole, where tokens are fewest.
 
     Args:
         cu_seqlens: [sequences + 1] offsets of the sequences in the pack, first 0.
         cp: number of context-parallel ranks.
     """
     if cp == 1:
-        return [[Piece(node, start, end) for node, (start, end) in enumerate(_spans(cu_seqlens))]]
-    owned: list[list[Piece]] = [[] for _ in range(cp)]
+        return [_whole(cu_seqlens)]
+    owned: Layout = [[] for _ in range(cp)]
     load = [0] * cp
-    longest_first = sorted(enumerate(_spans(cu_seqlens)), key=lambda item: item[1][0] - item[1][1])
-    for node, (start, end) in longest_first:
-        if end - start < 2 * cp:
-            pieces = {load.index(min(load)): [Piece(node, start, end)]}
+    longest_first = sorted(_whole(cu_seqlens), key=lambda piece: piece.start - piece.end)
+    for sequence in longest_first:
+        length = sequence.end - sequence.start
+        shares = [0] * cp
+        if length < 2 * cp:
+            shares[load.index(min(load))] = length
         else:
-            pieces = _cut(node, start, end, load)
-        for rank, parts in pieces.items():
-            owned[rank] += parts
-            load[rank] += sum(part.end - part.start for part in parts)
-    return [_joined(sorted(parts, key=lambda part: part.start)) for parts in owned]
+            base, remainder = divmod(length, 2 * cp)
+            shares = [2 * base] * cp
+            poorest = [(tokens, rank) for rank, tokens in enumerate(load)]
+            heapify(poorest)
+            for _ in range(remainder):  # at most one more in each of a rank's two chunks
+                tokens, rank = poorest[0]
+                shares[rank] += 1
+                if shares[rank] < 2 * base + 2:
+                    heapreplace(poorest, (tokens + 1, rank))
+                else:
+                    heappop(poorest)
+        _give(owned, sequence, shares)
+        load = [held + share for held, share in zip(load, shares, strict=True)]
+    return [_joined(sorted(pieces)) for pieces in owned]
 
 
-def _spans(cu_seqlens: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(cu_seqlens))
+def hybrid_layout(cu_seqlens: Sequence[int], cp: int, cost: CostModel = DEFAULT_COST_MODEL) -> Layout:
+    """The longest sequences cut, the others whole; how many is whatever is estimated to take the least time.
+
+    No rank holds more than its even share of the tokens, rounded up, so a pack of at most cp times a rank's cap keeps
+    every rank below it. Never slower by the estimate (`layout_time`) than `zigzag_layout` where that keeps this too.
+    Whole sequences go, longest first, to the rank where they stick out least; cut ones, shortest first, fill ranks up
+    to equally many tokens. Work is even within 5 %, or everything is cut.
+
+    Args:
+        cu_seqlens: [sequences + 1] offsets of the sequences in the pack, first 0.
+        cp: number of context-parallel ranks.
+        cost: what a token costs, also on the wire. Equal on all ranks, or they disagree on who owns what.
+    """
+    if cp == 1:
+        return [_whole(cu_seqlens)]
+    pack = _Pack(cu_seqlens, cp, cost.of_owner())
+    best: _Placement | None = None
+    for num_cut in _numbers_to_cut(len(pack.lengths)):
+        if best is not None and pack.least_time(num_cut) >= best.time:
+            break  # the more is cut, the more is sent
+        placement = pack.placed(num_cut)
+        if placement is None or (placement.imbalance > MAX_IMBALANCE and num_cut < len(pack.lengths)):
+            continue
+        if best is None or placement.time < best.time:
+            best = placement
+    assert best is not None  # with everything cut all ranks are even
+    layout = pack.layout(best)
+    time = layout_time(layout, cu_seqlens, cost)
+    if time > pack.least_time_of_zigzag():
+        zigzag = zigzag_layout(cu_seqlens, cp)
+        if max(tokens_of(zigzag)) <= pack.max_tokens and layout_time(zigzag, cu_seqlens, cost) < time:
+            return zigzag
+    return layout
 
 
-def _cut(node: int, start: int, end: int, load: Sequence[int]) -> dict[int, list[Piece]]:
-    """One sequence in 2*cp chunks, the remainder's tokens to the ranks with the fewest so far."""
-    cp = len(load)
-    base, remainder = divmod(end - start, 2 * cp)
-    owner = [min(chunk, 2 * cp - 1 - chunk) for chunk in range(2 * cp)]
-    longer = set(sorted(range(2 * cp), key=lambda chunk: (load[owner[chunk]], chunk))[:remainder])
-    pieces: dict[int, list[Piece]] = {}
-    for chunk in range(2 * cp):
-        size = base + (chunk in longer)
-        pieces.setdefault(owner[chunk], []).append(Piece(node, start, start + size))
-        start += size
-    return pieces
+def tokens_of(layout: Layout) -> list[int]:
+    """Tokens that every rank owns, [cp]."""
+    return [sum(piece.end - piece.start for piece in pieces) for pieces in layout]
+
+
+def wire_rows(layout: Layout) -> list[int]:
+    """Tokens of every rank whose keys and values others need, [cp]: another rank has a later piece of the sequence."""
+    last_starts: dict[int, list[tuple[int, int]]] = {}  # of each sequence: (start of a rank's last piece, rank)
+    for rank, pieces in enumerate(layout):
+        for node, start in {piece.node: piece.start for piece in pieces}.items():
+            last_starts.setdefault(node, []).append((start, rank))
+    latest = {node: sorted(starts, reverse=True)[:2] for node, starts in last_starts.items()}
+    return [
+        sum(
+            piece.end - piece.start
+            for piece in pieces
+            if any(start >= piece.end for start, owner in latest[piece.node] if owner != rank)
+        )
+        for rank, pieces in enumerate(layout)
+    ]
+
+
+def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel) -> np.ndarray:
+    """Estimated work of the tokens that every rank owns, their attention included; float64 [cp]."""
+    pieces = [piece for owned in layout for piece in owned]
+    nodes, starts, ends = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+    origins = np.asarray(cu_seqlens, dtype=np.int64)[nodes]
+    ranks = np.repeat(np.arange(len(layout)), [len(owned) for owned in layout])
+    return np.bincount(ranks, cost.cost(ends - origins) - cost.cost(starts - origins), len(layout))
+
+
+def layout_time(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel) -> float:
+    """Estimated time of a pack: ranks meet in every layer's attention, so what comes before it takes as long as on the
+    rank with most tokens, and attention as long as on the rank with most pairs to compute and keys and values to send.
+    """
+    local = cost.of_owner()
+    tokens = np.array(tokens_of(layout)) * local.linear
+    attention = work_of(layout, cu_seqlens, local) - tokens
+    sent = local.wire * (len(layout) - 1) * np.array(wire_rows(layout))
+    return float(tokens.max() + (attention + sent).max())
+
+
+class _Placement(NamedTuple):
+    time: float
+    imbalance: float  # of work, most over mean
+    whole: list[tuple[int, int]]  # (sequence, rank)
+    cut: list[tuple[int, list[int]]]  # (sequence, tokens for every rank)
+
+
+class _Pack:
+    """What every candidate layout of a pack starts from: its sequences, longest first."""
+
+    def __init__(self, cu_seqlens: Sequence[int], cp: int, cost: CostModel) -> None:
+        self.sequences = sorted(_whole(cu_seqlens), key=lambda piece: piece.start - piece.end)
+        self.lengths = [piece.end - piece.start for piece in self.sequences]
+        self.cp = cp
+        self.linear = cost.linear
+        work: list[float] = cost.cost(np.array(self.lengths)).tolist()
+        self.attention = [of_all - length * cost.linear for of_all, length in zip(work, self.lengths, strict=True)]
+        self.sending = cost.wire * (cp - 1)  # of one token that travels
+        self.cut_tokens = [0, *accumulate(self.lengths)]
+        self.max_tokens = -(-self.cut_tokens[-1] // cp)
+        self.total_work = sum(work)
+        self.per_token = cp / self.cut_tokens[-1]  # makes the mean over ranks 1
+        self.per_attention = cp / total if (total := sum(self.attention)) > 0 else 0.0
+
+    def least_time(self, num_cut: int) -> float:
+        """Next to no layout in which so many sequences are cut is faster."""
+        return (self.total_work + self.sending * self.cut_tokens[num_cut]) / self.cp
+
+    def least_time_of_zigzag(self) -> float:
+        chunks = 2 * self.cp
+        sent = sum(length - (length // chunks + 1) for length in self.lengths if length >= chunks)  # all but the last
+        return (self.total_work + self.sending * sent) / self.cp
+
+    def placed(self, num_cut: int) -> _Placement | None:
+        """The longest `num_cut` sequences cut, the others whole; None where a whole one finds no room."""
+        tokens = [0] * self.cp
+        attention = [0.0] * self.cp
+        whole: list[tuple[int, int]] = []
+        for sequence in range(num_cut, len(self.lengths)):
+            length, pairs = self.lengths[sequence], self.attention[sequence]
+            rank = self._best_rank(tokens, attention, length, pairs)
+            if rank is None:
+                return None
+            tokens[rank] += length
+            attention[rank] += pairs
+            whole.append((sequence, rank))
+        sent = [0.0] * self.cp
+        cut: list[tuple[int, list[int]]] = []
+        for sequence in reversed(range(num_cut)):
+            length = self.lengths[sequence]
+            shares = _filled_up(tokens, length)
+            per_token = self.attention[sequence] / length  # cut zig-zag: a rank's share of it is that of the tokens
+            sending = self.sending if max(shares) < length else 0.0
+            for rank, share in enumerate(shares):
+                tokens[rank] += share
+                attention[rank] += share * per_token
+                sent[rank] += share * sending
+            cut.append((sequence, shares))
+        work = max(held * self.linear + pairs for held, pairs in zip(tokens, attention, strict=True))
+        time = max(tokens) * self.linear + max(pairs + wire for pairs, wire in zip(attention, sent, strict=True))
+        return _Placement(time, work * self.cp / self.total_work, whole, cut)
+
+    def _best_rank(self, tokens: list[int], attention: list[float], length: int, pairs: float) -> int | None:
+        """With room, and afterwards least full by tokens or attention, whichever it has more of relative to the mean.
+
+        Balancing their sum would let a rank with one long sequence wait for another with many short ones.
+        """
+        best, least = None, (inf, inf)
+        for rank in range(self.cp):
+            held = tokens[rank] + length
+            if held > self.max_tokens:
+                continue
+            by_tokens, by_attention = held * self.per_token, (attention[rank] + pairs) * self.per_attention
+            fullness = (max(by_tokens, by_attention), by_tokens + by_attention)
+            if fullness < least:
+                best, least = rank, fullness
+        return best
+
+    def layout(self, placement: _Placement) -> Layout:
+        owned: Layout = [[] for _ in range(self.cp)]
+        for index, rank in placement.whole:
+            owned[rank].append(self.sequences[index])
+        for index, shares in placement.cut:
+            _give(owned, self.sequences[index], shares)
+        return [_joined(sorted(pieces)) for pieces in owned]
+
+
+def _numbers_to_cut(num_sequences: int) -> Iterator[int]:
+    """None, one, two ... and then in growing strides, at last all."""
+    number = 0
+    while number < num_sequences:
+        yield number
+        number += 1 if number < 16 else number // 4
+    yield num_sequences
+
+
+def _filled_up(tokens: Sequence[int], amount: int) -> list[int]:
+    """How many of `amount` more tokens every rank takes, so that ranks become as even as they can; [cp]."""
+    ranks = sorted(range(len(tokens)), key=lambda rank: (tokens[rank], rank))
+    held = 0
+    for count, rank in enumerate(ranks, start=1):
+        held += tokens[rank]
+        if count == len(ranks) or held + amount <= count * tokens[ranks[count]]:
+            break  # the others have more than what these are filled up to
+    level, remainder = divmod(held + amount, count)
+    shares = [0] * len(tokens)
+    for position, rank in enumerate(ranks[:count]):
+        shares[rank] = level + (position < remainder) - tokens[rank]
+    return shares
+
+
+def _give(owned: Layout, sequence: Piece, shares: Sequence[int]) -> None:
+    """Cuts a sequence so that rank r gets shares[r] tokens: half from the front, half as far from the back."""
+    start, end = sequence.start, sequence.end
+    for rank, share in enumerate(shares):
+        front, back = share - share // 2, share // 2
+        if front:
+            owned[rank].append(Piece(sequence.node, start, start + front))
+        if back:
+            owned[rank].append(Piece(sequence.node, end - back, end))
+        start, end = start + front, end - back
+
+
+def _whole(cu_seqlens: Sequence[int]) -> list[Piece]:
+    return [Piece(node, int(start), int(end)) for node, (start, end) in enumerate(pairwise(cu_seqlens))]
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

@@ -8,7 +8,7 @@ old log-probs) stay in the batch's order and are looked up through `response_ind
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class LocalShare:
     pairs: torch.Tensor  # [local_pairs] int64, their places among the pack's pairs
 
 
-def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool) -> PackedBatch:
+def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool, multiple_of: int = 1) -> PackedBatch:
     """The given samples as one pack.
 
     Args:
@@ -49,11 +49,12 @@ def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool) -> Pac
         samples: [samples] int64 indices; empty makes a dummy pack of one token and no pairs, which costs a forward and
             backward and adds exactly nothing, so that every rank runs the same number of collectives.
         trained_only: pairs for tokens under the loss mask only, instead of every response token.
+        multiple_of: fill the pack up to a multiple of so many tokens, with a document of its own and without pairs.
     """
     if len(samples) == 0:
         nothing = torch.zeros(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
-        return PackedBatch(one, one, (0, 1), nothing, nothing, nothing)
+        return _filled_up(PackedBatch(one, one, (0, 1), nothing, nothing, nothing), multiple_of)
     lengths = batch.lengths[samples]
     responses = batch.response_lengths[samples]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
@@ -67,7 +68,7 @@ def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool) -> Pac
     if trained_only:
         trained = batch.mask[response_index]
         rows, response_index = rows[trained], response_index[trained]
-    return PackedBatch(
+    packed = PackedBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(positions),
         cu_seqlens=tuple(int(offset) for offset in cu_seqlens),
@@ -75,6 +76,7 @@ def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool) -> Pac
         targets=torch.from_numpy(tokens[rows + 1]),
         response_index=torch.from_numpy(response_index),
     )
+    return _filled_up(packed, multiple_of)
 
 
 def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank: int) -> LocalShare:
@@ -94,6 +96,18 @@ def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank:
         rows=place[packed.rows[pairs]],
         targets=packed.targets[pairs],
         pairs=pairs,
+    )
+
+
+def _filled_up(packed: PackedBatch, multiple_of: int) -> PackedBatch:
+    missing = -packed.cu_seqlens[-1] % multiple_of
+    if missing == 0:
+        return packed
+    return replace(
+        packed,
+        tokens=torch.cat([packed.tokens, torch.zeros(missing, dtype=torch.int64)]),
+        positions=torch.cat([packed.positions, torch.arange(missing)]),
+        cu_seqlens=(*packed.cu_seqlens, packed.cu_seqlens[-1] + missing),
     )
 
 

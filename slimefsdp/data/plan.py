@@ -24,30 +24,10 @@ from itertools import chain
 
 import numpy as np
 
+from slimefsdp.data.cost import DEFAULT_COST_MODEL, CostModel
 from slimefsdp.errors import BatchError
 
 Packs = list[list[int]]  # positions in the order of descending length, pack by pack
-
-
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Estimated time of a sample of n tokens: linear * n + quadratic * n^2, in units that cancel.
-
-    A forward pass through a transformer layer of hidden size h takes about 24 h^2 n FLOPs in its matrices (12 h^2
-    weights) and 4 h n^2 in the two attention products, half of which the causal mask saves: quadratic / linear is
-    1 / (12 h). The default is h = 2048, a model of 1 to 2 billion parameters.
-    """
-
-    linear: float = 1.0
-    quadratic: float = 1 / (12 * 2048)
-
-    def cost(self, lengths: np.ndarray) -> np.ndarray:
-        """Costs, float64, in the shape of lengths."""
-        tokens = lengths.astype(np.float64)
-        return tokens * (self.linear + self.quadratic * tokens)
-
-
-DEFAULT_COST_MODEL = CostModel()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -78,13 +58,14 @@ class Plan:
         """All sample indices of one update, ascending; int64 [samples]."""
         return np.sort(np.concatenate([pack for packs in self.updates[update] for pack in packs]))
 
-    def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL) -> float:
+    def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL, cp: int = 1) -> float:
         """Cost of the busiest dp rank over the mean, summed update by update because ranks meet after each; 1 is ideal.
 
         Args:
             lengths: int64 [B], tokens per sample of the batch that was planned.
+            cp: ranks that share each pack, as when it was planned.
         """
-        costs = cost_model.cost(lengths)
+        costs = cost_model.cost_after_split(lengths, cp=cp, max_tokens_per_rank=self.max_pack_tokens // cp)
         loads = [[sum(costs[pack].sum() for pack in packs) for packs in update] for update in self.updates]
         if not loads:
             return 1.0
@@ -102,6 +83,7 @@ def plan_phase(
     seed: int | None = None,
     trains: np.ndarray | None = None,
     cost_model: CostModel = DEFAULT_COST_MODEL,
+    cp: int = 1,
 ) -> Plan:
     """The plan of a whole update phase over one batch of B samples; one update of everything by default.
 
@@ -114,6 +96,7 @@ def plan_phase(
         seed: shuffle each epoch, by a generator seeded with (seed, epoch). None: the order of the batch.
         trains: bool [B], False where nothing in a sample trains (zero advantage, all masked). Dropped after updates
             are cut, so that an update's content does not depend on what else is dropped. None: all train.
+        cp: context-parallel ranks that share each pack; a sample's cost is its time on all of them.
 
     Raises:
         BatchError: a sample that trains is longer than max_pack_tokens.
@@ -136,14 +119,16 @@ def plan_phase(
             if len(samples) == 0:
                 num_skipped += 1
                 continue
-            updates.append(plan_update(lengths, samples, dp=dp, max_pack_tokens=max_pack_tokens, cost=cost_model))
+            updates.append(
+                plan_update(lengths, samples, dp=dp, max_pack_tokens=max_pack_tokens, cost=cost_model, cp=cp)
+            )
         if epoch == 0:
             num_first_epoch = len(updates)
     return Plan(tuple(updates), num_samples - int(keep.sum()), num_skipped, num_first_epoch, max_pack_tokens)
 
 
 def plan_update(
-    lengths: np.ndarray, samples: np.ndarray, *, dp: int, max_pack_tokens: int, cost: CostModel
+    lengths: np.ndarray, samples: np.ndarray, *, dp: int, max_pack_tokens: int, cost: CostModel, cp: int = 1
 ) -> tuple[tuple[np.ndarray, ...], ...]:
     """One update as [dp_rank][micro_batch] -> ascending sample indices, each rank's costliest micro-batch first.
 
@@ -163,7 +148,7 @@ def plan_update(
     samples = np.sort(samples)
     samples = samples[np.argsort(-lengths[samples], kind="stable")]  # longest first, ties by index
     tokens = lengths[samples]
-    costs = cost.cost(tokens)
+    costs = cost.cost_after_split(tokens, cp=cp, max_tokens_per_rank=max_pack_tokens // cp)
 
     tight = _fewest_packs(tokens.tolist(), max_pack_tokens)
     micro_batches = -(-len(tight) // dp)

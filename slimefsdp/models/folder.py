@@ -38,7 +38,53 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 # model types whose packing was verified against plain Hugging Face; one is added here together with its test
-SUPPORTED_MODELS = ("qwen3", "qwen2", "llama", "mistral", "gemma3_text")
+SUPPORTED_MODELS = (
+    "qwen3",
+    "qwen2",
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "gemma2",
+    "gpt2",
+    "phi3",
+    "olmo2",
+    "glm4",
+    "qwen3_moe",
+    "mixtral",
+    "gpt_oss",
+)
+# layers of these carry a state from token to token (linear attention, state spaces, recurrences, short convolutions),
+# and nothing tells them where one sample of a pack ends
+STATEFUL_MODELS = frozenset(
+    [
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "recurrent_gemma",
+        "rwkv",
+        "xlstm",
+        "zamba",
+        "zamba2",
+        "zaya",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +95,7 @@ class ModelFolder:
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     extra_files: tuple[Path, ...]
+    has_weights: bool = True  # False: files of weights were not looked for
 
     @property
     def model_type(self) -> str:
@@ -62,22 +109,50 @@ class ModelFolder:
         size: int = self.config["vocab_size"]
         return size
 
+    @property
+    def max_sample_tokens(self) -> int | None:
+        """Tokens of the longest sample that the model has positions for; None where positions are not learned."""
+        if self.model_type != "gpt2":
+            return None
+        positions: int = self.config.get("n_positions", 1024)  # transformers' default
+        return positions
+
 
 def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> None:
     """Whether models of this type can be trained here.
 
     Raises:
-        ModelError: naming the type and the ones that can.
+        ModelError: naming the type and the ones that can, or the folder's quantisation.
     """
-    if folder.model_type not in SUPPORTED_MODELS:
+    _check_model_type(folder.model_type, folder.path, field)
+    quantization = folder.config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ModelError(
-            f"model_type {folder.model_type!r} of {folder.path} is not supported",
+            f"{folder.path / 'config.json'} has a quantization_config ({short(method)}): "
+            "quantised weights cannot be trained",
             field=field,
-            hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face",
+            hint="load it with transformers asking for dequantised bfloat16 weights (for mxfp4: "
+            "quantization_config=Mxfp4Config(dequantize=True)), save_pretrained() that, and give the new folder",
         )
 
 
-def read_model_folder(path: str | Path, *, field: str = "model.path") -> ModelFolder:
+def _check_model_type(model_type: str, path: Path, field: str | None) -> None:
+    if model_type in SUPPORTED_MODELS:
+        return
+    reason = (
+        "carries a recurrent state across the tokens of a row, which would leak from sample to sample in a pack"
+        if model_type in STATEFUL_MODELS
+        else "is not supported"
+    )
+    raise ModelError(
+        f"model_type {short(model_type)} of {path} {reason}",
+        field=field,
+        hint=f"use one of {', '.join(SUPPORTED_MODELS)}, each verified against plain Hugging Face",
+    )
+
+
+def read_model_folder(path: str | Path, *, field: str = "model.path", with_weights: bool = True) -> ModelFolder:
     """The folder's configuration and the location of every tensor, without reading any tensor.
 
     The weights are the files that `model.safetensors.index.json` names; without one, `model.safetensors` alone where it
@@ -86,12 +161,13 @@ def read_model_folder(path: str | Path, *, field: str = "model.path") -> ModelFo
     Args:
         path: a local folder; `~` is expanded. Hub ids are not resolved.
         field: the setting that errors name.
+        with_weights: without, files of weights are neither needed nor looked at, and there are no tensors.
 
     Raises:
         ModelError: anything missing or malformed; the message names the file and the value.
     """
     try:
-        return _read(path)
+        return _read(path, with_weights)
     except ModelError as error:
         error.field = field
         raise
@@ -99,7 +175,7 @@ def read_model_folder(path: str | Path, *, field: str = "model.path") -> ModelFo
         raise ModelError(f"{path} cannot be read: {error}", field=field, hint="make the folder readable") from error
 
 
-def _read(path: str | Path) -> ModelFolder:
+def _read(path: str | Path, with_weights: bool) -> ModelFolder:
     folder = Path(path).expanduser().absolute()
     if not folder.exists():
         raise ModelError(
@@ -110,6 +186,12 @@ def _read(path: str | Path) -> ModelFolder:
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file", hint="give the folder that holds it and config.json")
     config = _read_config(folder / "config.json")
+    tensors = _read_tensors(folder) if with_weights else {}
+    extra_files = tuple(folder / name for name in EXTRA_FILES if (folder / name).is_file())
+    return ModelFolder(folder, config, tensors, extra_files, with_weights)
+
+
+def _read_tensors(folder: Path) -> dict[str, TensorEntry]:
     index = _read_index(folder / INDEX_FILE)
     tensors: dict[str, TensorEntry] = {}
     for file in _weight_files(folder, index):
@@ -126,8 +208,7 @@ def _read(path: str | Path) -> ModelFolder:
                 f"{folder / INDEX_FILE} places tensor {short(name)} in {file_name!r}, which does not hold it",
                 hint="download the index and its files again, from one revision",
             )
-    extra_files = tuple(folder / name for name in EXTRA_FILES if (folder / name).is_file())
-    return ModelFolder(folder, config, tensors, extra_files)
+    return tensors
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -137,10 +218,14 @@ def _read_config(file: Path) -> dict[str, Any]:
             hint="give the folder that `save_pretrained` or `hf download` wrote, not its parent",
         )
     config = _read_json(file)
+    if type(config.get("model_type")) is str and "vocab_size" not in config:
+        # models of several parts keep it in one of them; what is wrong with those is their type
+        _check_model_type(config["model_type"], file.parent, None)
     expected: tuple[tuple[str, type, bool], ...] = (
         ("model_type", str, True),
         ("vocab_size", int, True),
         ("tie_word_embeddings", bool, False),
+        ("n_positions", int, False),
     )
     for key, kind, is_required in expected:
         value = config.get(key)

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from slimefsdp.attention.plan import AttentionPlan
+from slimefsdp.attention.choice import AttentionShape, Choice
+from slimefsdp.attention.kernels import Scoring
+from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.models.head import token_log_probs
 
 
@@ -21,12 +23,13 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.softcap: float | None = getattr(hf.config, "final_logit_softcapping", None)
+        self.attention = Attention(Choice("local", "until a mesh is known"))
 
     def forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        attention_plan: AttentionPlan,
+        pack_attention: PackAttention,
         rows: torch.Tensor,
         targets: torch.Tensor,
         *,
@@ -39,18 +42,23 @@ class PolicyModel(nn.Module):
         Args:
             tokens: [local_tokens] int64.
             positions: [local_tokens] int64, restarting at 0 at each sample.
-            attention_plan: who attends to whom among the tokens.
+            pack_attention: `self.attention` for the pack that the tokens are of.
             rows: [pairs] int64 among the local tokens.
             targets: [pairs] int64.
             temperature: divides the logits, for log-probs and entropy alike.
             with_entropy: compute entropies.
             entropy_grad: let gradients flow through them.
         """
+        if not tokens.shape[0]:
+            # no architecture can be called without tokens, but a rank that has none must join every collective and
+            # have a gradient of every parameter: it computes one token that nothing attends to and no pair reads
+            tokens, positions = tokens.new_zeros(1), positions.new_zeros(1)
+            pack_attention = _without_the_only_token(pack_attention)
         decoded = self.hf.get_decoder()(
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
-            attention_plan=attention_plan,
+            pack_attention=pack_attention,
         )
         hidden = decoded.last_hidden_state[0]  # [local_tokens, hidden_dim]
         return token_log_probs(
@@ -65,15 +73,45 @@ class PolicyModel(nn.Module):
 
     def decoder_layers(self) -> nn.ModuleList:
         """The stack of decoder layers."""
-        layers = self.hf.get_decoder().layers
+        decoder = self.hf.get_decoder()
+        layers = decoder.h if hasattr(decoder, "h") else decoder.layers  # GPT-2's name, and everybody else's
         assert isinstance(layers, nn.ModuleList)
         return layers
 
+    def attention_shape(self) -> AttentionShape:
+        """What of this architecture decides how its attention can be shared between ranks."""
+        config = self.hf.config
+        heads = config.num_attention_heads
+        layer_types = getattr(config, "layer_types", None)
+        return AttentionShape(
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            # some configurations name a window that no layer of theirs uses
+            has_windows=bool(getattr(config, "sliding_window", None))
+            and (layer_types is None or "sliding_attention" in layer_types),
+            has_sinks=any(name.endswith(".sinks") for name, _ in self.named_parameters()),
+            has_softcap=bool(getattr(config, "attn_logit_softcapping", None)),
+        )
+
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters under their Hugging Face names, a tied one once."""
+        """Parameters under the names that transformers gives them in memory, a tied one once.
+
+        The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hub_names).
+        """
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
 
     @property
     def has_tied_embeddings(self) -> bool:
         """Whether the LM head is the embedding."""
         return self.hf.get_output_embeddings().weight is self.hf.get_input_embeddings().weight
+
+
+def _without_the_only_token(attend: PackAttention) -> PackAttention:
+    """Hides a rank's one token from the pack's attention; what the token gets is 0."""
+
+    def attend_to_nothing(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        return torch.cat([attend(q[:0], k[:0], v[:0], scoring, sinks), torch.zeros_like(q[..., : v.shape[-1]])])
+
+    return attend_to_nothing

@@ -1,4 +1,4 @@
-"""The optimiser over sharded parameters, and the global gradient norm."""
+"""The optimiser over sharded parameters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 
 def build_optimizer(
@@ -46,23 +44,3 @@ def build_optimizer(
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
     return optimizer
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, group: dist.ProcessGroup) -> float:
-    """Scales gradients in place so that their global L2 norm is at most `max_norm`; returns the norm before.
-
-    One sum over ranks, in float64, so that the norm does not depend on how parameters are sharded. A non-finite norm
-    leaves the gradients as they are: the caller skips the update.
-    """
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    norms = torch._foreach_norm(gradients, 2, torch.float64)
-    total = torch.stack(norms).square().sum()
-    dist.all_reduce(total, group=group)
-    norm = float(total.sqrt())
-    if max_norm < norm < float("inf"):
-        torch._foreach_mul_(gradients, max_norm / norm)
-    return norm
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

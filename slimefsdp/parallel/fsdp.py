@@ -1,37 +1,90 @@
-"""What is sharded as one unit, in which dtypes, and with FSDP's own averaging switched off."""
+"""How a model is spread over ranks: its units, dtypes and places, and with FSDP's own averaging switched off."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from slimefsdp.parallel.layers import Recompute, compile_layers, recompute_layers
+from slimefsdp.parallel.mesh import Mesh
+from slimefsdp.parallel.units import choose_units
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
     from slimefsdp.models.policy import PolicyModel
 
 
-def apply_fsdp(
-    policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype, master_dtype: torch.dtype
-) -> PolicyModel:
-    """Shards the policy over all ranks of a one-axis mesh, in place.
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """What `parallelize` does to a model; the settings of `fsdp`, `precision` and `model` as values."""
 
-    Units: each decoder layer, the embedding unless it is tied to the head, and the root with everything else (final
-    norm, head), whose forward is the only place where the head's weight is whole. Gradients are summed over the ranks,
-    in the master dtype: the loss's weights alone own normalisation.
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype  # of parameters, gradients and optimiser state
+    reduce_dtype: torch.dtype | None = None  # in which gradients are summed over ranks; None: master_dtype
+    buffer_dtype: torch.dtype | None = None  # None: as the model makes them
+    keep_parameters: bool = False  # whole from forward to backward
+    wrap_layers: Sequence[str] | None = None  # see `choose_units`
+    wrap_min_parameters: int | None = None
+    prefetch_layers: int = 0  # units gathered ahead of their use; 0: FSDP's own order
+    cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
+    pin_memory: bool = False
+    recompute: Recompute = "none"
+    recompute_every: int = 1  # the first of every so many layers
+    compile: bool = False
+
+
+def parallelize(policy: PolicyModel, mesh: Mesh, how: Parallelism) -> PolicyModel:
+    """Prepares the layers and shards the policy over the mesh, in place; its parameters may have no memory yet.
+
+    The order matters: a compiled layer may be recomputed, and sharding comes last, around both.
+
+    Raises:
+        ConfigError: a unit's class has no module.
+    """
+    if how.compile:
+        compile_layers(policy.decoder_layers())
+    recompute_layers(policy.decoder_layers(), how.recompute, how.recompute_every)
+    apply_fsdp(policy, mesh.fsdp, how)
+    return policy
+
+
+def apply_fsdp(policy: PolicyModel, mesh: DeviceMesh, how: Parallelism) -> None:
+    """Shards the policy over a mesh (shard) or (replicate, shard), in place.
+
+    Outside the units, the root holds everything else (final norm, head), whose forward is the only place where the
+    head's weight is whole. Gradients are summed over all ranks: the loss's weights alone own normalisation.
     """
     precision = MixedPrecisionPolicy(
-        param_dtype=None if compute_dtype == master_dtype else compute_dtype, reduce_dtype=master_dtype
+        param_dtype=None if how.compute_dtype == how.master_dtype else how.compute_dtype,
+        reduce_dtype=how.reduce_dtype or how.master_dtype,
     )
-    for layer in policy.decoder_layers():
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    if not policy.has_tied_embeddings:
-        fully_shard(policy.hf.get_input_embeddings(), mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
+    units = choose_units(policy, wrap_layers=how.wrap_layers, min_parameters=how.wrap_min_parameters)
+    for unit in reversed(units):  # inner ones first: an outer unit holds what they have left
+        fully_shard(
+            unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not how.keep_parameters
+        )
+    # by default the root stays whole from forward to backward, where it is the first that is needed
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
-    return policy
+    if how.prefetch_layers:
+        _prefetch(policy, units, how.prefetch_layers)
+
+
+def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
+    """While a unit computes, the next `depth` ones in forward, or previous ones in backward, are gathered."""
+    order: list[FSDPModule] = [module for module in (root, *units) if isinstance(module, FSDPModule)]
+    for index, unit in enumerate(order):
+        # backward begins at the root and ends with the first unit
+        before = order[max(1, index - depth) : index] if index else order[1:][-depth:]
+        unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+        unit.set_modules_to_backward_prefetch(before[::-1])

@@ -1,4 +1,4 @@
-"""The process group and the (dp, cp) device mesh: built once, passed on, never global."""
+"""The process group and the (dp_replicate, dp, cp) device mesh: built once, passed on, never global."""
 
 from __future__ import annotations
 
@@ -16,20 +16,41 @@ from slimefsdp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes of a group of ranks, row-major with cp ranks adjacent. Parameters are sharded over all of them."""
+    """The axes of a group of ranks, row-major with cp ranks adjacent.
 
+    A batch is cut over dp_replicate x dp data ranks, a pack over cp. Parameters are sharded over dp x cp; every
+    such copy of the model is the same, and gradients are summed over all ranks.
+    """
+
+    dp_replicate: int
     dp: int
     cp: int
-    dp_rank: int
+    data_rank: int  # of data_ranks
     cp_rank: int
     device: torch.device
-    flat: DeviceMesh  # all ranks: what parameters are sharded over
+    flat: DeviceMesh  # all ranks, on one axis
+    fsdp: DeviceMesh  # what FSDP takes: one axis to shard over, or (replicate, shard)
     cp_group: dist.ProcessGroup  # a real group also for one rank, since torch takes None for the whole world
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch is cut into."""
+        return self.dp_replicate * self.dp
 
     @property
     def group(self) -> dist.ProcessGroup:
         """All ranks."""
         return self.flat.get_group()
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks whose shards make up one copy of the model, this rank's."""
+        return self.fsdp.get_group(self.fsdp.ndim - 1)
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank's shards belong to the copy that is written to disk; the others hold the same bits."""
+        return self.fsdp.ndim == 1 or self.fsdp.get_local_rank(0) == 0
 
 
 def choose_device(setting: str) -> torch.device:
@@ -87,28 +108,43 @@ def start_process_group_from_environment(device: torch.device, *, timeout_s: flo
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
-def build_mesh(dp: int, cp: int, device: torch.device) -> Mesh:
-    """The (dp, cp) mesh over the ranks of the process group.
+def build_mesh(
+    dp: int, cp: int, device: torch.device, *, dp_replicate: int = 1, is_whole_on_every_rank: bool = False
+) -> Mesh:
+    """The (dp_replicate, dp, cp) mesh over the ranks of the process group.
+
+    Args:
+        is_whole_on_every_rank: parameters are not sharded: every rank is a copy of its own.
 
     Raises:
-        ConfigError: dp x cp is not the number of ranks.
+        ConfigError: dp_replicate x dp x cp is not the number of ranks.
     """
-    world_size = dist.get_world_size()
-    if dp * cp != world_size:
+    world_size, needed = dist.get_world_size(), dp_replicate * dp * cp
+    if needed != world_size:
+        copies = dp_replicate * cp
+        way_out = f"set mesh.dp={world_size // copies}, or " if world_size % copies == 0 else ""
         raise ConfigError(
-            f"mesh.dp={dp} x mesh.cp={cp} needs {dp * cp} ranks, but {world_size} were started",
+            f"mesh.dp_replicate={dp_replicate} x mesh.dp={dp} x mesh.cp={cp} needs {needed} ranks, but {world_size} "
+            "were started",
             field="mesh.dp",
-            hint=f"set mesh.dp={max(1, world_size // cp)}, or start {dp * cp} ranks",
+            hint=f"{way_out}start {needed} ranks",
         )
-    mesh = init_device_mesh(device.type, (dp, cp), mesh_dim_names=("dp", "cp"))
+    axes = init_device_mesh(device.type, (dp_replicate, dp, cp), mesh_dim_names=("dp_replicate", "dp", "cp"))
+    flat = axes._flatten("all_ranks")
+    copies = world_size if is_whole_on_every_rank else dp_replicate
+    fsdp = flat
+    if copies > 1:
+        fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("replicate", "shard"))
     return Mesh(
+        dp_replicate=dp_replicate,
         dp=dp,
         cp=cp,
-        dp_rank=mesh.get_local_rank("dp"),
-        cp_rank=mesh.get_local_rank("cp"),
+        data_rank=axes.get_local_rank("dp_replicate") * dp + axes.get_local_rank("dp"),
+        cp_rank=axes.get_local_rank("cp"),
         device=device,
-        flat=mesh._flatten("dp_cp"),
-        cp_group=mesh["cp"].get_group(),
+        flat=flat,
+        fsdp=fsdp,
+        cp_group=axes["cp"].get_group(),
     )
 
 

@@ -12,9 +12,14 @@ from slimefsdp.reports import MemoryReport
 
 
 class Sleeper:
-    """Moves the storages of one set of tensors between device and reusable host buffers."""
+    """Moves the storages of one set of tensors between device and reusable host buffers.
 
-    def __init__(self) -> None:
+    Args:
+        pin_memory: page-lock the buffers, so that CUDA copies to and from them at full speed, without waiting.
+    """
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        self._pin_memory = pin_memory
         self._asleep: dict[int, tuple[torch.UntypedStorage, int]] = {}  # position -> storage and its size
         self._host: dict[int, torch.Tensor] = {}  # kept between sleeps: pinning memory is slow
 
@@ -35,7 +40,7 @@ class Sleeper:
             if size == 0:
                 continue
             self._asleep[position] = (storage, size)
-            self._host_buffer(position, size, storage.device).copy_(_as_bytes(storage), non_blocking=True)
+            self._host_buffer(position, size).copy_(_as_bytes(storage), non_blocking=True)
         _synchronize(storages)
         for storage, _ in self._asleep.values():
             storage.resize_(0)
@@ -61,10 +66,10 @@ class Sleeper:
         """Bytes of the host buffers, which stay between sleeps."""
         return sum(buffer.nbytes for buffer in self._host.values())
 
-    def _host_buffer(self, position: int, size: int, device: torch.device) -> torch.Tensor:
+    def _host_buffer(self, position: int, size: int) -> torch.Tensor:
         buffer = self._host.get(position)
         if buffer is None or buffer.numel() != size:
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory)
             self._host[position] = buffer
         return buffer
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slimefsdp.errors import ConfigError
@@ -16,16 +17,27 @@ Tag = Literal["parameters", "optimizer", "reference"]
 TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
 
 
+def tensors_of_model(model: nn.Module) -> list[torch.Tensor]:
+    """Parameters and buffers, in the model's order."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def tensors_of_optimizer(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Moments; Adam's step scalars stay on the host: moved, they would cost a synchronisation per parameter."""
+    return [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
+
+
 class Residency:
     """Sleep and wake-up by tag.
 
     Args:
         tensors: what a tag stands for now; the same tensors in the same order while the tag sleeps.
+        pin_memory: page-lock the host buffers.
     """
 
-    def __init__(self, tensors: Callable[[Tag], list[torch.Tensor]]) -> None:
+    def __init__(self, tensors: Callable[[Tag], list[torch.Tensor]], *, pin_memory: bool = False) -> None:
         self._tensors = tensors
-        self._sleepers = {tag: Sleeper() for tag in TAGS}
+        self._sleepers = {tag: Sleeper(pin_memory=pin_memory) for tag in TAGS}
 
     def sleep(self, tags: Sequence[Tag]) -> MemoryReport:
         """Frees the device memory behind the tags; idempotent."""

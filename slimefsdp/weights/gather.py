@@ -21,10 +21,11 @@ def full_weights(
     dtype: torch.dtype,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> Iterator[Bucket]:
-    """Buckets of (name, full tensor on the parameters' device); collective, every rank must take every bucket.
+    """Buckets of (name, full tensor on the mesh's device); collective, every rank must take every bucket.
 
     Args:
-        named: parameters sharded over dim 0 across `group`, in the same order on every rank.
+        named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or on the
+            host where FSDP keeps them there.
         dtype: of the tensors handed out; shards are cast before they travel.
         bucket_bytes: a bucket is at most this large, or one tensor.
     """
@@ -46,7 +47,9 @@ def _gather(bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup
     world_size = dist.get_world_size(group)
     flat, rows_per_rank = [], []
     for _, parameter in bucket:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local: torch.Tensor = parameter
+        if isinstance(parameter, DTensor):
+            local = parameter.to_local().to(parameter.device_mesh.device_type)
         rows = -(-parameter.shape[0] // world_size)  # the last ranks may hold fewer rows, or none
         padded = local.new_zeros((rows, *parameter.shape[1:]), dtype=dtype)
         padded[: local.shape[0]] = local

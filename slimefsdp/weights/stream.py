@@ -22,11 +22,13 @@ def stream_weights(
     version: int,
     dtype: torch.dtype,
     group: dist.ProcessGroup,
+    shard_group: dist.ProcessGroup,
 ) -> SyncReport:
     """Collective: begins, feeds and commits one update on every receiver; only rank 0's receivers are used.
 
     Args:
-        named: parameters sharded over `group`, under the names the receivers know.
+        named: parameters sharded over `shard_group`, under the names the receivers know.
+        group: all ranks; where they hold several copies of the model, that of rank 0 is sent.
         dtype: what travels.
 
     Raises:
@@ -34,7 +36,7 @@ def stream_weights(
     """
     start = time.perf_counter()
     manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
-    buckets = full_weights(named, group, dtype=dtype)
+    buckets = full_weights(named, shard_group, dtype=dtype)
 
     def send() -> None:
         for receiver in receivers:

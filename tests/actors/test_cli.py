@@ -181,6 +181,95 @@ def test_replay_names_a_batch_that_is_missing_or_none(config: Path) -> None:
         assert done.stdout == ""
 
 
+@pytest.fixture
+def long_context(config: Path) -> Path:
+    """A YAML file for a cluster, with a model folder that holds config.json alone."""
+    model = config.parent / "big"
+    model.mkdir()
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    described = {"model_type": "llama", "vocab_size": 1000, "head_dim": 64, "intermediate_size": 8192, **sizes}
+    (model / "config.json").write_text(json.dumps(described))
+    tree = {
+        "model": {"path": str(model)},
+        "mesh": {"dp": "auto", "cp": 8, "dp_replicate": 2},
+        "optim": {"total_updates": 10},
+        "batch": {"samples_per_update": 64},
+        "fsdp": {"sharding": "keep_parameters"},
+        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 8192},
+    }
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def test_plan_answers_without_torch_ray_transformers_or_weights(long_context: Path) -> None:
+    done = run("plan", long_context, "--ranks", 64, "--lengths", "lognormal(4000, 1.0, 16, 60000)", watched=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "mesh      64 ranks = dp_replicate 2 x dp 4 x cp 8; packs of at most 65,536 tokens"
+    assert any(line.startswith("schedule  2 updates of 64 samples, micro-batches per data rank: ") for line in lines)
+    for level in ("full", "keep_parameters *", "replicate"):
+        assert any(line.startswith(f"  {level} ") for line in lines), level
+    assert [line.split()[0] for line in lines if line.startswith(("  ring", "  ulysses", "  all_gather"))] == [
+        "ring", "ulysses", "all_gather"
+    ]  # fmt: skip
+    assert "a guess" not in done.stdout and max(map(len, lines)) <= 140
+
+
+def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -> None:
+    def found(*overrides: Any) -> Any:
+        done = run("plan", long_context, "--json", "--ranks", 64, *overrides, watched=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    plain = found()
+    assert plain["mesh"] == {"dp_replicate": 2, "dp": 4, "cp": 8} and plain["samples"] == 128
+    assert plain["lengths"] == "lognormal(4096, 0.8, 2, 16384)" and plain["strategy"] == "ulysses"
+    assert plain["parameters"] == 16 * (2 * 2048 * 40 * 64 + 3 * 2048 * 8192) + 2 * 1000 * 2048
+    assert plain["imbalance"]["cp"]["tokens"] <= 1.05 and plain["imbalance"]["cp"]["work"] <= 1.05
+    full = found("fsdp.sharding=full")
+    assert full["sharding"]["all_gather"] > 1.9 * plain["sharding"]["all_gather"]
+    recomputed = found("model.activation_checkpointing=full", "model.checkpoint_every_n_layers=4")
+    for name, sent in recomputed["wire"].items():
+        assert sent["forward"] == pytest.approx(1.25 * plain["wire"][name]["forward"])
+    wide = found("precision.compute_dtype=float32", "precision.reduce_dtype=float64", "optim.name=sgd")
+    assert wide["sharding"]["reduce_scatter"] == pytest.approx(2 * plain["sharding"]["reduce_scatter"])
+    assert wide["memory"]["full"]["optimizer"] * 2 == plain["memory"]["full"]["optimizer"]
+    assert wide["memory"]["full"]["unsharded"] == 2 * plain["memory"]["full"]["unsharded"]
+    assert found("mesh.cp=4", "mesh.dp=8", "attention.strategy=ring")["strategy"] == "ring"
+
+
+PLAN_MISTAKES: dict[str, tuple[list[str], int, str, str]] = {
+    "no ranks for auto": ([], 2, "--ranks", "mesh.dp=auto"),
+    "ranks that do not divide": (["--ranks", "24"], 2, "mesh.dp", "24 ranks are no multiple"),
+    "ranks of another mesh": (["--ranks", "24", "mesh.dp=4"], 2, "--ranks", "needs 64"),
+    "a strange distribution": (["--ranks", "16", "--lengths", "gamma(2)"], 2, "--lengths", "gamma(2)"),
+    "a sample over the budget": (
+        ["--ranks", "16", "--lengths", "fixed(70000)"], 3, "batch.max_tokens_per_rank", "has 70000",
+    ),
+    "heads that do not divide": (
+        ["--ranks", "12", "mesh.cp=6", "attention.strategy=ulysses"], 2, "attention.strategy", "32 attention heads",
+    ),
+    "a folder that is missing": (["--ranks", "16", "model.path=nowhere"], 4, "model.path", "nowhere"),
+    "an unknown setting": (["--ranks", "16", "mesh.pc=2"], 2, "mesh.pc", "mesh.cp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", PLAN_MISTAKES)
+def test_a_mistake_in_a_plan_is_answered_like_any_other(mistake: str, long_context: Path) -> None:
+    arguments, status, field, said = PLAN_MISTAKES[mistake]
+    done = run("plan", long_context, *arguments, watched=True, folder=long_context.parent)
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("error [") and lines[1] == f"  field: {field}" and lines[-1].startswith("  hint:  ")
+    assert said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_a_model_without_sizes_is_answered_by_name(long_context: Path) -> None:
+    (long_context.parent / "big" / "config.json").write_text('{"model_type": "llama", "vocab_size": 10}')
+    done = run("plan", long_context, "--ranks", 16, watched=True)
+    assert done.returncode == 4 and "hidden_size = None" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
     config: Path, batch: RolloutBatch, tmp_path: Path

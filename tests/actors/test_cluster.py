@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.cluster import check_machine, connect, processes_needed
+from actors.cluster import check_machine, connect, processes_needed, with_cluster_ranks
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.errors import ResourceError
+from slimefsdp.errors import ConfigError, ResourceError
 
 # starts a local cluster in the import order of a user's own loop, and prints the addresses it listens on
 LISTENING = """
@@ -93,3 +93,31 @@ def test_processes_count_ranks_engines_and_a_reference_group() -> None:
     assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2})) == 4
     assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2}, reference=reference)) == 7
     assert processes_needed(config(algorithm="sft", mesh={"dp": 2})) == 2
+
+
+def test_auto_takes_the_gpus_that_engines_and_a_reference_group_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64.0, "GPU": 8.0})
+    auto: dict[str, Any] = {"dp": "auto", "dp_replicate": 2}
+    assert with_cluster_ranks(config(mesh=auto, rollout={"engines": 2})).actor_mesh == (2, 3)
+    assert with_cluster_ranks(config(algorithm="sft", mesh=auto)).actor_mesh == (2, 4)
+    apart = {"placement": "group", "dp": 3}
+    assert with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}, reference=apart)).actor_mesh == (2, 2)
+    with pytest.raises(ConfigError, match="7 ranks are no multiple of") as caught:
+        with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}))
+    assert caught.value.field == "mesh.dp"
+    with pytest.raises(ResourceError, match="none is left"):
+        with_cluster_ranks(config(mesh=auto, rollout={"engines": 8}))
+    fixed = config(mesh={"dp": 3}, rollout={"engines": 8})
+    assert with_cluster_ranks(fixed) is fixed
+
+
+def test_auto_takes_the_cores_where_ranks_run_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 100.0, "GPU": 8.0})  # a local cluster's are made up
+    on_cpu: dict[str, Any] = {"dp": "auto", "device": "cpu"}
+    assert with_cluster_ranks(config(mesh={**on_cpu, "cp": 2})).ranks == 6
+    assert with_cluster_ranks(config(mesh={**on_cpu, "cp": 8})).actor_mesh == (1, 1)
+    assert with_cluster_ranks(config(mesh=on_cpu, cluster={"address": "local"})).ranks == 100
+    check_machine(config(mesh=on_cpu))
+    with pytest.raises(ResourceError, match="allow 7"):
+        with_cluster_ranks(config(mesh=on_cpu, cluster={"max_ranks_per_core": 1}))

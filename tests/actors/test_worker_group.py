@@ -165,6 +165,21 @@ def test_sleep_frees_memory_on_every_rank_and_changes_no_bit(group: Any, batch: 
     assert all(memory.asleep == () for memory in group.memory())
 
 
+def test_a_group_can_be_looked_into(group: Any, batch: RolloutBatch) -> None:
+    with pytest.raises(StateError, match="no update has been tried"):
+        group.gradient_health()
+    metrics = group.train_step(batch)
+    descriptions = group.describe()
+    assert [description.rank for description in descriptions] == [0, 1]
+    assert all(description.units[0].name == "(root)" for description in descriptions)
+    numel = descriptions[0].numel
+    assert sum(description.local_bytes for description in descriptions) == 4 * numel, "each rank holds its own share"
+    assert group.check_sync().is_in_sync
+    health = group.gradient_health_async().result()
+    assert not health.is_skipped and list(health.group_norms)[:2] == ["embedding", "layer_0"]
+    assert metrics["updates"] > 1 and health.update == metrics["updates"] - 1, "it is that of the last update"
+
+
 def test_a_checkpoint_brings_back_every_bit(group: Any, batch: RolloutBatch, actor_config: RunConfig) -> None:
     group.train_step(batch)
     folder = group.save(5, {"cursor": [3, 1], "name": "x"})
@@ -432,3 +447,21 @@ def test_a_reference_group_of_another_size_gives_the_colocated_result(
     finally:
         apart.shutdown()
     assert wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_group_of_copies_as_large_as_the_machine_trains_like_one_of_shards(
+    cluster: None, make_config: Any, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)  # auto takes a rank a core
+    results = []
+    for mesh in ({"dp": "auto", "dp_replicate": 2}, {"dp": 2}):
+        group = WorkerGroup.launch(make_config(mesh=mesh))
+        try:
+            assert len(group.health()) == group.config.ranks == 2
+            results.append((group.config.actor_mesh, group.train_step(batch)))
+        finally:
+            group.shutdown()
+    (copies, ours), (shards, sharded) = results
+    assert (copies, shards) == ((2, 1), (1, 2))
+    for name in ("loss", "grad_norm", "entropy"):
+        assert ours[name] == pytest.approx(sharded[name], rel=1e-5, abs=1e-6), name

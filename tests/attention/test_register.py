@@ -12,8 +12,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
-from slimefsdp.attention.plan import AttentionPlan, CallPlan
+from slimefsdp.attention.choice import Choice
 from slimefsdp.attention.register import ATTENTION_NAME, check_attention_interface, register_attention
+from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.errors import ModelError
 
 
@@ -21,9 +22,11 @@ class Layer(nn.Module):
     is_causal = True
 
 
-def plan(*lengths: int) -> AttentionPlan:
-    offsets = tuple(sum(lengths[:i]) for i in range(len(lengths) + 1))
-    return AttentionPlan(own=CallPlan(offsets, offsets, None, None))
+def pack_of(*lengths: int) -> PackAttention:
+    attention = Attention(Choice("local", "test"))
+    return attention.for_pack(
+        attention.layout([sum(lengths[:i]) for i in range(len(lengths) + 1)]), torch.device("cpu")
+    )
 
 
 def call(layer: nn.Module | None = None, **changes: Any) -> torch.Tensor:
@@ -32,7 +35,7 @@ def call(layer: nn.Module | None = None, **changes: Any) -> torch.Tensor:
     q, k, v = (
         torch.randn(1, heads, 9, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
     )  # [1, heads, tokens, head_dim]
-    arguments = {"query": q, "key": k, "value": v, "attention_mask": None, "attention_plan": plan(9)}
+    arguments = {"query": q, "key": k, "value": v, "attention_mask": None, "pack_attention": pack_of(9)}
     function = AttentionInterface()[register_attention()]
     out, weights = function(layer or Layer(), **(arguments | changes))
     assert weights is None
@@ -81,7 +84,7 @@ def test_a_changed_calling_convention_is_refused_with_its_signature(changed: Cal
 def test_a_segment_gets_what_transformers_own_attention_gives_it_alone(
     lengths: tuple[int, ...], scaling: float | None
 ) -> None:
-    packed = call(attention_plan=plan(*lengths), scaling=scaling)
+    packed = call(pack_attention=pack_of(*lengths), scaling=scaling)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, 9, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
     k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
@@ -98,6 +101,13 @@ def test_a_sliding_window_reaches_the_kernel() -> None:
     assert torch.equal(call(sliding_window=9), call())
 
 
+def test_soft_caps_and_sinks_reach_the_kernel() -> None:
+    assert not torch.equal(call(softcap=0.5), call())
+    assert not torch.equal(call(s_aux=torch.zeros(4, dtype=torch.float64)), call())
+    far = torch.full((4,), -1e4, dtype=torch.float64)  # a sink that nothing flows into
+    torch.testing.assert_close(call(s_aux=far), call(), rtol=1e-12, atol=1e-12)
+
+
 class BidirectionalLayer(nn.Module):
     is_causal = False
 
@@ -105,11 +115,9 @@ class BidirectionalLayer(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "changes", "named"),
     [
-        (Layer(), {"attention_plan": None}, "attention plan"),
+        (Layer(), {"pack_attention": None}, "without a pack's attention"),
         (Layer(), {"attention_mask": torch.zeros(1, 1, 9, 9)}, "mask"),
         (Layer(), {"dropout": 0.1}, "dropout=0.1"),
-        (Layer(), {"softcap": 50.0}, "soft-capping"),
-        (Layer(), {"s_aux": torch.zeros(4)}, "sinks"),
         (Layer(), {"position_bias": torch.zeros(1, 4, 9, 9)}, "position bias"),
         (Layer(), {"is_causal": False}, "causal=False"),
         (BidirectionalLayer(), {}, "causal=False"),

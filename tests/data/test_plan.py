@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.data.plan import CostModel, Plan, plan_phase, plan_update
+from slimefsdp.data.cost import CostModel
+from slimefsdp.data.plan import Plan, plan_phase, plan_update
 from slimefsdp.errors import BatchError
 
 COST = CostModel()
@@ -52,6 +53,7 @@ def phases(draw):
         "epochs": draw(st.integers(1, 3)),
         "seed": draw(st.none() | st.integers(0, 5)),
         "trains": None if trains is None else np.array(trains, dtype=bool),
+        "cp": draw(st.sampled_from([1, 1, 2, 4])),
     }
 
 
@@ -184,6 +186,30 @@ def test_the_cap_is_what_one_pack_over_all_cp_ranks_may_hold():
     max_tokens_per_rank, cp = 2000, 2
     (update,) = plan_phase(lengths, dp=1, max_pack_tokens=max_tokens_per_rank * cp).updates
     assert [pack.tolist() for pack in update[0]] == [[0, 1]]
+
+
+def test_under_cp_a_sample_weighs_what_it_makes_its_ranks_send():
+    # 100 tokens fit one of the four ranks, 101 do not: they are cut, and sending makes them cost four times as much
+    lengths = np.array([101, *[100] * 4])
+    shape = {"dp": 2, "max_pack_tokens": 400, "cost_model": CostModel(quadratic=0.0, wire=1.0)}
+    whole, cut = (plan_phase(lengths, cp=cp, **shape) for cp in (1, 4))
+    assert sorted(lengths[np.concatenate(rank)].tolist() for rank in whole.updates[0]) == [[100, 100, 100], [101, 100]]
+    assert sorted(lengths[np.concatenate(rank)].tolist() for rank in cut.updates[0]) == [[100] * 4, [101]]
+    assert cut.imbalance(lengths, shape["cost_model"], cp=4) == pytest.approx(404 / 402)
+    assert whole.imbalance(lengths, shape["cost_model"], cp=4) == pytest.approx(504 / 402)
+
+
+def test_on_one_rank_nothing_is_sent_and_sending_weighs_nothing():
+    lengths = log_normal_lengths(200)
+    plans = [plan_phase(lengths, dp=4, max_pack_tokens=8192, cost_model=CostModel(wire=wire)) for wire in (0.0, 5.0)]
+    assert plans[0].digest() == plans[1].digest()
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_log_normal_lengths_are_balanced_over_ranks_under_cp(cp):
+    lengths = log_normal_lengths(2048, longest=8192 * cp)
+    plan = plan_phase(lengths, dp=8, max_pack_tokens=8192 * cp, cp=cp)
+    assert plan.imbalance(lengths, cp=cp) <= 1.02
 
 
 def test_packs_that_only_fit_tightly_are_found_and_not_overfilled():

@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from slimefsdp.errors import ModelError
-from slimefsdp.models.folder import EXTRA_FILES, ModelFolder, check_architecture, read_model_folder
+from slimefsdp.models.folder import (
+    EXTRA_FILES,
+    STATEFUL_MODELS,
+    SUPPORTED_MODELS,
+    ModelFolder,
+    check_architecture,
+    read_model_folder,
+)
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 320, "tie_word_embeddings": False}
 
@@ -54,6 +61,54 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(folder: 
     with pytest.raises(ModelError, match="'mamba'") as caught:
         check_architecture(read_model_folder(folder), field="reference.path")
     assert caught.value.field == "reference.path" and "qwen3" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "rwkv", "recurrent_gemma", "lfm2", "granitemoehybrid"])
+def test_an_architecture_whose_state_crosses_samples_is_refused_with_that_reason(folder: Path, model_type: str):
+    write_floats(folder / "model.safetensors", "a")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 8}))
+    with pytest.raises(ModelError, match=f"'{model_type}' .* carries a recurrent state .* from sample to sample"):
+        check_architecture(read_model_folder(folder))
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("qwen3_5", "recurrent state"), ("llava", "not supported")])
+def test_a_model_of_several_parts_is_refused_for_its_type_though_its_vocabulary_lies_deeper(
+    folder: Path, model_type: str, reason: str
+):
+    config = {"model_type": model_type, "text_config": {"vocab_size": 8}}
+    (folder / "config.json").write_text(json.dumps(config))  # and no weights: those come second
+    with pytest.raises(ModelError, match=reason) as caught:
+        read_model_folder(folder, field="reference.path")
+    assert caught.value.field == "reference.path"
+
+
+def test_stateful_architectures_exist_and_none_is_supported_or_one_of_attention_alone():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert CONFIG_MAPPING_NAMES.keys() >= STATEFUL_MODELS
+    assert not STATEFUL_MODELS & set(SUPPORTED_MODELS)
+
+
+def test_without_weights_a_folder_needs_its_configuration_alone(folder: Path):
+    with pytest.raises(ModelError, match=r"no \.safetensors file"):
+        read_model_folder(folder)
+    (folder / "model.safetensors").write_bytes(b"no header")  # and is not looked at
+    model = read_model_folder(folder, with_weights=False)
+    assert (model.tensors, model.has_weights, model.config) == ({}, False, CONFIG)
+    (folder / "model.safetensors").unlink()
+    write_floats(folder / "model.safetensors", "a")
+    assert read_model_folder(folder).has_weights
+
+
+def test_only_gpt2_has_a_last_position(folder: Path):
+    def longest(**config: object) -> int | None:
+        (folder / "config.json").write_text(json.dumps(CONFIG | config))
+        return read_model_folder(folder, with_weights=False).max_sample_tokens
+
+    assert longest(model_type="gpt2", n_positions=77) == 77 and longest(model_type="gpt2") == 1024
+    assert longest(max_position_embeddings=77) is None
+    with pytest.raises(ModelError, match="n_positions = '77'"):
+        longest(model_type="gpt2", n_positions="77")
 
 
 def test_only_the_tokenizer_and_generation_files_that_exist_are_listed(folder: Path):
@@ -147,7 +202,7 @@ def test_a_folder_without_config_is_refused(tmp_path: Path):
         (b'{"model_type": 3}', "model_type = 3"),
         (b'{"model_type": "a", "vocab_size": "320"}', "vocab_size = '320'"),
         (b'{"model_type": "a", "vocab_size": true}', "vocab_size = True"),
-        (b'{"model_type": "a"}', "vocab_size = None"),
+        (b'{"model_type": "qwen3"}', "vocab_size = None"),
         (b'{"model_type": "a", "vocab_size": 8, "tie_word_embeddings": "no"}', "tie_word_embeddings = 'no'"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "Git LFS pointer"),
     ],

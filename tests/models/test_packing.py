@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,16 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from slimefsdp.attention.plan import attention_plan
-from slimefsdp.data.layout import zigzag_layout
-from slimefsdp.data.pack import local_share, pack
+from slimefsdp.attention.choice import choose_strategy
+from slimefsdp.attention.strategy import Attention
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import ConfigError
 from slimefsdp.models.folder import SUPPORTED_MODELS, read_model_folder
-from slimefsdp.models.load import load_policy
+from slimefsdp.models.load import build_policy, load_policy
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.mesh import build_mesh
+from slimefsdp.parallel.fsdp import Parallelism
+from slimefsdp.parallel.mesh import Mesh, build_mesh
+from slimefsdp.update import evaluate, micro_batches
 from tests.float64 import KeepFloat64
 from tests.rank_pool import RankPool
 from tests.tiny_models import ARCHITECTURES, SIZES, save_tiny_model
@@ -28,36 +32,40 @@ CPU = torch.device("cpu")
 # (tokens, response tokens): the shortest there is, around the window of 8, and longer than a band of 64
 SHAPES = ((30, 10), (2, 1), (9, 3), (150, 140), (8, 7), (7, 1))
 TIES = pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+WITH_WINDOWS = ("qwen2", "mistral", "gemma3_text", "gemma2", "phi3", "gpt_oss")
 KINDS = pytest.mark.parametrize("kind", ARCHITECTURES)
 
 
-def some_batch(seed: int = 0) -> RolloutBatch:
-    rng = np.random.default_rng(seed)
+def some_batch(shapes: Sequence[tuple[int, int]] = SHAPES) -> RolloutBatch:
+    rng = np.random.default_rng(0)
     samples = [
         {"tokens": rng.integers(0, SIZES["vocab_size"], length).tolist(), "response_length": response}
-        for length, response in SHAPES
+        for length, response in shapes
     ]
     samples[0]["tokens"][-1] = 0  # a response that ends in the padding id
     return RolloutBatch.from_samples(samples)
 
 
-def load(path: Path, dtype: torch.dtype, *, checkpointing: bool = False) -> PolicyModel:
-    folder = read_model_folder(path)
-    mesh = build_mesh(1, 1, CPU).flat
+def load(
+    path: Path, mesh: Mesh, dtype: torch.dtype, *, checkpointing: bool = False, strategy: Any = "auto"
+) -> PolicyModel:
+    how = Parallelism(compute_dtype=dtype, master_dtype=dtype, recompute="full" if checkpointing else "none")
     return load_policy(
-        folder, mesh, compute_dtype=dtype, master_dtype=dtype, device=CPU, activation_checkpointing=checkpointing
+        read_model_folder(path),
+        mesh,
+        how,
+        attention_for=lambda shape: Attention(choose_strategy(strategy, shape, mesh.cp), mesh.cp_group),
     )
 
 
 def packed_log_probs(
-    policy: PolicyModel, batch: RolloutBatch, order: list[int], temperature: float = 1.0
+    policy: PolicyModel, batch: RolloutBatch, order: list[int], mesh: Mesh, temperature: float = 1.0
 ) -> torch.Tensor:
-    """[R] in the batch's order, all samples in one pack."""
-    packed = pack(batch, np.array(order), trained_only=False)
-    share = local_share(packed, zigzag_layout(packed.cu_seqlens, 1), 0)
-    plan = attention_plan(share.pieces, CPU)
-    log_probs, _ = policy(share.tokens, share.positions, plan, share.rows, share.targets, temperature=temperature)
-    return log_probs.new_zeros(batch.num_response_tokens).index_put((packed.response_index,), log_probs)
+    """[R] in the batch's order, all samples in one pack, by the way that training goes."""
+    (micro_batch,) = micro_batches(batch, [np.array(order)], policy.attention, mesh, trained_only=False)
+    log_probs, _ = evaluate(policy, micro_batch, mesh, temperature=temperature)
+    at = micro_batch.packed.response_index
+    return log_probs.new_zeros(batch.num_response_tokens).index_put((at,), log_probs)
 
 
 def separate_log_probs(hf: Any, batch: RolloutBatch, temperature: float = 1.0) -> torch.Tensor:
@@ -71,39 +79,57 @@ def separate_log_probs(hf: Any, batch: RolloutBatch, temperature: float = 1.0) -
 
 
 def differences_of_rank(
-    rank: int, path: Path, dtype: torch.dtype, checkpointing: bool, temperature: float
+    rank: int,
+    path: Path,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    temperature: float,
+    cp: int = 1,
+    strategy: str = "auto",
+    shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> dict[str, float]:
-    """Largest differences of log-probs, of gradients relative to their own scale, and of buffers."""
-    batch, order = some_batch(), [3, 1, 0, 5, 4, 2]
+    """On rank 0: largest differences of log-probs, of gradients relative to their own scale, and of buffers."""
+    batch, mesh = some_batch(shapes), build_mesh(1, cp, CPU)
+    order = [3, 1, 0, 5, 4, 2] if shapes is SHAPES else list(range(len(shapes)))
     weights = torch.randn(batch.num_response_tokens, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    runs: list[str] = []
     with KeepFloat64() if dtype == torch.float64 else nullcontext():
-        policy = load(path, dtype, checkpointing=checkpointing)
-        runs: list[str] = []
-        policy.decoder_layers()[0].input_layernorm.register_forward_hook(lambda *_: runs.append("layer"))
-        hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-        ours = packed_log_probs(policy, batch, order, temperature)
-        theirs = separate_log_probs(hf, batch, temperature)
+        policy = load(path, mesh, dtype, checkpointing=checkpointing, strategy=strategy)
+        layer = policy.decoder_layers()[0]
+        next(part for name, part in layer.named_children() if "attn" in name).register_forward_hook(
+            lambda *_: runs.append("layer")
+        )
+        ours = packed_log_probs(policy, batch, order, mesh, temperature)
         (ours * weights).sum().backward()
+    assert len(runs) == 1 + checkpointing  # a recomputed layer runs again in backward
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in policy.named_weights():
+        assert isinstance(parameter.grad, DTensor), name
+        gradients[name] = parameter.grad.full_tensor()
+    if rank != 0:
+        return {}
+    with KeepFloat64() if dtype == torch.float64 else nullcontext():
+        hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
+        theirs = separate_log_probs(hf, batch, temperature)
         (theirs * weights).sum().backward()
     assert ours.dtype == theirs.dtype == dtype and policy.training
-    assert len(runs) == 1 + checkpointing  # a recomputed layer runs again in backward
-    theirs_by_name = dict(hf.named_parameters())
-    ours_by_name = dict(policy.named_weights())
-    assert ours_by_name.keys() == theirs_by_name.keys()
+    # an expert that no token of a sample visits has no gradient in plain Hugging Face, or one of zeros
+    expected = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in hf.named_parameters()
+    }
+    assert gradients.keys() == expected.keys()
     # a key's bias has no gradient under softmax: what is left is rounding, small against every other one's scale
-    floor = 1e-3 * max(float(parameter.grad.abs().max()) for parameter in theirs_by_name.values())
-    gradient = 0.0
-    for name, parameter in ours_by_name.items():
-        assert isinstance(parameter.grad, DTensor), name
-        expected = theirs_by_name[name].grad
-        error = (parameter.grad.full_tensor() - expected).abs().max()
-        gradient = max(gradient, float(error / expected.abs().max().clamp(min=floor)))
+    floor = 1e-3 * max(float(gradient.abs().max()) for gradient in expected.values())
     their_buffers = dict(hf.named_buffers(remove_duplicate=False))
     our_buffers = dict(policy.hf.named_buffers(remove_duplicate=False))
     assert our_buffers.keys() == their_buffers.keys()
     return {
         "log_probs": float((ours - theirs).detach().abs().max()),
-        "gradients": gradient,
+        "gradients": max(
+            float((gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=floor))
+            for name, gradient in expected.items()
+        ),
         "buffers": float(sum(not torch.equal(our_buffers[name], their_buffers[name]) for name in our_buffers)),
     }
 
@@ -134,6 +160,50 @@ def test_float64_log_probs_and_gradients_of_a_pack_equal_separate_plain_ones(
     assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
+@KINDS
+def test_float64_log_probs_and_gradients_of_a_pack_shared_by_cp_ranks_equal_separate_plain_ones(
+    tmp_path: Path, ranks: RankPool, kind: str, strategy: str, cp: int
+) -> None:
+    path = save_tiny_model(tmp_path, kind, dtype=torch.float64)
+    run = (cp, differences_of_rank, path, torch.float64, False, 0.7, cp, strategy)
+    if strategy == "ring" and kind in WITH_WINDOWS:
+        with pytest.raises(ConfigError, match="the ring cannot express sliding windows"):
+            ranks.run(*run)
+        return
+    found = ranks.run(*run)[0]
+    assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gemma2", {"layer_types": ["full_attention", "full_attention"]}),
+        ("gemma3_text", {"layer_types": ["full_attention", "full_attention"]}),
+        ("gpt_oss", {"layer_types": ["full_attention", "full_attention"]}),
+        ("mistral", {"sliding_window": None}),
+        ("phi3", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False}),
+    ],
+)
+def test_a_model_without_its_windows_can_use_the_ring(
+    tmp_path: Path, ranks: RankPool, kind: str, changes: dict[str, Any]
+) -> None:
+    path = save_tiny_model(tmp_path, kind, dtype=torch.float64, **changes)
+    found = ranks.run(2, differences_of_rank, path, torch.float64, False, 1.0, 2, "ring")[0]
+    assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
+
+
+@KINDS
+def test_float32_log_probs_and_gradients_of_a_recomputed_pack_shared_by_cp_ranks_equal_separate_plain_ones(
+    tmp_path: Path, ranks: RankPool, kind: str
+) -> None:
+    path = save_tiny_model(tmp_path, kind, tie_word_embeddings=True)
+    found = ranks.run(2, differences_of_rank, path, torch.float32, True, 1.0, 2)[0]
+    assert found["log_probs"] <= 1e-5 and found["gradients"] <= 1e-4 and found["buffers"] == 0, found
+
+
 def test_the_final_soft_cap_of_gemma_is_applied(tmp_path: Path, ranks: RankPool) -> None:
     path = save_tiny_model(tmp_path, "gemma3_text", final_logit_softcapping=2.0, dtype=torch.float64)
     (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 0.7)
@@ -152,18 +222,81 @@ def test_scaled_rotary_frequencies_equal_plain_ones(tmp_path: Path, ranks: RankP
     assert found["log_probs"] <= 1e-12 and found["buffers"] == 0, found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@KINDS
+def test_ranks_without_a_token_and_experts_that_none_visits_have_gradients_of_zeros(
+    tmp_path: Path, ranks: RankPool, kind: str, dtype: torch.dtype
+) -> None:
+    # two tokens over four ranks; each layer's two tokens visit at most four of its five experts
+    path, shapes = save_tiny_model(tmp_path, kind, dtype=dtype), ((2, 1),)
+    found = ranks.run(4, differences_of_rank, path, dtype, True, 1.0, 4, "auto", shapes)[0]
+    bound = 1e-12 if dtype == torch.float64 else 1e-4
+    assert found["log_probs"] <= bound and found["gradients"] <= bound, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        # noise and extra losses of training: none of them belongs to the policy
+        ("qwen3", {"attention_dropout": 0.1}),
+        ("phi3", {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attention_dropout": 0.1}),
+        ("gpt2", {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}),
+        ("mixtral", {"router_jitter_noise": 0.3, "output_router_logits": True, "router_aux_loss_coef": 10.0}),
+        ("qwen3_moe", {"output_router_logits": True, "router_aux_loss_coef": 10.0}),
+        # other shapes of the same model
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gpt2", {"scale_attn_weights": False, "initializer_range": 0.05}),
+        ("glm4", {"attention_bias": False}),
+        ("phi3", {"sliding_window": None}),
+        ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ],
+)
+def test_variants_of_an_architecture_equal_plain_ones(
+    tmp_path: Path, ranks: RankPool, kind: str, changes: dict[str, Any]
+) -> None:
+    path = save_tiny_model(tmp_path, kind, dtype=torch.float64, **changes)
+    (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 1.0)
+    assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
+
+
+def bfloat16_errors_of_rank(rank: int, path: Path) -> tuple[float, float]:
+    """RMS error of log-probs in bfloat16, ours and plain Hugging Face's, against float32; gradients must be float32."""
+    mesh, batch, order = build_mesh(1, 1, CPU), some_batch(), [3, 1, 0, 5, 4, 2]
+    policy = load_policy(read_model_folder(path), mesh, Parallelism(torch.bfloat16, torch.float32))
+    ours = packed_log_probs(policy, batch, order, mesh)
+    ours.sum().backward()
+    for name, parameter in policy.named_weights():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.float32, name
+        assert isinstance(parameter.grad, DTensor) and torch.isfinite(parameter.grad.to_local()).all(), name
+    with torch.no_grad():
+        exact, plain = (
+            separate_log_probs(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), batch).float()
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    return tuple(float((log_probs - exact).square().mean().sqrt()) for log_probs in (ours.detach(), plain))  # type: ignore[return-value]
+
+
+@KINDS
+def test_bfloat16_errs_no_more_than_plain_bfloat16(tmp_path: Path, ranks: RankPool, kind: str) -> None:
+    ((ours, plain),) = ranks.run(1, bfloat16_errors_of_rank, save_tiny_model(tmp_path, kind))
+    assert 0 < ours <= 1.25 * plain, (ours, plain)
+
+
 def isolation_of_rank(rank: int, path: Path) -> list[tuple[bool, bool]]:
     """For each sample: whether changing its tokens changed its own log-probs, and whether it changed any other's."""
-    policy, batch = load(path, torch.float32), some_batch()
+    mesh, batch = build_mesh(1, 1, CPU), some_batch()
+    policy = load(path, mesh, torch.float32)
     everyone = list(range(len(SHAPES)))
     found = []
     with torch.no_grad():
-        before = packed_log_probs(policy, batch, everyone)
+        before = packed_log_probs(policy, batch, everyone, mesh)
         for changed in everyone:
             samples = batch.to_samples()
             tokens = (np.array(samples[changed]["tokens"]) + 1) % SIZES["vocab_size"]
             samples[changed]["tokens"] = tokens.tolist()
-            after = packed_log_probs(policy, RolloutBatch.from_samples(samples), everyone)
+            after = packed_log_probs(policy, RolloutBatch.from_samples(samples), everyone, mesh)
             own = torch.zeros(len(before), dtype=torch.bool)
             start = sum(response for _, response in SHAPES[:changed])
             own[start : start + SHAPES[changed][1]] = True
@@ -176,3 +309,22 @@ def isolation_of_rank(rank: int, path: Path) -> list[tuple[bool, bool]]:
 def test_changing_one_sample_of_a_pack_changes_no_bit_of_the_others(tmp_path: Path, ranks: RankPool, kind: str) -> None:
     (found,) = ranks.run(1, isolation_of_rank, save_tiny_model(tmp_path, kind))
     assert found == [(True, False)] * len(SHAPES)
+
+
+def test_the_document_lists_the_supported_architectures_and_tests_that_exist() -> None:
+    document = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \| .*\| both \|", document, re.MULTILINE) == list(SUPPORTED_MODELS)
+    claims = set(re.findall(r"`(test_\w+(?:\.\.\.\w*)*)`", document))
+    assert len(claims) >= 8
+    for claim in claims:
+        pattern = re.compile(re.escape(claim).replace(re.escape("..."), ".*"))
+        assert any(pattern.fullmatch(name) for name in globals()), claim
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, "grouped_mm"), (torch.float64, "eager")])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_are_one_grouped_product_where_torch_has_one(
+    tmp_path: Path, kind: str, dtype: torch.dtype, expected: str
+) -> None:
+    policy = build_policy(read_model_folder(save_tiny_model(tmp_path, kind)), dtype)
+    assert policy.hf.config._experts_implementation == expected

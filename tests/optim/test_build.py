@@ -1,4 +1,4 @@
-"""Which parameters decay, that optimiser state is whole from the start, and global-norm clipping over shards."""
+"""Which parameters decay, and that optimiser state is whole from the start."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from slimefsdp.optim.build import build_optimizer, clip_gradients
-from tests.rank_pool import RankPool
+from slimefsdp.optim.build import build_optimizer
 from tests.tiny_models import tiny_model
-
-SHAPES = [(5, 3), (1, 4), (7,), (2, 2, 2)]  # fewer rows than ranks, and rows that no number of ranks divides
 
 
 def build(named: list[tuple[str, nn.Parameter]], name: str = "adamw", **changes: Any) -> torch.optim.Optimizer:
@@ -52,40 +46,3 @@ def test_steps_equal_torchs_own_from_a_state_that_is_whole_at_once(name: str) ->
         reference.step()
         assert torch.equal(ours, theirs)
     assert optimizer.state[ours].keys() == at_start.keys() == reference.state[theirs].keys()
-
-
-def sharded_clip(rank: int, gradients: list[torch.Tensor], max_norm: float) -> tuple[float, list[torch.Tensor]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parameters = []
-    for gradient in gradients:
-        parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
-        parameters.append(parameter)
-    parameters.append(nn.Parameter(torch.zeros(2)))  # one without a gradient
-    norm = clip_gradients(parameters, max_norm, mesh.get_group())
-    return norm, [parameter.grad.full_tensor().clone() for parameter in parameters[:-1]]
-
-
-@pytest.mark.parametrize("max_norm", [1.0, 1e4])
-def test_clipping_is_by_the_global_norm_on_any_number_of_ranks(ranks: RankPool, max_norm: float) -> None:
-    torch.manual_seed(0)
-    gradients = [torch.randn(shape) * 10 for shape in SHAPES]
-    plain = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    for parameter, gradient in zip(plain, gradients, strict=True):
-        parameter.grad = gradient.clone()
-    torchs_norm = nn.utils.clip_grad_norm_(plain, max_norm).item()
-    for world_size in (1, 2, 4):
-        for norm, clipped in ranks.run(world_size, sharded_clip, gradients, max_norm):
-            assert norm == pytest.approx(torchs_norm, rel=1e-6)
-            for ours, parameter, gradient in zip(clipped, plain, gradients, strict=True):
-                assert torch.allclose(ours, parameter.grad, rtol=1e-5, atol=0)
-                assert torch.equal(ours, gradient) == (max_norm > torchs_norm)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_one_gradient_that_is_not_finite_is_known_to_all_ranks_and_left_alone(ranks: RankPool, value: float) -> None:
-    gradients = [torch.ones(4, 2), torch.ones(3)]
-    gradients[0][3, 1] = value  # the last rank's
-    for norm, left in ranks.run(2, sharded_clip, gradients, 0.5):
-        assert not torch.tensor(norm).isfinite()
-        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(left, gradients, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,6 +68,20 @@ def test_another_set_of_tensors_takes_buffers_of_its_own_sizes() -> None:
         sleeper.sleep([tensor])
         sleeper.wake_up()
         assert (tensor == 1).all() and sleeper.host_bytes == tensor.nbytes
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_host_buffers_are_page_locked_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, pin_memory: bool) -> None:
+    asked, empty = [], torch.empty
+
+    def recording(*size: int, pin_memory: bool = False, **others: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return empty(*size, **others)  # without CUDA nothing can be page-locked
+
+    monkeypatch.setattr("slimefsdp.parallel.offload.torch.empty", recording)
+    tensors = [torch.ones(3), torch.ones(5)]
+    Residency(lambda tag: tensors, pin_memory=pin_memory).sleep(("parameters",))
+    assert asked.count(True) == (2 if pin_memory else 0)
 
 
 def test_each_tag_sleeps_for_itself_and_reports_add_up() -> None:

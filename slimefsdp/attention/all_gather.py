@@ -1,0 +1,89 @@
+"""All-gather attention: every rank fetches the keys and values it may see, then makes one causal call.
+
+Each piece has its whole path as keys, end to end, so that sliding windows are what they are on one rank. Keys are
+fetched once and kept for backward, which sends their gradients home in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slimefsdp.attention.kernels import Saved, Scoring, varlen_backward, varlen_forward
+from slimefsdp.attention.merge import absorb_sinks, sinks_grad
+from slimefsdp.attention.plan import PathPlan
+from slimefsdp.attention.wire import Wire
+
+
+def all_gather_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: PathPlan,
+    wire: Wire | None,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries, [local_tokens, heads, head_dim]; arguments as for `ring_attention`."""
+    out: torch.Tensor = _AllGatherAttention.apply(q, k, v, sinks, plan, wire, scoring)
+    return out
+
+
+class _AllGatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        plan: PathPlan,
+        wire: Wire | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        both = torch.stack([k, v])  # [2, local_tokens, kv_heads, head_dim]
+        if wire is not None and any(plan.wire_counts):
+            sent = both[:, plan.wire_rows]
+            fetched = [both.new_empty(2, rows, *both.shape[2:]) for rows in plan.wire_counts]
+            wire.exchange([sent] * wire.size, fetched).wait()
+            both = torch.cat([both, *_without(fetched, wire.rank)], dim=1)
+        keys, values = both[:, plan.key_rows]
+        out, saved = varlen_forward(q, keys, values, plan.call, scoring, causal=True)
+        lse = saved.lse
+        if sinks is not None:
+            out, lse = absorb_sinks(out.to(lse.dtype), lse, sinks)
+            out = out.to(q.dtype)
+        extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
+        ctx.save_for_backward(q, both, sinks, out, lse, *extra)
+        ctx.plan, ctx.wire, ctx.scoring = plan, wire, scoring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, both, sinks, out, lse, *extra = ctx.saved_tensors
+        plan, wire, grad_out = ctx.plan, ctx.wire, grads[0].contiguous()
+        keys, values = both[:, plan.key_rows]
+        dq, dk, dv = varlen_backward(
+            grad_out, q, keys, values, out, Saved(lse, *extra), plan.call, ctx.scoring, causal=True
+        )
+        # a row is a key of several pieces: their gradients add up in at least float32
+        sums = torch.zeros_like(both, dtype=lse.dtype)
+        sums[0].index_add_(0, plan.key_rows, dk.to(lse.dtype))
+        sums[1].index_add_(0, plan.key_rows, dv.to(lse.dtype))
+        own = sums[:, : q.shape[0]]
+        if wire is not None and any(plan.wire_counts):
+            others = _without(plan.wire_counts, wire.rank)
+            parts = list(sums[:, q.shape[0] :].split(others, dim=1))
+            parts = [part.contiguous() for part in parts]
+            outgoing = [*parts[: wire.rank], sums[:, :0], *parts[wire.rank :]]
+            arriving = [sums.new_empty(2, len(plan.wire_rows), *sums.shape[2:]) for _ in range(wire.size)]
+            wire.exchange(outgoing, arriving).wait()
+            for part in _without(arriving, wire.rank):
+                own.index_add_(1, plan.wire_rows, part)
+        d_sinks = None if sinks is None else sinks_grad(grad_out, out, lse, sinks)
+        return dq, own[0].to(both.dtype), own[1].to(both.dtype), d_sinks, None, None, None
+
+
+def _without(items: Any, index: int) -> list[Any]:
+    return [*items[:index], *items[index + 1 :]]

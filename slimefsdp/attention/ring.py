@@ -1,0 +1,161 @@
+"""Ring attention: keys and values go round the ranks, each computes what its queries see of them, results are merged.
+
+While a rank computes with one source's keys, the next source's are on their way. In backward the keys go round again,
+and their gradients follow one step behind, in an accumulator that every rank adds to before the owner receives it.
+Alone, without a wire, it is plain packed attention, with shared prompts where nodes have parents.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slimefsdp.attention.kernels import Saved, Scoring, varlen_backward, varlen_forward
+from slimefsdp.attention.merge import absorb_sinks, merge_rows, sinks_grad
+from slimefsdp.attention.plan import RingPlan
+from slimefsdp.attention.wire import Transfer, Wire
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: RingPlan,
+    wire: Wire | None,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries, [local_tokens, heads, head_dim].
+
+    Args:
+        q: [local_tokens, heads, head_dim].
+        k, v: [local_tokens, kv_heads, head_dim].
+        plan: of this rank.
+        wire: to the other ranks; None: the plan has this rank alone.
+        scoring: a window only where nothing but the plan's own causal call is made.
+        sinks: [heads], one attention sink's logit a head.
+    """
+    others = any(call is not None for call in plan.sources)
+    assert scoring.window is None or not others, "a window cannot be cut into calls by source"
+    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, plan, wire, scoring)
+    return out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        plan: RingPlan,
+        wire: Wire | None,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        ring = _Ring(plan, wire)
+        incoming = ring.start(k, v)
+        out, saved = varlen_forward(q, k, v, plan.own, scoring, causal=True)
+        lse = saved.lse
+        if sinks is not None or any(plan.sources):
+            out = out.to(lse.dtype)
+        keys, values = k, v
+        for step, source in enumerate(ring.order):
+            if step > 0:
+                keys, values = held = ring.received(incoming)
+                incoming = ring.pass_on(held, step)
+            if call := plan.sources[source]:
+                part, part_saved = varlen_forward(
+                    q[call.q_rows], keys[call.k_rows], values[call.k_rows], call.segments, scoring, causal=False
+                )
+                merge_rows(out, lse, call.q_rows, part, part_saved.lse)
+        if sinks is not None:
+            out, lse = absorb_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *extra)
+        ctx.plan, ctx.wire, ctx.scoring = plan, wire, scoring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, lse, *extra = ctx.saved_tensors
+        plan, scoring, grad_out = ctx.plan, ctx.scoring, grads[0].contiguous()
+        ring = _Ring(plan, ctx.wire)
+        incoming = ring.start(k, v)
+        dq, dk, dv = varlen_backward(grad_out, q, k, v, out, Saved(lse, *extra), plan.own, scoring, causal=True)
+        if any(plan.sources) or ring.travels:
+            dq, dk, dv = (grad.to(lse.dtype) for grad in (dq, dk, dv))
+        keys, values = k, v
+        returning: Transfer | None = None
+        for step, source in enumerate(ring.order):
+            if step > 0:
+                keys, values = held = ring.received(incoming)
+                incoming = ring.pass_on(held, step)
+            grads_of_keys = None
+            if call := plan.sources[source]:
+                rows, segments = call.q_rows, call.segments
+                part_q, part_k, part_v = varlen_backward(
+                    grad_out[rows], q[rows], keys[call.k_rows], values[call.k_rows], out[rows],
+                    Saved(lse[:, rows].contiguous(), *extra), segments, scoring, causal=False,
+                )  # fmt: skip
+                dq.index_add_(0, rows, part_q.to(dq.dtype))
+                grads_of_keys = (part_k, part_v)
+            travelling = ring.accumulator(returning, source, like=keys, dtype=lse.dtype) if step > 0 else None
+            if call is not None and grads_of_keys is not None:
+                for total, part in zip((dk, dv) if travelling is None else travelling, grads_of_keys, strict=True):
+                    total.index_add_(0, call.k_rows, part.to(total.dtype))
+            if travelling is not None:
+                returning = ring.hand_over(travelling, source)
+        if returning is not None:  # after the last step a rank's own sums come home
+            home = returning.wait()[0]
+            dk.index_add_(0, plan.wire_rows, home[0])
+            dv.index_add_(0, plan.wire_rows, home[1])
+        d_sinks = None if sinks is None else sinks_grad(grad_out, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
+
+
+class _Ring:
+    """The order in which one rank meets the sources, and what it passes on meanwhile."""
+
+    def __init__(self, plan: RingPlan, wire: Wire | None) -> None:
+        self._plan = plan
+        self._wire = wire
+        self.travels = any(plan.wire_counts)
+        rank, size = (wire.rank, wire.size) if wire is not None else (0, 1)
+        # the rank itself first, then the others as their rows arrive
+        self.order = [(rank - step) % size for step in range(size if self.travels else 1)]
+
+    def start(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
+        """Sends this rank's own wire rows."""
+        if len(self.order) == 1:
+            return None
+        rows = self._plan.wire_rows
+        return self.pass_on(torch.stack([k[rows], v[rows]]), 0)
+
+    def pass_on(self, held: torch.Tensor, step: int) -> Transfer | None:
+        """Sends what was held at `step`, unless everybody has seen it."""
+        if step + 1 >= len(self.order):
+            return None
+        assert self._wire is not None
+        return self._wire.pass_on(held, self._plan.wire_counts[self.order[step + 1]])
+
+    @staticmethod
+    def received(transfer: Transfer | None) -> torch.Tensor:
+        """[2, rows, kv_heads, head_dim]: a source's keys and values."""
+        assert transfer is not None
+        return transfer.wait()[0]
+
+    def accumulator(
+        self, returning: Transfer | None, source: int, *, like: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The gradient sums of a source's keys and values, as the previous rank left them, or zeros at the first."""
+        if returning is not None:
+            return returning.wait()[0]
+        return like.new_zeros(2, self._plan.wire_counts[source], *like.shape[1:], dtype=dtype)
+
+    def hand_over(self, sums: torch.Tensor, source: int) -> Transfer:
+        """Sends the sums to the next rank and receives those of the next source; the owner's come last."""
+        assert self._wire is not None
+        return self._wire.pass_on(sums, self._plan.wire_counts[(source - 1) % self._wire.size])

@@ -1,0 +1,94 @@
+"""Ulysses attention: two all-to-alls turn a share of the tokens into a share of the heads, and back.
+
+Between them every rank has the whole pack for some heads, so any local attention will do, windows and sinks included.
+Key and value heads fewer than ranks are repeated before they travel; autograd adds their gradients up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slimefsdp.attention.plan import WholePlan
+from slimefsdp.attention.wire import Wire
+
+LocalAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: WholePlan,
+    wire: Wire,
+    attend: LocalAttention,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries, [local_tokens, heads, head_dim].
+
+    Args:
+        q: [local_tokens, heads, head_dim]; heads a multiple of the number of ranks.
+        k, v: [local_tokens, kv_heads, head_dim].
+        plan: how the ranks' rows make up the pack.
+        attend: (q, k, v, sinks) of some heads over the whole pack, in its order, to [tokens, heads, head_dim].
+        sinks: [heads], one attention sink's logit a head.
+    """
+    copies = kv_copies(q.shape[1], k.shape[1], wire.size)
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
+    heads, kv_heads = q.shape[1] // wire.size, k.shape[1] // wire.size
+    # one message: each rank's query heads with their key and value heads
+    parts = [x.unflatten(1, (wire.size, -1)) for x in (q, k, v)]
+    mixed = torch.cat(parts, dim=2)  # [local_tokens, ranks, heads + 2 kv_heads, head_dim]
+    whole_q, whole_k, whole_v = _ToHeads.apply(mixed, plan, wire).split([heads, kv_heads, kv_heads], dim=1)
+    own_sinks = None if sinks is None else sinks[wire.rank * heads : (wire.rank + 1) * heads]
+    whole = attend(whole_q.contiguous(), whole_k.contiguous(), whole_v.contiguous(), own_sinks)
+    out: torch.Tensor = _ToTokens.apply(whole, plan, wire)
+    return out.flatten(1, 2)
+
+
+def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each key head is repeated so that all ranks get equally many, and each its queries' own."""
+    copies = ranks // math.gcd(ranks, kv_heads)
+    return copies if heads % (kv_heads * copies) == 0 else heads // kv_heads
+
+
+class _ToHeads(torch.autograd.Function):
+    """[local_tokens, ranks, heads, head_dim] to [tokens, heads, head_dim] of this rank's heads, in the pack's order."""
+
+    @staticmethod
+    def forward(ctx: Any, mixed: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
+        ctx.plan, ctx.wire = plan, wire
+        return _to_heads(mixed, plan, wire)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _to_tokens(grads[0], ctx.plan, ctx.wire), None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """The way back: [tokens, heads, head_dim] to [local_tokens, ranks, heads, head_dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
+        ctx.plan, ctx.wire = plan, wire
+        return _to_tokens(whole, plan, wire)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _to_heads(grads[0], ctx.plan, ctx.wire), None, None
+
+
+def _to_heads(mixed: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
+    own = mixed.shape[0]
+    by_rank = mixed.transpose(0, 1).flatten(0, 1)  # [ranks * local_tokens, heads, head_dim]
+    return wire.all_to_all(by_rank, [own] * wire.size, plan.counts)[plan.pack_to_ranks]
+
+
+def _to_tokens(whole: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
+    own = plan.counts[wire.rank]
+    received = wire.all_to_all(whole[plan.ranks_to_pack], plan.counts, [own] * wire.size)
+    return received.view(wire.size, own, *whole.shape[1:]).transpose(0, 1)

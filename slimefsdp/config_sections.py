@@ -1,0 +1,342 @@
+"""The sections of the settings tree, and the rules inside each; `slimefsdp.config` joins them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def _broken_rule(rule: str, hint: str) -> PydanticCustomError:
+    """The error of a rule about one value; the setting and the value are named in front of it."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
+
+
+def _path_from_text(value: Any) -> Path:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise _broken_rule("must be a path", "write the path of a file or folder")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:
+        raise _broken_rule("begins with the home of an unknown user", "write the path out") from None
+
+
+def _two_fractions(value: Any) -> tuple[float, float]:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if not is_pair or not all(type(item) in (int, float) and 0 <= item < 1 for item in value):
+        raise _broken_rule("must be two numbers in [0, 1)", "write them like [0.9, 0.95]")
+    return (float(value[0]), float(value[1]))
+
+
+def _function_name(value: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise _broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
+    return value
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise _broken_rule("must be a power of two", "choose one such as 65536")
+    return value
+
+
+def _class_names(value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) and item.isidentifier() for item in value):
+        raise _broken_rule("must be a list of module class names", "write it like [Qwen3DecoderLayer, Qwen3MLP]")
+    return tuple(value)
+
+
+def _count_or_auto(value: Any) -> Any:
+    """One answer for what would otherwise be refused twice, as a number and as a word."""
+    if value != "auto" and type(value) is not int:
+        raise _broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
+    if value != "auto" and value < 1:
+        raise _broken_rule("must be at least 1", "raise it")
+    return value
+
+
+def _switch_or_name(value: Any) -> Any:
+    """YAML has written this setting as true or false."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+PathSetting = Annotated[Path, BeforeValidator(_path_from_text)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Settings(BaseModel):
+    """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RunSettings(Settings):
+    """What one run is and where it leaves its files."""
+
+    dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
+    steps: PositiveInt | None = Field(None, description="steps of the loop: rollout batches, or updates under sft")
+    seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
+    export_dir: PathSetting | None = Field(None, description="write a Hugging Face folder here after the last step")
+    wandb_project: str | None = Field(None, min_length=1, description="also log to this Weights & Biases project")
+
+
+class ModelSettings(Settings):
+    """The policy."""
+
+    path: PathSetting = Field(description="local Hugging Face folder with safetensors weights")
+    init: Literal["folder", "random"] = Field(
+        "folder",
+        description="random: draw the weights from run.seed by transformers' own rules, the same on every mesh; "
+        "model.path then needs config.json and the tokenizer alone",
+    )
+    activation_checkpointing: Annotated[Literal["none", "full", "selective"], BeforeValidator(_switch_or_name)] = Field(
+        "none",
+        description="recompute decoder layers in backward; selective: all but matrix products and attention outputs; "
+        "true is full, false none",
+    )
+    checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
+    compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
+
+    @model_validator(mode="after")
+    def every_nth_layer_belongs_to_activation_checkpointing(self) -> ModelSettings:
+        if self.activation_checkpointing == "none" and self.checkpoint_every_n_layers != 1:
+            raise ValueError(
+                f"model.checkpoint_every_n_layers={self.checkpoint_every_n_layers} does nothing with "
+                "model.activation_checkpointing=none; remove it, or choose full or selective"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def compiled_layers_are_recomputed_whole(self) -> ModelSettings:
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "model.activation_checkpointing=selective cannot see inside the layers of model.compile=true; "
+                "use full or none, or remove model.compile"
+            )
+        return self
+
+
+class ReferenceSettings(Settings):
+    """The frozen model that KL is measured against; used only when `loss.kl_coefficient` > 0, or on request."""
+
+    path: PathSetting | None = Field(None, description="its folder; default: model.path")
+    placement: Literal["colocated", "group"] = Field(
+        "colocated", description="in the actor's processes, or a worker group of its own"
+    )
+    dp: PositiveInt | None = Field(
+        None, description="data ranks of its own group (placement: group); default: the actor's mesh"
+    )
+
+
+class MeshSettings(Settings):
+    """The device mesh (dp_replicate, dp, cp); its size is the number of ranks, cp ranks are adjacent."""
+
+    dp_replicate: PositiveInt = Field(
+        1, description="copies of the sharded model; gradients are summed over them, parameters sharded inside each"
+    )
+    dp: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_count_or_auto)] = Field(
+        1, description="data-parallel ranks of a copy; auto: as many as the ranks started, or the cluster, leave for it"
+    )
+    cp: PositiveInt = Field(1, description="context-parallel ranks that share each pack")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+
+
+class AttentionSettings(Settings):
+    """How attention is computed, and how the cp ranks share it."""
+
+    strategy: Literal["auto", "ring", "ulysses", "all_gather", "ring_flash_attn"] = Field(
+        "auto", description="how cp ranks exchange keys and values; auto: chosen by model and mesh, and logged"
+    )
+    kernel: Literal["torch", "flash_attn"] = Field(
+        "torch", description="torch's own kernels, or the flash-attn package"
+    )
+
+
+class PrecisionSettings(Settings):
+    """Number formats. Masters are fp32 whatever the checkpoint's dtype (fp64 when computing in fp64)."""
+
+    compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = Field(
+        "bfloat16", description="parameters and activations in forward and backward"
+    )
+    reduce_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        "auto", description="in which gradients are summed over ranks; auto: that of the masters"
+    )
+    buffer_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        "auto", description="of rotary frequencies and the like; auto: as transformers makes them"
+    )
+    tf32: bool = Field(
+        False, description="let CUDA multiply what is float32 in TF32, faster and with 10 bits of fraction"
+    )
+    loss_scale_init: Annotated[int, Field(ge=1), AfterValidator(_power_of_two)] = Field(
+        2**16, description="float16: the loss is multiplied by this at first; a power of two, halved at each overflow"
+    )
+    loss_scale_growth_interval: PositiveInt = Field(
+        2000, description="float16: updates in a row without overflow after which the loss scale doubles"
+    )
+
+    @model_validator(mode="after")
+    def loss_scaling_belongs_to_float16(self) -> PrecisionSettings:
+        for name in ("loss_scale_init", "loss_scale_growth_interval"):
+            value = getattr(self, name)
+            if self.compute_dtype != "float16" and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"precision.{name}={value} does nothing with precision.compute_dtype={self.compute_dtype}, "
+                    "whose range needs no loss scale; remove it, or set precision.compute_dtype=float16"
+                )
+        return self
+
+
+class FsdpSettings(Settings):
+    """How parameters, gradients and optimiser state are spread over ranks and host memory."""
+
+    sharding: Literal["full", "keep_parameters", "replicate"] = Field(
+        "full",
+        description="full: parameters are gathered for each use; keep_parameters: they stay whole from forward to "
+        "backward; replicate: every rank holds everything",
+    )
+    wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
+        None, description="classes of modules that are units; null: decoder layers and an untied embedding"
+    )
+    wrap_min_parameters: PositiveInt | None = Field(
+        None, description="instead: modules with so many parameters that are in no smaller unit"
+    )
+    prefetch_layers: int = Field(0, ge=0, description="units gathered ahead of their use; 0: FSDP2's own order")
+    cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
+    pin_memory: bool = Field(True, description="page-locked host memory for sleep and cpu_offload, where there is CUDA")
+
+    @model_validator(mode="after")
+    def units_are_chosen_in_one_way(self) -> FsdpSettings:
+        if self.wrap_layers is not None and self.wrap_min_parameters is not None:
+            raise ValueError(
+                f"fsdp.wrap_min_parameters={self.wrap_min_parameters} chooses units, and so does "
+                f"fsdp.wrap_layers={list(self.wrap_layers)}; remove one"
+            )
+        return self
+
+
+class BatchSettings(Settings):
+    """The two knobs of batch size."""
+
+    samples_per_update: PositiveInt | None = Field(None, description="samples per optimiser update; null: all at once")
+    max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
+
+
+class LossSettings(Settings):
+    """The training loss: which terms, and how tokens are weighted."""
+
+    reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
+        "token_mean", description="1/N tokens; mean over samples of their token mean; sum over constant_length"
+    )
+    constant_length: PositiveInt | None = Field(None, description="the divisor of reduction=constant (Dr.GRPO)")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="and above at 1 + clip_high")
+    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
+    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator of that KL")
+    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
+        "auto", description="auto: the current ones where the phase has one update, else recompute"
+    )
+    normalize_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
+    drop_zero_advantages: bool = Field(
+        True, description="leave out samples whose advantage is zero, unless a KL or entropy term trains them"
+    )
+    epochs: PositiveInt = Field(1, description="passes over one rollout batch")
+
+    @model_validator(mode="after")
+    def constant_length_belongs_to_reduction_constant(self) -> LossSettings:
+        if self.reduction == "constant" and self.constant_length is None:
+            raise ValueError("loss.reduction=constant divides by loss.constant_length, which is not set; set it")
+        if self.reduction != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}; "
+                "remove it, or set loss.reduction=constant"
+            )
+        return self
+
+
+class OptimSettings(Settings):
+    """Optimiser and schedule; counted in optimiser updates, not rollouts."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
+        (0.9, 0.95), description="momentum, second moment; each in [0, 1)"
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled decay; none on norms, biases and embeddings")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
+    total_updates: PositiveInt = Field(description="where the schedule ends")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
+    max_grad_norm: float = Field(1.0, gt=0, description="global-norm clipping")
+    max_skipped_updates: PositiveInt = Field(3, description="stop after this many non-finite gradient norms in a row")
+    log_layer_norms: bool = Field(False, description="metrics also have the gradient norm of each layer")
+
+    @model_validator(mode="after")
+    def warmup_ends_before_training_does(self) -> OptimSettings:
+        if self.warmup_updates >= self.total_updates:
+            raise ValueError(
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
+                f"optim.total_updates={self.total_updates}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_constant_schedule_has_no_floor(self) -> OptimSettings:
+        if self.schedule == "constant" and "min_lr_ratio" in self.model_fields_set:
+            raise ValueError(
+                f"optim.min_lr_ratio={self.min_lr_ratio} does nothing with optim.schedule=constant; "
+                "remove it or choose linear or cosine"
+            )
+        return self
+
+
+class DataSettings(Settings):
+    """JSONL files."""
+
+    train: PathSetting | None = Field(None, description="records with `prompt` (and `answer` under sft)")
+    heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
+
+
+class RolloutSettings(Settings):
+    """Sampling. The temperature is the engine's and the trainer's at once."""
+
+    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it too")
+    prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
+    samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
+    max_new_tokens: PositiveInt = Field(256, description="longest response")
+    engines: PositiveInt = Field(1, description="embedded engine processes")
+    reward: Annotated[str, AfterValidator(_function_name)] | None = Field(
+        None, description="reward function as `module:function`"
+    )
+
+
+class EvaluationSettings(Settings):
+    """Held-out evaluation by sampling at the rollout temperature."""
+
+    interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
+    samples_per_prompt: PositiveInt = Field(1, description="responses per held-out prompt")
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints under `run.dir`/checkpoints."""
+
+    interval_steps: PositiveInt | None = Field(None, description="every so many steps; null: none are written")
+    keep_last: PositiveInt = Field(2, description="older ones are removed")
+    resume: bool = Field(False, description="continue from the newest verified one")
+
+
+class ClusterSettings(Settings):
+    """Ray, and how long to wait for it."""
+
+    address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
+    max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
+    launch_timeout_s: float = Field(300.0, gt=0, description="all ranks ready")
+    call_timeout_s: float = Field(3600.0, gt=0, description="one call on all ranks")
+    sync_timeout_s: float = Field(120.0, gt=0, description="one transfer of weights to the engines")

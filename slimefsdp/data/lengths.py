@@ -1,0 +1,80 @@
+"""Sample lengths from a word or a file, for planning without a batch."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+from slimefsdp.data.rollout_file import read_fields
+from slimefsdp.errors import BatchError, ConfigError
+
+MAX_LENGTH = 2**40  # sums of a million of them still fit int64
+
+_HINT = (
+    "write fixed(512), uniform(16, 4096) or lognormal(1000, 0.8, 16, 8192) (mean in tokens, sigma of the logarithm, "
+    "shortest, longest), or name a file: of RolloutBatch.save, or a JSON list of lengths"
+)
+
+
+def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray:
+    """Lengths in tokens, int64 [num_samples], or [as many as the file has].
+
+    Args:
+        text: a distribution, or the path of a saved RolloutBatch or of a JSON list. In lognormal(mean, sigma, min, max)
+            mean is that of the distribution before it is cut off at min and max, in tokens.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: the text is neither. BatchError: the file cannot be read as what it should be.
+    """
+    match = re.fullmatch(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*", text)
+    if match is None:
+        return _lengths_of_file(text, field)
+    try:
+        numbers = [float(part) for part in match[2].split(",")]
+        if match[1] == "lognormal":
+            mean, sigma, shortest, longest = (*numbers, *(1.0, float(MAX_LENGTH))[len(numbers) - 2 :])
+            if not (1 <= mean <= MAX_LENGTH and 0 <= sigma <= 10):
+                raise ValueError
+        else:  # fixed(n) is uniform(n, n)
+            (shortest,), (longest,) = numbers[:1], numbers[-1:] if match[1] == "fixed" else numbers[1:]
+            if len(numbers) != 1 + (match[1] == "uniform") or not (shortest.is_integer() and longest.is_integer()):
+                raise ValueError
+        if not 1 <= shortest <= longest <= MAX_LENGTH:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"{field}={text!r} cannot be drawn from", field=field, hint=_HINT) from None
+    rng = np.random.default_rng(seed)
+    if match[1] != "lognormal":
+        return rng.integers(int(shortest), int(longest), num_samples, endpoint=True)
+    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_samples)
+    return np.rint(np.clip(drawn, shortest, longest)).astype(np.int64)
+
+
+def _lengths_of_file(text: str, field: str) -> np.ndarray:
+    path = Path(text)
+    try:
+        is_file = path.is_file()
+    except OSError:  # a name that is too long
+        is_file = False
+    if not is_file:
+        raise ConfigError(f"{field}={text!r} is neither a distribution nor a file", field=field, hint=_HINT)
+    if path.suffix == ".json":
+        try:
+            values = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise BatchError(f"{path} cannot be read as JSON: {error}", field=field, hint=_HINT) from None
+        if (
+            not isinstance(values, list)
+            or not values
+            or not all(type(n) is int and 1 <= n < MAX_LENGTH for n in values)
+        ):
+            raise BatchError(f"{path} is not a list of lengths in tokens", field=field, hint=_HINT)
+        return np.array(values, dtype=np.int64)
+    lengths: np.ndarray = read_fields(path)["lengths"]
+    if lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
+        raise BatchError(f"{path} holds no lengths of samples", field=field, hint=_HINT)
+    return lengths

@@ -1,0 +1,281 @@
+"""What a mesh would make of samples of given lengths, without running it: schedule, balance, bytes on the wire.
+
+The plan and the layouts are the ones that training uses, so counts are exact; time is the planner's estimate. Numpy
+only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from slimefsdp.data.cost import STRATEGIES, CostModel, Strategy
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.layout import Layout, hybrid_layout, layout_time, tokens_of, work_of, zigzag_layout
+from slimefsdp.data.plan import Plan, plan_phase
+from slimefsdp.data.traffic import attention_wire_bytes
+from slimefsdp.footprint import (
+    SHARDINGS,
+    ByteSizes,
+    Memory,
+    Sharding,
+    ShardingTraffic,
+    memory_per_rank,
+    sharding_traffic,
+)
+
+_PAIRS = CostModel(linear=0.0, quadratic=0.5, wire=0.0)  # work that is nothing but attention pairs (n^2 / 2 of them)
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """Ranks by axis; cp ranks share packs, dp x cp share a copy of the model."""
+
+    dp_replicate: int = 1
+    dp: int = 1
+    cp: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        return self.dp_replicate * self.dp
+
+    @property
+    def ranks(self) -> int:
+        return self.dp_replicate * self.dp * self.cp
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSchedule:
+    """One optimiser update."""
+
+    samples: int
+    tokens: int
+    micro_batches: int  # of every data rank
+
+
+@dataclass(frozen=True, slots=True)
+class CpImbalance:
+    """Fullest cp rank over the mean one, 1 is ideal; summed over packs, since ranks wait for each other in each."""
+
+    tokens: float
+    pairs: float  # of attention
+    work: float  # estimated: matrices and attention
+    worst_tokens: float  # in the worst pack
+    worst_work: float
+
+
+@dataclass(frozen=True, slots=True)
+class Imbalance:
+    """Slowest over mean, 1 is ideal."""
+
+    data_ranks: float  # estimated time, summed over updates
+    micro_batches: float  # the same where data ranks wait for each other after every micro-batch
+    cp: CpImbalance
+    zigzag: CpImbalance  # were every sequence cut
+
+
+@dataclass(frozen=True, slots=True)
+class WireBytes:
+    """Bytes that attention sends in one layer during an update, summed over all ranks; the mean over updates."""
+
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What `simulate` found."""
+
+    mesh: MeshShape
+    strategy: Strategy
+    samples: int
+    tokens: int
+    longest: int
+    updates: tuple[UpdateSchedule, ...]
+    tokens_per_rank: tuple[int, float, int]  # fewest, mean, most; over the whole phase
+    most_tokens_at_once: int  # of one rank in one micro-batch
+    imbalance: Imbalance
+    wire: dict[Strategy, WireBytes | None]  # None: the strategy cannot serve this model on this mesh
+    attention_bytes_per_rank: int  # sent in an update by the mean rank, all layers, under `strategy`
+    sharding: ShardingTraffic  # per rank and update
+    memory: dict[Sharding, Memory]  # per rank, for every level of sharding
+
+
+def simulate(
+    lengths: np.ndarray,
+    dimensions: ModelDimensions,
+    mesh: MeshShape,
+    *,
+    max_tokens_per_rank: int,
+    samples_per_update: int | None = None,
+    strategy: Strategy = "ring",
+    sharding: Sharding = "full",
+    sizes: ByteSizes | None = None,
+    recomputed_layers: float = 0.0,
+) -> Simulation:
+    """Plans one phase over samples of these lengths and measures it.
+
+    Args:
+        lengths: int64 [B], tokens per sample.
+        max_tokens_per_rank: hard cap on the tokens of a micro-batch on one rank.
+        samples_per_update: None: all samples in one update.
+        sizes: bytes per element; default: bfloat16 over float32 masters and AdamW.
+        recomputed_layers: share of the layers whose forward runs, and sends, once more in backward.
+
+    Raises:
+        BatchError: a sample is longer than max_tokens_per_rank x cp.
+        ConfigError: the strategy cannot serve this model on this mesh.
+    """
+    sizes = sizes or ByteSizes()
+    cost = CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
+    plan = plan_phase(
+        lengths,
+        dp=mesh.data_ranks,
+        max_pack_tokens=max_tokens_per_rank * mesh.cp,
+        samples_per_update=samples_per_update,
+        cost_model=cost,
+        cp=mesh.cp,
+    )
+    packs = _measured(plan, lengths, mesh.cp, cost)
+    wire: dict[Strategy, WireBytes | None] = {}
+    for name in STRATEGIES:
+        if name != "ulysses" or dimensions.heads % mesh.cp == 0 or strategy == "ulysses":
+            wire[name] = _wire_bytes(plan, lengths, mesh.cp, name, dimensions, sizes, recomputed_layers)
+        else:
+            wire[name] = None
+    chosen = wire[strategy]
+    assert chosen is not None
+    micro_batches = [len(update[0]) for update in plan.updates]
+    each = sharding_traffic(
+        dimensions, sharding, dp_replicate=mesh.dp_replicate, shard_ranks=mesh.dp * mesh.cp, sizes=sizes
+    )
+    per_update = sum(micro_batches) / len(micro_batches)
+    return Simulation(
+        mesh=mesh,
+        strategy=strategy,
+        samples=len(lengths),
+        tokens=int(lengths.sum()),
+        longest=int(lengths.max()),
+        updates=tuple(
+            UpdateSchedule(len(samples), int(lengths[samples].sum()), count)
+            for samples, count in zip(map(plan.samples_of, range(len(plan.updates))), micro_batches, strict=True)
+        ),
+        tokens_per_rank=packs.tokens_per_rank,
+        most_tokens_at_once=packs.most_tokens_at_once,
+        imbalance=packs.imbalance,
+        wire=wire,
+        attention_bytes_per_rank=chosen.total * dimensions.layers // mesh.ranks,
+        sharding=ShardingTraffic(
+            all_gather=round(each.all_gather * per_update),
+            reduce_scatter=round(each.reduce_scatter * per_update),
+            all_reduce=round(each.all_reduce * per_update),
+        ),
+        memory={
+            level: memory_per_rank(dimensions, level, shard_ranks=mesh.dp * mesh.cp, sizes=sizes) for level in SHARDINGS
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Packs:
+    tokens_per_rank: tuple[int, float, int]
+    most_tokens_at_once: int
+    imbalance: Imbalance
+
+
+def _measured(plan: Plan, lengths: np.ndarray, cp: int, cost: CostModel) -> _Packs:
+    """Lays out every pack and adds up what its ranks hold and do."""
+    slowest_rank = mean_rank = slowest_steps = 0.0
+    per_rank = np.zeros((len(plan.updates[0]), cp), dtype=np.int64)
+    hybrid, zigzag = _CpSums(cost), _CpSums(cost)
+    for update in plan.updates:
+        times = np.zeros((len(update), len(update[0])))
+        for data_rank, micro_batches in enumerate(update):
+            for step, samples in enumerate(micro_batches):
+                if len(samples) == 0:  # a dummy of one token
+                    continue
+                offsets = _offsets(lengths[samples])
+                layout = hybrid_layout(offsets, cp, cost)
+                times[data_rank, step] = layout_time(layout, offsets, cost)
+                per_rank[data_rank] += hybrid.add(layout, offsets)
+                zigzag.add(zigzag_layout(offsets, cp), offsets)
+        slowest_rank += times.sum(axis=1).max()
+        mean_rank += times.sum(axis=1).mean()
+        slowest_steps += times.max(axis=0).sum()
+    return _Packs(
+        tokens_per_rank=(int(per_rank.min()), float(per_rank.mean()), int(per_rank.max())),
+        most_tokens_at_once=hybrid.most_tokens,
+        imbalance=Imbalance(
+            data_ranks=float(slowest_rank / mean_rank),
+            micro_batches=float(slowest_steps / mean_rank),
+            cp=hybrid.imbalance(),
+            zigzag=zigzag.imbalance(),
+        ),
+    )
+
+
+class _CpSums:
+    """Most and mean over the cp ranks of every pack: tokens, pairs and work."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._most: list[np.ndarray] = []  # [3] of every pack
+        self._mean: list[np.ndarray] = []
+
+    def add(self, layout: Layout, offsets: list[int]) -> np.ndarray:
+        """Adds a pack; returns its tokens on every rank."""
+        tokens = np.array(tokens_of(layout))
+        pairs, work = (work_of(layout, offsets, model) for model in (_PAIRS, self._cost.of_owner()))
+        if self._cost.splits_heads:  # by tokens they may be uneven, by heads they are not
+            pairs = np.full(len(layout), pairs.mean())
+        self._most.append(np.array([values.max() for values in (tokens, pairs, work)]))
+        self._mean.append(np.array([values.mean() for values in (tokens, pairs, work)]))
+        return tokens
+
+    @property
+    def most_tokens(self) -> int:
+        return int(max(most[0] for most in self._most))
+
+    def imbalance(self) -> CpImbalance:
+        most, mean = np.array(self._most), np.array(self._mean)  # [packs, 3]
+        tokens, pairs, work = (most.sum(axis=0) / mean.sum(axis=0)).tolist()
+        worst_tokens, _, worst_work = (most / mean).max(axis=0).tolist()
+        return CpImbalance(tokens, pairs, work, worst_tokens, worst_work)
+
+
+def _wire_bytes(
+    plan: Plan,
+    lengths: np.ndarray,
+    cp: int,
+    strategy: Strategy,
+    dimensions: ModelDimensions,
+    sizes: ByteSizes,
+    recomputed_layers: float,
+) -> WireBytes:
+    """Over all packs, each laid out as this strategy would have it; the mean over updates."""
+    cost = CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
+    forward = backward = 0
+    for pack in (pack for update in plan.updates for packs in update for pack in packs if len(pack)):
+        sent = attention_wire_bytes(
+            hybrid_layout(_offsets(lengths[pack]), cp, cost),
+            strategy,
+            heads=dimensions.heads,
+            kv_heads=dimensions.kv_heads,
+            head_dim=dimensions.head_dim,
+            bytes_per_element=sizes.compute,
+            grad_bytes_per_element=sizes.attention_gradients,
+        )
+        forward += sent[0]
+        backward += sent[1]
+    num_updates = len(plan.updates)
+    return WireBytes(round(forward * (1 + recomputed_layers) / num_updates), round(backward / num_updates))
+
+
+def _offsets(lengths: np.ndarray) -> list[int]:
+    return [0, *accumulate(lengths.tolist())]

@@ -1,0 +1,80 @@
+"""The optional packages: flash-attn's calling convention, and the real ring-flash-attn on top of a stand-in for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slimefsdp.attention import flash_attn_package, ring_flash_attn_package
+from slimefsdp.attention.choice import Choice
+from slimefsdp.attention.strategy import Attention
+from slimefsdp.errors import ConfigError
+from tests.attention import fake_flash_attn
+from tests.attention.test_strategies import CPU, Case, inputs, largest_differences
+from tests.rank_pool import RankPool
+
+
+def with_packages(rank: int, case: Case, strategy: Any, kernel: Any) -> tuple[list[torch.Tensor], list[Any]]:
+    """out, dq, dk, dv of the whole pack, padded where the strategy wants it, and the calls that flash-attn saw."""
+    fake_flash_attn.install()
+    fake_flash_attn.CALLS.clear()
+    attention = Attention(Choice(strategy, "test"), dist.group.WORLD, kernel)
+    tokens = case.cu_seqlens[-1]
+    missing = -tokens % attention.padding_multiple
+    layout = attention.layout([*case.cu_seqlens, *([tokens + missing] if missing else [])])
+    attend = attention.for_pack(layout, CPU, case.parents)
+    q, k, v, _, grad = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in inputs(case))
+    rows = torch.tensor([t for piece in layout[rank] for t in range(piece.start, piece.end)], dtype=torch.int64)
+    leaves = [x[rows].requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, case.scoring(), None)
+    out.backward(grad[rows])
+    results = []
+    for local, whole in zip([out.detach(), *(x.grad for x in leaves)], (q, q, k, v), strict=True):
+        full = torch.zeros_like(whole, dtype=torch.float64)
+        full[rows] = local.double()
+        dist.all_reduce(full)
+        results.append(full[:tokens])
+    return results, list(fake_flash_attn.CALLS)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("lengths", [(33, 7, 1, 90, 2, 50, 3), (64, 64), (5,), (130, 2)])
+@pytest.mark.parametrize("window", [None, 8])
+def test_ring_flash_attn_equals_one_process_after_padding(
+    ranks: RankPool, cp: int, lengths: tuple[int, ...], window: int | None
+) -> None:
+    case = Case(lengths, window=window)
+    for found, calls in ranks.run(cp, with_packages, case, "ring_flash_attn", "torch"):
+        assert max(largest_differences(case, found)) <= 1e-12
+        assert {call["pass"] for call in calls} == {"forward", "backward"}
+        assert all(call["causal"] and call["window"] == window for call in calls)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
+def test_every_call_of_a_strategy_can_go_through_flash_attn(
+    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    case = Case((33, 7, 1, 90), softcap=2.0)
+    for found, calls in ranks.run(2, with_packages, case, strategy, "flash_attn"):
+        assert max(largest_differences(case, found)) <= 1e-12
+        assert calls and all(call["softcap"] == 2.0 for call in calls)
+
+
+def test_a_package_that_is_missing_or_cannot_compute_here_is_refused_by_its_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flash_attn_package, "find_spec", lambda name: None)
+    monkeypatch.setattr(ring_flash_attn_package, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="flash-attn is not installed") as caught:
+        flash_attn_package.require(torch.device("cuda"), torch.bfloat16)
+    assert caught.value.field == "attention.kernel" and "attention.kernel=torch" in (caught.value.hint or "")
+    with pytest.raises(ConfigError, match="needs flash-attn and ring-flash-attn, not installed") as caught:
+        ring_flash_attn_package.require()
+    assert caught.value.field == "attention.strategy" and "use auto" in (caught.value.hint or "")
+    monkeypatch.setattr(flash_attn_package, "find_spec", lambda name: object())
+    for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
+        with pytest.raises(ConfigError, match=f"not {dtype} on {device}"):
+            flash_attn_package.require(torch.device(device), dtype)

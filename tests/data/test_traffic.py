@@ -1,0 +1,135 @@
+"""Bytes on the wire, against a count message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slimefsdp.attention.choice import Choice
+from slimefsdp.attention.kernels import Scoring
+from slimefsdp.attention.strategy import Attention
+from slimefsdp.attention.ulysses import kv_copies
+from slimefsdp.data.cost import STRATEGIES, Strategy
+from slimefsdp.data.layout import Layout, hybrid_layout, wire_rows, zigzag_layout
+from slimefsdp.data.traffic import attention_wire_bytes
+from slimefsdp.errors import ConfigError
+from tests.rank_pool import RankPool
+
+LENGTHS = st.lists(st.integers(1, 80), min_size=1, max_size=10)
+SIZES = {"head_dim": 16, "bytes_per_element": 2, "grad_bytes_per_element": 4}
+
+
+def layouts_of(lengths: Sequence[int], cp: int) -> list[Layout]:
+    cu = [0, *accumulate(lengths)]
+    return [zigzag_layout(cu, cp), hybrid_layout(cu, cp)]
+
+
+def row_bytes(heads: int, size: int) -> int:
+    return heads * SIZES["head_dim"] * size
+
+
+def ring_messages(rows: Sequence[int], kv_heads: int) -> tuple[int, int]:
+    """Every rank passes on what it holds until all have seen it; gradients follow until they are home."""
+    cp, keys, grads = len(rows), 0, 0
+    for source in range(cp):
+        for _hop in range(cp - 1):
+            keys += 2 * rows[source] * row_bytes(kv_heads, 2)
+            grads += 2 * rows[source] * row_bytes(kv_heads, 4)
+    return keys, keys + grads
+
+
+def all_gather_messages(rows: Sequence[int], kv_heads: int) -> tuple[int, int]:
+    pairs = [(sender, receiver) for sender in range(len(rows)) for receiver in range(len(rows)) if sender != receiver]
+    forward = sum(2 * rows[sender] * row_bytes(kv_heads, 2) for sender, _ in pairs)
+    backward = sum(2 * rows[receiver] * row_bytes(kv_heads, 4) for _, receiver in pairs)
+    return forward, backward
+
+
+def ulysses_messages(tokens: Sequence[int], heads: int, kv_heads: int) -> tuple[int, int]:
+    cp = len(tokens)
+    repeated = kv_heads * kv_copies(heads, kv_heads, cp)
+    one_way = 0
+    for sender in range(cp):
+        for receiver in range(cp):
+            if sender != receiver:
+                one_way += tokens[sender] * row_bytes((heads + 2 * repeated) // cp, 2)  # q, k, v of its heads
+                one_way += tokens[receiver] * row_bytes(heads // cp, 2)  # the output of the sender's heads
+    return one_way, one_way
+
+
+@given(lengths=LENGTHS, cp=st.sampled_from([1, 2, 3, 4, 6]), kv_heads=st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_the_formula_counts_what_is_sent(lengths: list[int], cp: int, kv_heads: int) -> None:
+    heads = 12
+    for layout in layouts_of(lengths, cp):
+        rows = wire_rows(layout)
+        tokens = [sum(piece.end - piece.start for piece in pieces) for pieces in layout]
+        counted = {
+            "ring": ring_messages(rows, kv_heads),
+            "all_gather": all_gather_messages(rows, kv_heads),
+            "ulysses": ulysses_messages(tokens, heads, kv_heads),
+        }
+        for strategy, expected in counted.items():
+            assert attention_wire_bytes(layout, strategy, heads=heads, kv_heads=kv_heads, **SIZES) == expected
+
+
+def test_one_long_sequence_sends_what_was_worked_out_by_hand() -> None:
+    # a 7-billion model, multi-head, bfloat16, 4096 tokens on two ranks: all but the last of four chunks travel
+    layout = zigzag_layout([0, 4096], 2)
+    forward, backward = attention_wire_bytes(
+        layout, "ring", heads=32, kv_heads=32, head_dim=128, bytes_per_element=2, grad_bytes_per_element=4
+    )
+    assert forward == 48 * 2**20 and backward == 3 * forward
+
+
+def test_sequences_that_stay_whole_send_nothing() -> None:
+    layout = hybrid_layout([0, 100, 200, 300, 400], 2)
+    for strategy in ("ring", "all_gather"):
+        assert attention_wire_bytes(layout, strategy, heads=4, kv_heads=4, **SIZES) == (0, 0)
+    assert attention_wire_bytes(layout, "ulysses", heads=4, kv_heads=4, **SIZES)[0] > 0
+
+
+def test_heads_that_do_not_divide_are_named() -> None:
+    layout = zigzag_layout([0, 100], 4)
+    with pytest.raises(ConfigError) as caught:
+        attention_wire_bytes(layout, "ulysses", heads=6, kv_heads=2, **SIZES)
+    assert caught.value.field == "attention.strategy" and "6 attention heads" in caught.value.message
+    assert caught.value.hint
+
+
+def really_sent(rank: int, lengths: Sequence[int], strategy: Strategy, dtype: torch.dtype) -> list[tuple[int, int]]:
+    """(forward, backward) bytes that this rank's attention counted, of both layouts."""
+    sent = []
+    for layout in layouts_of(lengths, dist.get_world_size()):
+        attention = Attention(Choice(strategy, "test"), dist.group.WORLD)
+        attend, wire = attention.for_pack(layout, torch.device("cpu")), attention.wire
+        assert wire is not None
+        tokens = sum(piece.end - piece.start for piece in layout[rank])
+        q, k, v = (torch.randn(tokens, heads, 16, dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
+        out = attend(q, k, v, Scoring(scale=0.25), None)
+        forward = wire.sent_bytes
+        out.sum().backward()
+        sent.append((forward, wire.sent_bytes - forward))
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_formula_is_what_ranks_really_send(
+    ranks: RankPool, world_size: int, strategy: Strategy, dtype: torch.dtype
+) -> None:
+    lengths = [150, 31, 9, 3, 64, 1]
+    counted = np.array(ranks.run(world_size, really_sent, lengths, strategy, dtype)).sum(axis=0)
+    for layout, found in zip(layouts_of(lengths, world_size), counted.tolist(), strict=True):
+        expected = attention_wire_bytes(
+            layout, strategy, heads=8, kv_heads=2, head_dim=16,
+            bytes_per_element=dtype.itemsize, grad_bytes_per_element=dtype.itemsize,
+        )  # fmt: skip
+        assert tuple(found) == expected and min(expected) > 0

@@ -1,0 +1,279 @@
+"""The promise on whole meshes: any mesh, strategy, packing and batch gives the gradients of one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from slimefsdp import build, phase
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.loss.objective import TokenInputs
+from slimefsdp.metrics import MetricSums
+from slimefsdp.models.load import build_policy, materialise
+from slimefsdp.parallel.mesh import build_mesh
+from slimefsdp.trainer import Trainer
+from slimefsdp.update import accumulate_gradients, micro_batches
+from tests.float64 import KeepFloat64
+from tests.plain_step import make_batch, settings
+from tests.rank_pool import RankPool
+from tests.test_exactness import error_norm, largest_difference, plain_gradients, trainer_gradients, trainer_weights
+from tests.tiny_models import save_tiny_model
+
+CPU = torch.device("cpu")
+STRATEGIES = ("ring", "ulysses", "all_gather")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # 97 rows and 55 columns divide by no world size used here
+    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
+
+
+def mesh(dp_replicate: int, dp: int, cp: int, strategy: str = "auto") -> dict[str, Any]:
+    return {
+        "mesh": {"dp_replicate": dp_replicate, "dp": dp, "cp": cp},
+        "attention": {"strategy": strategy},
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 2, 2), (1, 1, 4), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("max_tokens", [20, 512])
+def test_gradients_with_context_parallelism_equal_a_plain_step_in_float64(
+    folder: Path, ranks: RankPool, strategy: str, axes: tuple[int, int, int], max_tokens: int
+) -> None:
+    config = settings(folder, **mesh(*axes, strategy), batch={"max_tokens_per_rank": max(max_tokens, 40 // axes[2])})
+    batch = make_batch(folder)
+    plain = plain_gradients(folder, config, batch, torch.float64)
+    assert max(g.abs().max().item() for g in plain.values()) > 0.05
+    for ours in ranks.run(config.ranks, trainer_gradients, config, batch):
+        assert largest_difference(ours, plain) <= 1e-12
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> RolloutBatch:
+    """Samples of 2 tokens and more, any response, any mask with something in it, groups with and without variance."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    samples = []
+    for index in range(2 * draw(st.integers(1, 4))):  # groups of two
+        length = draw(st.integers(2, 12) | st.integers(2, 60))
+        response = draw(st.integers(1, length - 1))
+        mask = rng.random(response) < draw(st.sampled_from([0.2, 0.8, 1.0]))
+        if index == 0:
+            mask[-1] = True
+        samples.append(
+            {
+                "tokens": rng.integers(0, 97, length).tolist(),
+                "response_length": response,
+                "reward": float(rng.integers(0, 3)),
+                "group_id": index // 2,
+                "loss_mask": mask.tolist(),
+                "old_log_probs": -rng.random(response) * 6,
+                "ref_log_probs": -rng.random(response) * 6,
+            }
+        )
+    return RolloutBatch.from_samples(samples)
+
+
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    batch=batches(),
+    axes=st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4)]),
+    strategy=st.sampled_from(STRATEGIES),
+    spare_tokens=st.integers(0, 100),
+    sharding=st.sampled_from(["full", "keep_parameters", "replicate"]),
+)
+def test_any_batch_on_any_mesh_gives_the_gradients_of_one_plain_process(
+    folder: Path,
+    ranks: RankPool,
+    batch: RolloutBatch,
+    axes: tuple[int, int, int],
+    strategy: str,
+    spare_tokens: int,
+    sharding: str,
+) -> None:
+    if strategy == "ulysses" and axes[2] == 3:
+        strategy = "ring"  # 4 heads
+    budget = -(-(int(batch.lengths.max()) + spare_tokens) // axes[2])
+    sections = mesh(*axes, strategy) | {"fsdp": {"sharding": sharding}}
+    config = settings(folder, **sections, batch={"max_tokens_per_rank": max(2, budget)})
+    truth = plain_gradients(folder, config, batch, torch.float64)
+    scale = max(1.0, max(g.abs().max().item() for g in truth.values()))
+    for ours in ranks.run(config.ranks, trainer_gradients, config, batch):
+        assert largest_difference(ours, truth) <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 2), (2, 1, 2), (1, 1, 4)], ids=str)
+def test_float32_with_context_parallelism_is_as_exact_as_a_plain_float32_step(
+    folder: Path, ranks: RankPool, axes: tuple[int, int, int]
+) -> None:
+    config = settings(folder, **mesh(*axes), precision={"compute_dtype": "float32"})
+    batch = make_batch(folder)
+    truth = plain_gradients(folder, config, batch, torch.float64)
+    plain = plain_gradients(folder, config, batch, torch.float32)
+    ours = ranks.run(config.ranks, trainer_gradients, config, batch)[0]
+    assert error_norm(ours, truth) <= 1.5 * error_norm(plain, truth)
+
+
+def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[float, float]:
+    """One FSDP2 rank against the same module without FSDP: the same micro-batches, gradients compared bit for bit."""
+    trainer = Trainer(config, device=CPU)
+    trainer.forward_backward(batch)
+    bare = build_policy(trainer.folder, build.master_dtype(config))
+    materialise(bare, CPU)
+    with torch.no_grad():
+        for (_, target), (_, source) in zip(bare.named_weights(), trainer.policy.named_weights(), strict=True):
+            target.copy_(source.full_tensor())
+    plan = phase.plan_everything(config, batch, data_ranks=1)
+    weights = phase.update_weights_of_tokens(config, batch, np.arange(batch.num_samples))
+    inputs = TokenInputs(
+        weights=torch.from_numpy(weights),
+        advantages=torch.from_numpy(phase.response_advantages(config, batch)),
+        old_log_probs=torch.tensor(batch.old_log_probs),
+        ref_log_probs=torch.tensor(batch.ref_log_probs),
+    )
+    accumulate_gradients(
+        bare,
+        batch,
+        plan.updates[0][0],
+        inputs,
+        build.objective_for(config, "policy"),
+        build_mesh(1, 1, CPU),
+        MetricSums(CPU),
+        temperature=config.rollout.temperature,
+    )
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in trainer.policy.named_weights()}
+    assert len(plan.updates[0][0]) > 1
+    return largest_difference({name: p.grad for name, p in bare.named_weights()}, gradients), max(
+        g.abs().max().item() for g in gradients.values()
+    )
+
+
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_one_fsdp_rank_differs_from_the_bare_module_in_no_bit(
+    tmp_path: Path, ranks: RankPool, dtype: str, kind: str, tie: bool
+) -> None:
+    path = save_tiny_model(tmp_path, kind, vocab_size=97, intermediate_size=55, tie_word_embeddings=tie)
+    config = settings(path, precision={"compute_dtype": dtype}, batch={"max_tokens_per_rank": 64})
+    ((difference, largest),) = ranks.run(1, difference_from_unsharded, config, make_batch(path))
+    assert difference == 0.0 and largest > 0.05
+
+
+def twenty_updates(rank: int, config: RunConfig, path: Path) -> tuple[bool, str, int]:
+    trainer = Trainer(config, device=CPU)
+    for step in range(20):
+        trainer.forward_backward(make_batch(path, seed=step))
+        trainer.optimizer_step()
+    report = trainer.check_sync()
+    return report.is_in_sync, str(report), trainer.updates_taken
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [mesh(2, 1, 2), mesh(1, 1, 4) | {"fsdp": {"sharding": "replicate"}}, mesh(1, 2, 2, "ulysses")],
+    ids=["copies of a shard", "whole on every cp rank", "sharded over dp x cp"],
+)
+def test_ranks_that_share_a_pack_never_drift_over_twenty_updates(
+    folder: Path, ranks: RankPool, sections: dict[str, Any]
+) -> None:
+    config = settings(folder, **sections, precision={"compute_dtype": "bfloat16"})
+    for is_equal, report, updates in ranks.run(4, twenty_updates, config, folder):
+        assert is_equal and updates == 20, report
+
+
+def rms_errors(rank: int, config: RunConfig, path: Path, seeds: int) -> list[dict[str, torch.Tensor]]:
+    trainer = Trainer(config, device=CPU)
+    found = []
+    for seed in range(seeds):
+        trainer.forward_backward(make_batch(path, seed=seed))
+        found.append({name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()})
+        trainer.updater.optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(
+    folder: Path, ranks: RankPool, strategy: str
+) -> None:
+    seeds = 20
+    truth = [
+        plain_gradients(folder, settings(folder), make_batch(folder, seed=seed), torch.float64) for seed in range(seeds)
+    ]
+
+    def rms(sections: dict[str, Any]) -> float:
+        config = settings(folder, **sections, precision={"compute_dtype": "bfloat16"})
+        found = ranks.run(config.ranks, rms_errors, config, folder, seeds)[0]
+        squares = [error_norm(ours, exact) ** 2 for ours, exact in zip(found, truth, strict=True)]
+        return float(np.mean(squares)) ** 0.5
+
+    assert rms(mesh(1, 1, 4, strategy)) <= 1.1 * rms(mesh(1, 1, 1))
+
+
+def attention_ranks_without_tokens(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, bool]:
+    """How many local tokens the rank has in the batch's only pack, and whether its gradients are all there."""
+    trainer = Trainer(config, device=CPU)
+    (micro_batch,) = micro_batches(
+        batch, [np.arange(batch.num_samples)], trainer.policy.attention, trainer.mesh, trained_only=True
+    )
+    trainer.forward_backward(batch)
+    dist.barrier()
+    return len(micro_batch.share.tokens), all(p.grad is not None for p in trainer.policy.parameters())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe", "gpt_oss"])
+def test_a_rank_without_a_single_token_keeps_step(tmp_path: Path, ranks: RankPool, kind: str) -> None:
+    path = save_tiny_model(tmp_path, kind, dtype=torch.float64)
+    batch = RolloutBatch.from_samples(
+        [{"tokens": [5, 6, 7], "response_length": 2, "advantages": np.ones(2), "old_log_probs": -np.ones(2)}]
+    )
+    loss = {"kl_coefficient": 0.0}
+    config = settings(path, **mesh(1, 1, 4), loss=loss)
+    found = ranks.run(4, attention_ranks_without_tokens, config, batch)
+    assert sum(tokens for tokens, _ in found) == 3 and any(tokens == 0 for tokens, _ in found)
+    assert all(complete for _, complete in found)
+    with KeepFloat64():
+        truth = plain_gradients_of_logits(path, batch)
+    for ours in ranks.run(4, trainer_gradients, config, batch):
+        assert largest_difference(ours, truth) <= 1e-12
+
+
+def plain_gradients_of_logits(path: Path, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    """The policy loss of one sample by plain Hugging Face."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.plain_step import TEMPERATURE
+
+    # grouped products have no float64
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    tokens = torch.tensor(batch.tokens)
+    log_probs = (model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+    table = log_probs[-2:]
+    chosen = table.gather(-1, tokens[-2:, None])[:, 0]
+    ratio = (chosen - torch.tensor(batch.old_log_probs)).exp()
+    surrogate = -torch.minimum(ratio, ratio.clamp(0.9, 1.15))
+    entropy = -(table.exp() * table).sum(-1)
+    (surrogate - 0.05 * entropy).mean().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_the_weights_of_a_whole_phase_are_those_of_one_rank_to_the_last_ulps(folder: Path, ranks: RankPool) -> None:
+    def weights(sections: dict[str, Any]) -> dict[str, torch.Tensor]:
+        config = settings(folder, **sections, precision={"compute_dtype": "float32"})
+        return ranks.run(config.ranks, trainer_weights, config, make_batch(folder))[0][1]
+
+    alone = weights(mesh(1, 1, 1))
+    for axes in ((1, 2, 1), (2, 1, 2), (1, 1, 4)):
+        for name, parameter in weights(mesh(*axes)).items():
+            ulp = torch.finfo(torch.float32).eps * 2.0 ** alone[name].abs().clamp(min=2**-20).log2().floor()
+            assert ((parameter - alone[name]).abs() <= 2 * ulp + 1e-5).all(), name

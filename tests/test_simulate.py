@@ -1,0 +1,140 @@
+"""What the simulator reports is what planning, layouts and formulas give, and mixed lengths come out even."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slimefsdp.data.cost import CostModel, Strategy
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.layout import hybrid_layout, layout_time, tokens_of
+from slimefsdp.data.lengths import sample_lengths
+from slimefsdp.data.plan import plan_phase
+from slimefsdp.data.traffic import attention_wire_bytes
+from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.footprint import ByteSizes, memory_per_rank, sharding_traffic
+from slimefsdp.simulate import MeshShape, Simulation, simulate
+
+ROOT = Path(__file__).parents[1]
+MODEL = ModelDimensions(
+    hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128_256, is_tied=True
+)
+LENGTHS = sample_lengths("lognormal(1500, 1.0, 16, 20000)", 150, seed=3)
+
+
+def simulated(mesh: MeshShape, lengths: np.ndarray = LENGTHS, **options: Any) -> Simulation:
+    return simulate(lengths, MODEL, mesh, **{"max_tokens_per_rank": 8192, **options})
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_the_report_adds_up_the_packs_of_the_plan(strategy: Strategy) -> None:
+    mesh = MeshShape(dp_replicate=2, dp=2, cp=4)
+    found = simulated(mesh, strategy=strategy, samples_per_update=60, recomputed_layers=0.5)
+    cost = CostModel.of_model(MODEL, strategy=strategy)
+    plan = plan_phase(LENGTHS, dp=4, max_pack_tokens=4 * 8192, samples_per_update=60, cost_model=cost, cp=4)
+    assert [(u.samples, u.tokens, u.micro_batches) for u in found.updates] == [
+        (len(plan.samples_of(u)), LENGTHS[plan.samples_of(u)].sum(), len(plan.updates[u][0])) for u in range(3)
+    ]
+    slowest = mean = 0.0
+    tokens, sent = np.zeros((4, 4)), np.zeros(2)
+    at_once = 0
+    for update in plan.updates:
+        times = np.zeros(4)
+        for rank, packs in enumerate(update):
+            for pack in packs:
+                cu = [0, *accumulate(LENGTHS[pack].tolist())]
+                layout = hybrid_layout(cu, 4, cost)
+                times[rank] += layout_time(layout, cu, cost)
+                tokens[rank] += tokens_of(layout)
+                at_once = max(at_once, *tokens_of(layout))
+                sent += attention_wire_bytes(
+                    layout, strategy, heads=32, kv_heads=8, head_dim=64, bytes_per_element=2, grad_bytes_per_element=4
+                )
+        slowest, mean = slowest + times.max(), mean + times.mean()
+    assert found.imbalance.data_ranks == pytest.approx(slowest / mean, rel=1e-12)
+    assert found.tokens_per_rank == (tokens.min(), tokens.mean(), tokens.max())
+    assert found.most_tokens_at_once == at_once <= 8192
+    wire = found.wire[strategy]
+    assert wire is not None and wire.forward == round(sent[0] * 1.5 / 3) and wire.backward == round(sent[1] / 3)
+    assert found.attention_bytes_per_rank == wire.total * 16 // 16  # layers over ranks
+
+
+def test_micro_batches_multiply_what_sharding_sends_and_no_memory() -> None:
+    mesh, sizes = MeshShape(dp_replicate=2, dp=4), ByteSizes(optimizer_states=1)
+    found = simulated(mesh, LENGTHS.clip(max=8000), samples_per_update=75, sharding="full", sizes=sizes)
+    per_update = sum(update.micro_batches for update in found.updates) / 2
+    assert len(found.updates) == 2 and per_update > 1
+    each = sharding_traffic(MODEL, "full", dp_replicate=2, shard_ranks=4, sizes=sizes)
+    assert found.sharding.total == pytest.approx(each.total * per_update, rel=1e-9)
+    for level, held in found.memory.items():
+        assert held == memory_per_rank(MODEL, level, shard_ranks=4, sizes=sizes)
+
+
+def test_one_rank_has_nothing_to_balance_or_send() -> None:
+    found = simulated(MeshShape(), LENGTHS.clip(max=8000))
+    imbalance = found.imbalance
+    assert imbalance.data_ranks == imbalance.micro_batches == 1
+    assert imbalance.cp == imbalance.zigzag and imbalance.cp.tokens == imbalance.cp.worst_work == 1
+    assert all(sent is not None and sent.total == 0 for sent in found.wire.values())
+    assert found.sharding.total == 0 and found.tokens_per_rank[0] == found.tokens == LENGTHS.clip(max=8000).sum()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    mean=st.sampled_from([500, 1000, 4000]),
+    sigma=st.sampled_from([0.5, 0.8, 1.0, 1.2]),
+    budget=st.sampled_from([4096, 8192]),
+)
+@settings(max_examples=40, deadline=None)
+def test_log_normal_lengths_are_within_five_percent_of_even_at_cp_8(
+    seed: int, mean: int, sigma: float, budget: int
+) -> None:
+    lengths = sample_lengths(f"lognormal({mean}, {sigma}, 16, 32768)", 192, seed=seed)
+    imbalance = simulated(MeshShape(dp=2, cp=8), lengths, max_tokens_per_rank=budget).imbalance
+    assert max(imbalance.zigzag.tokens, imbalance.zigzag.pairs, imbalance.zigzag.work) <= 1.05
+    assert max(imbalance.cp.worst_tokens, imbalance.cp.worst_work) <= 1.05, "not even in the worst pack"
+    assert imbalance.data_ranks <= 1.05
+
+
+def test_data_ranks_are_even_whether_packs_hold_one_long_sequence_or_many_short_ones() -> None:
+    lengths = np.array([60_000, 45_000, *[512] * 1600])
+    found = simulated(MeshShape(dp=4, cp=8), lengths)
+    assert found.imbalance.data_ranks <= 1.05
+    # by tokens alone the ranks with the long ones would be late: their attention costs as much as their matrices
+    cost = CostModel.of_model(MODEL)
+    assert cost.cost(lengths[:1])[0] / 60_000 > 1.5 * cost.cost(lengths[-1:])[0] / 512
+
+
+def test_whole_sequences_save_traffic_and_long_ones_cannot() -> None:
+    short = simulated(MeshShape(cp=8), np.full(512, 500)).wire["ring"]
+    long = simulated(MeshShape(cp=8), np.array([60_000] * 4)).wire["ring"]
+    assert short is not None and long is not None
+    assert short.total == 0 and long.forward > 0
+    assert long.backward == 3 * long.forward, "keys again, and their gradients in twice as many bytes"
+
+
+def test_a_strategy_that_cannot_serve_the_model_is_left_out_or_refused_when_chosen() -> None:
+    mesh = MeshShape(cp=5)
+    assert simulated(mesh).wire["ulysses"] is None
+    with pytest.raises(ConfigError) as caught:
+        simulated(mesh, strategy="ulysses")
+    assert caught.value.field == "attention.strategy"
+
+
+def test_a_sample_over_the_budget_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"batch\.max_tokens_per_rank"):
+        simulated(MeshShape(cp=2), np.array([20_000]))
+
+
+def test_it_needs_no_torch() -> None:
+    heavy = "{'torch', 'ray', 'transformers', 'pydantic'}"
+    code = f"import sys, slimefsdp.simulate; sys.exit(bool({heavy} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
