@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
+from tests.tiny_models import plain_model
 
 LENGTHS = [(31, 9), (12, 11), (7, 1), (40, 25), (2, 1), (9, 3), (18, 6), (23, 17)]
 TEMPERATURE = 0.8
@@ -56,8 +56,7 @@ class PlainStep:
     """One update written from the formulas: separate forwards, full log-softmax, no packing, no sharding."""
 
     def __init__(self, path: Path, config: RunConfig, dtype: torch.dtype) -> None:
-        # experts one by one: transformers' grouped products have no float64
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
+        self.model = plain_model(path, dtype)
         self.config = config
         optim = config.optim
         assert optim.weight_decay == 0 and optim.schedule == "constant", "not written out here"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -32,17 +33,42 @@ class RankPool:
         results: dict[int, Any] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
         while waiting:
-            for connection in wait(list(waiting), timeout=240):
-                results[waiting.pop(connection)] = connection.recv()
+            answered = wait(list(waiting), timeout=240)
+            if not answered:  # the ranks that hang are of no more use to anybody
+                self.end()
+                raise TimeoutError(f"ranks {sorted(waiting.values())} of {world_size} did not answer")
+            for connection in answered:
+                assert isinstance(connection, Connection)
+                try:
+                    results[waiting.pop(connection)] = connection.recv()
+                except EOFError:
+                    self.end()
+                    raise RuntimeError("a rank's process ended") from None
         failed = [value for _, value in sorted(results.items()) if isinstance(value, Exception)]
         if failed:
             raise failed[0]
         return [results[rank] for rank in range(world_size)]
 
+    def end(self) -> None:
+        """Ends the processes as they are; the next call starts others."""
+        for process, _ in self._ranks:
+            process.kill()
+        self._ranks = []
+
     def close(self) -> None:
         for process, connection in self._ranks:
             connection.send(None)
             process.join(timeout=20)
+
+
+def forget_meshes() -> None:
+    """torch remembers how to redistribute a DTensor by its mesh's shape, with groups that are gone by then."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _redistribute._gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def _serve(connection: Connection) -> None:
@@ -61,10 +87,12 @@ def _serve(connection: Connection) -> None:
             result = function(rank, *args)
             dist.barrier()
         except Exception as error:
+            error.add_note("".join(traceback.format_exception(error)))
             error.__traceback__ = None
             result = error
         if dist.is_initialized():
             dist.destroy_process_group()
+        forget_meshes()
         connection.send(result)
     sys.stdout.flush()
     os._exit(0)  # gloo may abort at interpreter exit after sub-groups were used; everything is done by now

@@ -26,7 +26,7 @@ from tests.float64 import KeepFloat64
 from tests.plain_step import make_batch, settings
 from tests.rank_pool import RankPool
 from tests.test_exactness import error_norm, largest_difference, plain_gradients, trainer_gradients, trainer_weights
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import plain_model, save_tiny_model
 
 CPU = torch.device("cpu")
 STRATEGIES = ("ring", "ulysses", "all_gather")
@@ -250,12 +250,9 @@ def test_a_rank_without_a_single_token_keeps_step(tmp_path: Path, ranks: RankPoo
 
 def plain_gradients_of_logits(path: Path, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     """The policy loss of one sample by plain Hugging Face."""
-    from transformers import AutoModelForCausalLM
-
     from tests.plain_step import TEMPERATURE
 
-    # grouped products have no float64
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    model = plain_model(path, torch.float64)
     tokens = torch.tensor(batch.tokens)
     log_probs = (model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
     table = log_probs[-2:]

@@ -118,3 +118,17 @@ def save_tiny_model(path: Path, kind: str = "qwen3", **changes: Any) -> Path:
     """The same model as a folder."""
     tiny_model(kind, **changes).save_pretrained(path)
     return path
+
+
+def plain_model(path: Path, dtype: torch.dtype) -> Any:
+    """Plain Hugging Face, as the definition of what a folder computes, in every number of `dtype`.
+
+    Attention and experts are transformers' explicit ones: its SDPA leaves soft-caps out in 5.0, and its grouped
+    products have no float64. Some releases keep a few parameters in float32 whatever is asked for.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    )
+    for parameter in model.parameters():  # buffers stay as they are: rotary frequencies are float32 in any model
+        parameter.data = parameter.data.to(dtype)
+    return model

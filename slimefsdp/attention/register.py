@@ -89,6 +89,15 @@ def _attention(
         )
     assert query.shape[0] == 1, "a pack is one row"
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [tokens, heads, head_dim]
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale=scale, window=sliding_window, softcap=softcap)
+    scoring = Scoring(
+        scale=_scale_of(module, q.shape[-1]) if scaling is None else scaling, window=sliding_window, softcap=softcap
+    )
     return pack_attention(q, k, v, scoring, s_aux).unsqueeze(0), None
+
+
+def _scale_of(module: torch.nn.Module, head_dim: int) -> float:
+    """The scale of a layer that names none: GPT-2 of transformers 5.0 leaves its own rules to the function."""
+    scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
+    if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+        scale /= int(getattr(module, "layer_idx", 0)) + 1
+    return scale

@@ -58,6 +58,8 @@ class _RingAttention(torch.autograd.Function):
         incoming = ring.start(k, v)
         out, saved = varlen_forward(q, k, v, plan.own, scoring, causal=True)
         lse = saved.lse
+        if any(plan.sources):
+            lse = lse.clone()  # the kernel's own output may be stored for a recomputation: it is not written to
         if sinks is not None or any(plan.sources):
             out = out.to(lse.dtype)
         keys, values = k, v

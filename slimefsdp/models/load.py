@@ -169,9 +169,14 @@ def _switch_noise_off(config: PretrainedConfig) -> None:
 def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The architecture of a folder with transformers' own attention, its weights empty until somebody sends them."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    # SDPA of transformers 5.0 leaves out Gemma 2's soft-cap, and GPT-2's own ways to scale, without a word
+    needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt2"
     with _parameters_on_meta():
         hf = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, experts_implementation=_experts_implementation(dtype)
+            config,
+            dtype=dtype,
+            attn_implementation="eager" if needs_eager else None,
+            experts_implementation=_experts_implementation(dtype),
         )
     hf.tie_weights()
     policy = PolicyModel(hf)

@@ -135,6 +135,10 @@ def build_mesh(
     fsdp = flat
     if copies > 1:
         fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("replicate", "shard"))
+    cp_group = axes["cp"].get_group()
+    if cp > 1 and device.type == "cuda":
+        # NCCL makes a group's communicator in its first collective; point-to-point messages alone would not
+        dist.all_reduce(torch.zeros(1, device=device), group=cp_group)
     return Mesh(
         dp_replicate=dp_replicate,
         dp=dp,
@@ -144,7 +148,7 @@ def build_mesh(
         device=device,
         flat=flat,
         fsdp=fsdp,
-        cp_group=axes["cp"].get_group(),
+        cp_group=cp_group,
     )
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 from slimefsdp.attention.choice import choose_strategy
 from slimefsdp.attention.strategy import Attention
@@ -26,7 +25,7 @@ from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.update import evaluate, micro_batches
 from tests.float64 import KeepFloat64
 from tests.rank_pool import RankPool
-from tests.tiny_models import ARCHITECTURES, SIZES, save_tiny_model
+from tests.tiny_models import ARCHITECTURES, SIZES, plain_model, save_tiny_model
 
 CPU = torch.device("cpu")
 # (tokens, response tokens): the shortest there is, around the window of 8, and longer than a band of 64
@@ -109,7 +108,7 @@ def differences_of_rank(
     if rank != 0:
         return {}
     with KeepFloat64() if dtype == torch.float64 else nullcontext():
-        hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager")
+        hf = plain_model(path, dtype)
         theirs = separate_log_probs(hf, batch, temperature)
         (theirs * weights).sum().backward()
     assert ours.dtype == theirs.dtype == dtype and policy.training
@@ -272,8 +271,7 @@ def bfloat16_errors_of_rank(rank: int, path: Path) -> tuple[float, float]:
         assert isinstance(parameter.grad, DTensor) and torch.isfinite(parameter.grad.to_local()).all(), name
     with torch.no_grad():
         exact, plain = (
-            separate_log_probs(AutoModelForCausalLM.from_pretrained(path, dtype=dtype), batch).float()
-            for dtype in (torch.float32, torch.bfloat16)
+            separate_log_probs(plain_model(path, dtype), batch).float() for dtype in (torch.float32, torch.bfloat16)
         )
     return tuple(float((log_probs - exact).square().mean().sqrt()) for log_probs in (ours.detach(), plain))  # type: ignore[return-value]
 
