@@ -141,7 +141,9 @@ def _check_models(config: RunConfig) -> None:
         check_architecture(folders[1], field="reference.path")
     for folder in folders:
         shape = AttentionShape.of_dimensions(ModelDimensions.from_config(folder.config))
-        choose_strategy(config.attention.strategy, shape, config.mesh.cp)
+        choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
+        if config.mesh.cp > 1:
+            print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:

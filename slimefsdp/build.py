@@ -137,7 +137,7 @@ def attention_for(config: RunConfig, mesh: Mesh, shape: AttentionShape) -> Atten
     """
     choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
     if mesh.cp > 1 and dist.get_rank() == 0:
-        _LOG.info("attention.strategy=%s over %d ranks: %s", choice.name, mesh.cp, choice.reason)
+        _LOG.info("attention over %d ranks by %s", mesh.cp, choice)
     return Attention(choice, mesh.cp_group, config.attention.kernel, cost_model_of(config))
 
 

@@ -103,6 +103,7 @@ class Description:
 
     rank: int
     mesh: dict[str, int]  # axis -> size
+    attention: str  # the strategy, and why it was chosen
     units: tuple[Unit, ...]  # in model order
     buffer_bytes: int  # every rank holds all buffers
 
@@ -128,7 +129,8 @@ class Description:
         tensors = sum(len(unit.parameters) for unit in self.units)
         rows.append(("total", f"{tensors}", f"{self.numel:,}", f"{self.local_bytes:,}", "", "", "", "", ""))
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
-        return _table(header, rows) + f"\nrank {self.rank} of mesh {axes}; buffers {self.buffer_bytes:,} bytes"
+        where = f"rank {self.rank} of mesh {axes}; buffers {self.buffer_bytes:,} bytes; attention {self.attention}"
+        return f"{_table(header, rows)}\n{where}"
 
 
 @dataclass(frozen=True)

@@ -234,3 +234,25 @@ def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
         by_case.setdefault(case, {})[result["head"]] = skipped if "skipped" in result else measured
     for (rows, vocab, hidden, dtype), heads in by_case.items():
         assert f"| {rows:,} x {vocab:,}, {hidden}, {dtype} | {heads['naive']} | {heads['fused']} |" in README
+
+
+def test_the_speed_of_context_parallelism_is_the_recorded_one() -> None:
+    record = json.loads((ROOT / "benchmarks/results/context_parallel.json").read_text())
+    alone, *shared = record["results"]
+    assert alone["ranks"] == 1 and {result["ranks"] for result in shared} == {2}
+    for result in shared:
+        assert result["speedup"] == pytest.approx(alone["median_s"] / result["median_s"])
+        assert f"| `{result['strategy']}` | {result['speedup']:.2f} |" in README
+        assert result["strategy"] != "ring" or result["speedup"] >= 1.6
+
+
+def test_the_figures_of_the_meshes_are_the_recorded_ones_and_within_their_bounds() -> None:
+    record = json.loads((ROOT / "benchmarks/results/equivalence.json").read_text())
+    rows, bounded = record["results"], ("float64 sgd", "float32 sgd", "float64 adamw")
+    assert all(row[run]["within_bound"] and row[run]["largest_update"] >= 1e-2 for row in rows for run in bounded)
+    meshes = {(row["dp_replicate"], row["dp"], row["cp"]) for row in rows}
+    assert len(meshes) == 20 and {r * d * c for r, d, c in meshes} == {1, 2, 4, 8}  # all there are
+    double = max(row[run]["parameter_difference"] for row in rows for run in bounded if run.startswith("float64"))
+    single = max(row["float32 sgd"]["parameter_difference"] for row in rows)
+    assert f"{len(rows)} rows, {len({row['model'] for row in rows})} models" in README
+    assert f"at most {double:.1e} in float64" in README and f"{single:.1e} in float32" in README

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from slimefsdp import build, phase
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import SlimeError
 from slimefsdp.loss.objective import TokenInputs
 from slimefsdp.metrics import MetricSums
 from slimefsdp.models.load import build_policy, materialise
@@ -23,7 +24,7 @@ from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.trainer import Trainer
 from slimefsdp.update import accumulate_gradients, micro_batches
 from tests.float64 import KeepFloat64
-from tests.plain_step import make_batch, settings
+from tests.plain_step import TEMPERATURE, make_batch, settings
 from tests.rank_pool import RankPool
 from tests.test_exactness import error_norm, largest_difference, plain_gradients, trainer_gradients, trainer_weights
 from tests.tiny_models import plain_model, save_tiny_model
@@ -170,6 +171,59 @@ def test_one_fsdp_rank_differs_from_the_bare_module_in_no_bit(
     assert difference == 0.0 and largest > 0.05
 
 
+class SequenceRatios:
+    """A loss of whole sequences, as GSPO's: each sample's geometric mean of ratios, times its number."""
+
+    entropy_coefficient = 0.0
+
+    def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs, sums: MetricSums) -> Any:
+        assert inputs.old_log_probs is not None
+        losses = []
+        for sample in inputs.weights.unique():  # the weights carry the samples' numbers here
+            own = inputs.weights == sample
+            losses.append(sample * (log_probs - inputs.old_log_probs)[own].mean().exp())
+        return torch.stack(losses).sum() if losses else log_probs.sum() * 0
+
+
+def gradients_of_sequence_ratios(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+    with KeepFloat64():
+        trainer = Trainer(config, device=CPU)
+        plan = phase.plan_everything(config, batch, data_ranks=trainer.mesh.data_ranks)
+        inputs = TokenInputs(
+            weights=torch.from_numpy(batch.sample_ids + 1.0), old_log_probs=torch.tensor(batch.old_log_probs)
+        )
+        accumulate_gradients(
+            trainer.policy,
+            batch,
+            plan.updates[0][trainer.mesh.data_rank],
+            inputs,
+            SequenceRatios(),  # type: ignore[arg-type]
+            trainer.mesh,
+            MetricSums(CPU),
+            temperature=config.rollout.temperature,
+        )
+    return {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 1, 4), (1, 2, 2)], ids=str)
+def test_a_loss_of_whole_sequences_is_the_same_formula_when_ranks_share_packs(
+    folder: Path, ranks: RankPool, axes: tuple[int, int, int]
+) -> None:
+    config, batch = settings(folder, **mesh(*axes, "ring")), make_batch(folder)
+    with KeepFloat64():
+        model = plain_model(folder, torch.float64)
+        for number, sample in enumerate(batch.to_samples(), start=1):
+            tokens, length = torch.tensor(sample["tokens"]), sample["response_length"]
+            table = (model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)[-length:]
+            ratios = table.gather(-1, tokens[-length:, None])[:, 0] - torch.tensor(sample["old_log_probs"])
+            (number * ratios[torch.tensor(sample["loss_mask"])].mean().exp()).backward()
+    truth = {name: parameter.grad for name, parameter in model.named_parameters()}
+    scale = max(g.abs().max().item() for g in truth.values())
+    assert scale > 0.05
+    for ours in ranks.run(config.ranks, gradients_of_sequence_ratios, config, batch):
+        assert largest_difference(ours, truth) <= 1e-12 * max(1.0, scale)
+
+
 def twenty_updates(rank: int, config: RunConfig, path: Path) -> tuple[bool, str, int]:
     trainer = Trainer(config, device=CPU)
     for step in range(20):
@@ -250,8 +304,6 @@ def test_a_rank_without_a_single_token_keeps_step(tmp_path: Path, ranks: RankPoo
 
 def plain_gradients_of_logits(path: Path, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     """The policy loss of one sample by plain Hugging Face."""
-    from tests.plain_step import TEMPERATURE
-
     model = plain_model(path, torch.float64)
     tokens = torch.tensor(batch.tokens)
     log_probs = (model(input_ids=tokens[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
@@ -274,3 +326,51 @@ def test_the_weights_of_a_whole_phase_are_those_of_one_rank_to_the_last_ulps(fol
         for name, parameter in weights(mesh(*axes)).items():
             ulp = torch.finfo(torch.float32).eps * 2.0 ** alone[name].abs().clamp(min=2**-20).log2().floor()
             assert ((parameter - alone[name]).abs() <= 2 * ulp + 1e-5).all(), name
+
+
+def refusal_of_rank(rank: int, config: RunConfig) -> tuple[str, str | None, int]:
+    """The error that building a Trainer ends with, and how many weights were read before it."""
+    from unittest.mock import patch
+
+    with patch("slimefsdp.models.load.read_weights") as reading:
+        try:
+            Trainer(config, device=CPU)
+        except SlimeError as error:
+            return f"{type(error).__name__}: {error}", error.field, reading.call_count
+    return "no error", None, reading.call_count
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "sections", "field", "message"),
+    [
+        ("qwen3", {}, mesh(1, 3, 1), "mesh.dp", "mesh.dp=3 x mesh.cp=1 needs 3 ranks, but 4 were started"),
+        ("qwen3", {}, mesh(2, 1, 1), "mesh.dp", "mesh.dp_replicate=2 x mesh.dp=1 x mesh.cp=1 needs 2 ranks, but 4"),
+        ("qwen3", {"num_attention_heads": 6}, mesh(1, 1, 4, "ulysses"), "attention.strategy", "6 attention heads"),
+        ("mistral", {}, mesh(1, 2, 2, "ring"), "attention.strategy", "cannot express sliding windows"),
+        ("gpt_oss", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "no attention sinks"),
+        ("gemma2", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "no attention soft-cap"),
+        ("qwen3", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "flash-attn, not installed here"),
+    ],
+)
+def test_a_mesh_that_cannot_serve_is_one_typed_error_on_all_ranks_before_any_weight_is_read(
+    tmp_path: Path,
+    ranks: RankPool,
+    kind: str,
+    changes: dict[str, Any],
+    sections: dict[str, Any],
+    field: str,
+    message: str,
+) -> None:
+    path = save_tiny_model(tmp_path, kind, **changes)
+    for error, named, read in ranks.run(4, refusal_of_rank, settings(path, **sections)):
+        assert error.startswith("ConfigError") and message in error and named == field and read == 0, error
+
+
+def test_layers_whose_state_leaks_between_samples_are_refused_before_any_weight_is_read(
+    tmp_path: Path, ranks: RankPool
+) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    config_file = path / "config.json"
+    config_file.write_text(config_file.read_text().replace('"model_type": "qwen3"', '"model_type": "qwen3_next"'))
+    for error, named, read in ranks.run(2, refusal_of_rank, settings(path, **mesh(1, 1, 2))):
+        assert error.startswith("ModelError") and "qwen3_next" in error and named == "model.path" and read == 0, error

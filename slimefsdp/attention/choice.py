@@ -35,6 +35,9 @@ class Choice:
     name: StrategyName | Literal["local"]
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.name}: {self.reason}"
+
     @property
     def traffic(self) -> Strategy:
         """Whose bytes it sends: the ring-flash-attn package gathers all keys; one rank sends nothing under any."""

@@ -13,7 +13,7 @@ of all ranks make up the pack, for strategies that split heads instead of tokens
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -37,23 +37,23 @@ class CallPlan:
     device_cu_q: torch.Tensor
     device_cu_k: torch.Tensor
 
+    max_q: int = field(init=False)  # of the longest segment; worked out once, as every layer asks
+    max_k: int = field(init=False)
+    can_be_causal: bool = field(init=False)  # no segment has fewer keys than queries
+
     def __post_init__(self) -> None:
         assert len(self.cu_q) == len(self.cu_k), f"{len(self.cu_q)} query offsets, {len(self.cu_k)} key offsets"
         for offsets in (self.cu_q, self.cu_k):
             assert offsets[0] == 0 and all(a < b for a, b in pairwise(offsets)), f"empty segment in {offsets}"
+        queries, keys = ([b - a for a, b in pairwise(offsets)] for offsets in (self.cu_q, self.cu_k))
+        object.__setattr__(self, "max_q", max(queries, default=0))
+        object.__setattr__(self, "max_k", max(keys, default=0))
+        object.__setattr__(self, "can_be_causal", all(q <= k for q, k in zip(queries, keys, strict=True)))
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no segment at all, as on a rank without tokens."""
         return len(self.cu_q) == 1
-
-    @property
-    def max_q(self) -> int:
-        return max(b - a for a, b in pairwise(self.cu_q))
-
-    @property
-    def max_k(self) -> int:
-        return max(b - a for a, b in pairwise(self.cu_k))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,7 @@ def describe_model(policy: PolicyModel, axes: Mapping[str, int]) -> Description:
     return Description(
         rank=dist.get_rank(),
         mesh=dict(axes),
+        attention=str(policy.attention.choice),
         units=tuple(
             _unit(", ".join(modules_of[key]), group, names, reshards=reshards)
             for key, (group, reshards) in groups.items()

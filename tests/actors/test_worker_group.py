@@ -413,6 +413,25 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     assert isinstance(doomed.health()[0], Health) and doomed.health()[0].pid == pid
 
 
+# ------------------------------------------------------------------ other meshes
+
+
+@pytest.mark.slow
+def test_ranks_that_share_packs_agree_with_one_plain_process(
+    make_config: Any, batch: RolloutBatch, replayed: Any
+) -> None:
+    same = {"batch": {"samples_per_update": 6}, "loss": {"kl_coefficient": 0.2}}  # as those that were replayed
+    group = WorkerGroup.launch(make_config(mesh={"dp": 1, "cp": 2}, **same))
+    try:
+        metrics, one = group.train_step(batch), replayed[2]
+        for name in one.keys() - TIMES - {"plan_imbalance"}:
+            assert metrics[name] == pytest.approx(one[name], abs=1e-6, rel=1e-5), name
+        assert all(description.attention.startswith("ring: ") for description in group.describe())
+        assert group.check_sync().is_in_sync
+    finally:
+        group.shutdown()
+
+
 # ------------------------------------------------------------------ a reference group of its own
 
 
