@@ -88,7 +88,7 @@ def _simulated(config: RunConfig, dimensions: ModelDimensions, spec: str) -> Sim
     precision = config.precision
     compute = ELEMENT_BYTES[precision.compute_dtype]
     master = max(4, compute)
-    recomputed = config.model.activation_checkpointing == "full"
+    recomputed = config.model.activation_checkpointing != "none"  # selective repeats the communication, too
     every = config.model.checkpoint_every_n_layers
     assert config.mesh.dp != "auto"
     return simulate(

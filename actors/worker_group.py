@@ -20,8 +20,8 @@ from actors.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError, SyncError
-from slimefsdp.models.folder import check_architecture, read_model_folder
-from slimefsdp.phase import check_batch, check_plan, plan_training
+from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
+from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training
 from slimefsdp.reports import Health, SyncReport
 from slimefsdp.surface import RPCS
 
@@ -47,7 +47,7 @@ class WorkerGroup:
         workers: Sequence[Any],
         placement: Any,
         vocab_size: int,
-        max_sample_tokens: int | None,
+        folder: ModelFolder,
     ) -> None:
         self.config = config
         self.role = role
@@ -55,7 +55,8 @@ class WorkerGroup:
         self._workers = list(workers)
         self._placement = placement
         self._vocab_size = vocab_size
-        self._max_sample_tokens = max_sample_tokens
+        self._max_sample_tokens = folder.max_sample_tokens
+        self._cost = cost_model_of(config, folder.config)  # plans are balanced by it
         # two threads' calls must reach all ranks in one order, or their collectives would meet each other
         self._order = threading.Lock()
 
@@ -89,7 +90,7 @@ class WorkerGroup:
             wait = functools.partial(_wait, timeout_s=config.cluster.launch_timeout_s, name="launch")
             address, port = wait([workers[0].free_address.remote()])
             vocab_size = wait([worker.start.remote(config, role, address, port) for worker in workers])
-            group = cls(config, role, workers, placement, vocab_size, found.max_sample_tokens)
+            group = cls(config, role, workers, placement, vocab_size, found)
             if not is_ref and config.reference.placement == "group":
                 group.reference_group = cls.launch(config, role="ref")
         except Exception:
@@ -211,7 +212,7 @@ class WorkerGroup:
             batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
         if name == "train_step" and second is None:
             rest, kwargs = (
-                [plan_training(self.config, batch), *rest[1:]],
+                [plan_training(self.config, batch, self._cost), *rest[1:]],
                 {k: v for k, v in kwargs.items() if k != field},
             )
         return (ray.put(batch), *rest), kwargs

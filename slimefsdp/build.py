@@ -1,8 +1,7 @@
-"""From settings to the parts of a Trainer: the one place below the command line that reads config sections."""
+"""From settings to the parts of a Trainer."""
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from slimefsdp.attention import flash_attn_package
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.attention.strategy import Attention
 from slimefsdp.config import RunConfig
+from slimefsdp.data.cost import CostModel
 from slimefsdp.errors import ModelError
 from slimefsdp.loss.objective import LossName, Objective
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
@@ -23,12 +23,10 @@ from slimefsdp.optim.build import build_optimizer
 from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.optim.updater import Updater
-from slimefsdp.parallel.agree import run_together
+from slimefsdp.parallel.agree import all_equal, run_together
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.phase import cost_model_of
-
-_LOG = logging.getLogger(__name__)
 
 Role = Literal["actor", "ref"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -51,7 +49,7 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
         ConfigError: it does not fit the ranks, or the kernels asked for cannot run on the device.
     """
     if config.attention.kernel == "flash_attn":
-        flash_attn_package.require(device, compute_dtype(config))
+        flash_attn_package.require("attention.kernel=flash_attn", device, compute_dtype(config))
     dp_replicate, dp = config.reference_mesh if role == "ref" else config.actor_mesh
     return build_mesh(
         dp,
@@ -120,25 +118,42 @@ def policy_for(config: RunConfig, folder: ModelFolder, mesh: Mesh) -> PolicyMode
         ModelError: on every rank alike.
         ConfigError: fsdp.wrap_layers names no module of it, or model.compile lacks a compiler.
     """
+    cost = cost_for(config, folder, mesh.group)
     return load_policy(
         folder,
         mesh,
         parallelism_of(config, mesh.device),
-        attention_for=partial(attention_for, config, mesh),
+        attention_for=partial(attention_for, config, mesh, cost),
         random_seed=None if folder.has_weights else config.run.seed,
     )
 
 
-def attention_for(config: RunConfig, mesh: Mesh, shape: AttentionShape) -> Attention:
-    """How a model of this shape computes its attention on the mesh; says in the log what was chosen and why.
+def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
+    """Collective: what the model's tokens cost, the same on every rank: plans and layouts follow from it.
+
+    Raises:
+        ModelError: ranks read different copies of config.json.
+    """
+    cost = cost_model_of(config, folder.config)
+    if not all_equal(repr(cost), group):
+        raise ModelError(
+            f"ranks read different sizes from {folder.path / 'config.json'}",
+            field="model.path",
+            hint="give every machine the same folder",
+        )
+    return cost
+
+
+def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
+    """How a model of this shape computes its attention on the mesh.
 
     Raises:
         ConfigError: the strategy asked for cannot serve it, or needs a package that is missing.
     """
     choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
-    if mesh.cp > 1 and dist.get_rank() == 0:
-        _LOG.info("attention over %d ranks by %s", mesh.cp, choice)
-    return Attention(choice, mesh.cp_group, config.attention.kernel, cost_model_of(config))
+    if choice.name == "ring_flash_attn":
+        flash_attn_package.require("attention.strategy=ring_flash_attn", mesh.device, compute_dtype(config))
+    return Attention(choice, mesh.cp_group, config.attention.kernel, cost)
 
 
 def reference_for(config: RunConfig, vocab_size: int, mesh: Mesh) -> PolicyModel:

@@ -151,7 +151,8 @@ class AttentionSettings(Settings):
     """How attention is computed, and how the cp ranks share it."""
 
     strategy: Literal["auto", "ring", "ulysses", "all_gather", "ring_flash_attn"] = Field(
-        "auto", description="how cp ranks exchange keys and values; auto: chosen by model and mesh, and logged"
+        "auto",
+        description="how cp ranks exchange keys and values; auto: chosen by model and mesh, as `train` prints",
     )
     kernel: Literal["torch", "flash_attn"] = Field(
         "torch", description="torch's own kernels, or the flash-attn package"

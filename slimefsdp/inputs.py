@@ -32,13 +32,12 @@ def check_together(
     phase.check_batch(config, batch, folder.vocab_size, loss=loss, max_sample_tokens=folder.max_sample_tokens)
 
 
-def agreed_plan(config: RunConfig, plan: Plan | None, batch: RolloutBatch, group: dist.ProcessGroup) -> Plan:
-    """Collective: the plan, made here when not given, once it is known to fit the batch and to be the same everywhere.
+def agreed_plan(config: RunConfig, plan: Plan, batch: RolloutBatch, group: dist.ProcessGroup) -> Plan:
+    """Collective: the plan, once it is known to fit the batch and to be the same everywhere.
 
     Raises:
         BatchError: it does not fit the batch or the mesh. StateError: ranks hold different plans.
     """
-    plan = plan or phase.plan_training(config, batch)
     phase.check_plan(plan, batch, dp=config.data_ranks, max_pack_tokens=config.max_pack_tokens)
     if not all_equal(plan.digest(), group):
         raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")

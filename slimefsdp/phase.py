@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import zlib
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.loss.advantages import group_advantages
 from slimefsdp.loss.reduce import token_weights
-from slimefsdp.models.folder import read_model_folder
 
 
 def batch_digest(batch: RolloutBatch) -> str:
@@ -106,15 +106,26 @@ def check_plan(plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: i
         fault = f"is a {type(plan).__name__}, not a Plan"
     elif any(len(update) != dp for update in plan.updates):
         fault = f"is not for mesh.dp_replicate x mesh.dp = {dp}"
+    elif any(len({len(packs) for packs in update}) > 1 for update in plan.updates):
+        fault = "gives data ranks different numbers of micro-batches in an update"
     else:
         packs = [pack for update in plan.updates for packs in update for pack in packs if len(pack)]
+        first = plan.updates[: plan.num_first_epoch_updates]
         if any(pack.min() < 0 or pack.max() >= batch.num_samples for pack in packs):
             fault = f"names samples that a batch of {batch.num_samples} does not have"
         elif any(batch.lengths[pack].sum() > max_pack_tokens for pack in packs):
             fault = f"has packs of more than {max_pack_tokens} tokens"
+        elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
+            fault = "has a sample twice in an update"
+        elif not _samples(plan.updates) <= _samples(first):
+            fault = f"has samples in later epochs that its first {plan.num_first_epoch_updates} updates do not have"
         else:
             return
     raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
+
+
+def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> set[int]:
+    return {int(sample) for update in updates for packs in update for pack in packs for sample in pack}
 
 
 def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
@@ -126,11 +137,11 @@ def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
     return per_sample[batch.sample_ids]
 
 
-def plan_training(config: RunConfig, batch: RolloutBatch, cost: CostModel | None = None) -> Plan:
+def plan_training(config: RunConfig, batch: RolloutBatch, cost: CostModel = DEFAULT_COST_MODEL) -> Plan:
     """The phase's updates; samples in which nothing trains are left out.
 
     Args:
-        cost: what packs and ranks are balanced by; None: as `cost_model_of` the settings.
+        cost: what packs and ranks are balanced by, as `cost_model_of` the model.
 
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
     """
@@ -151,19 +162,21 @@ def plan_training(config: RunConfig, batch: RolloutBatch, cost: CostModel | None
         epochs=config.loss.epochs,
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
         trains=trains,
-        cost_model=cost or cost_model_of(config),
+        cost_model=cost,
         cp=config.mesh.cp,
     )
 
 
-def cost_model_of(config: RunConfig) -> CostModel:
-    """What the model's tokens cost, by its config.json; the default where that cannot be read on this machine.
+def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> CostModel:
+    """What a model's tokens cost under these settings; the default where its sizes are not known.
 
-    An estimate that only balance depends on: who plans without the model's folder plans well enough.
+    An estimate that only balance depends on, but plans and layouts follow from it: ranks must use the same.
+
+    Args:
+        model_config: what its config.json holds.
     """
     try:
-        folder = read_model_folder(config.model.path, with_weights=False)
-        dimensions = ModelDimensions.from_config(folder.config)
+        dimensions = ModelDimensions.from_config(model_config or {})
     except ModelError:
         return DEFAULT_COST_MODEL
     shape = AttentionShape.of_dimensions(dimensions)
@@ -172,7 +185,9 @@ def cost_model_of(config: RunConfig) -> CostModel:
     return CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=element_bytes)
 
 
-def plan_everything(config: RunConfig, batch: RolloutBatch, *, data_ranks: int) -> Plan:
+def plan_everything(
+    config: RunConfig, batch: RolloutBatch, cost: CostModel = DEFAULT_COST_MODEL, *, data_ranks: int
+) -> Plan:
     """One update that holds every sample: for log-probs, and for the primitives of custom loops.
 
     Args:
@@ -182,7 +197,7 @@ def plan_everything(config: RunConfig, batch: RolloutBatch, *, data_ranks: int) 
         batch.lengths,
         dp=data_ranks,
         max_pack_tokens=config.max_pack_tokens,
-        cost_model=cost_model_of(config),
+        cost_model=cost,
         cp=config.mesh.cp,
     )
 
@@ -205,14 +220,16 @@ def update_weights_of_tokens(
     )
 
 
-def phase_metrics(config: RunConfig, plan: Plan, batch: RolloutBatch, seconds: float) -> dict[str, float]:
-    """What a phase of `seconds` was about: updates, dropped samples, balance, and trained tokens a second."""
+def phase_metrics(
+    config: RunConfig, plan: Plan, batch: RolloutBatch, seconds: float, cost: CostModel = DEFAULT_COST_MODEL
+) -> dict[str, float]:
+    """What a phase of `seconds` was about: updates, dropped samples, balance by `cost`, and trained tokens a second."""
     trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
     return {
         "updates": float(len(plan.updates)),
         "empty_updates": float(plan.num_skipped_updates),
         "dropped_samples": float(plan.num_dropped),
-        "plan_imbalance": plan.imbalance(batch.lengths, cost_model_of(config), config.mesh.cp),
+        "plan_imbalance": plan.imbalance(batch.lengths, cost, config.mesh.cp),
         "tokens_per_second": trained / seconds,
         "train_seconds": seconds,
     }

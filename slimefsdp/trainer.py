@@ -63,6 +63,7 @@ class Trainer:
         self.mesh: Mesh = build.mesh_for(config, role, device)
         self.folder = build.folder_for(config, role, self.mesh.group)
         self.policy = build.policy_for(config, self.folder, self.mesh)
+        self._cost = self.policy.attention.cost  # what plans are balanced by
         self.reference: PolicyModel | None = None
         self._reference_follows = False  # since update_ref its weights are no folder's: checkpoints hold them
         self._residency = Residency(self._tensors, pin_memory=build.is_host_memory_pinned(config, device))
@@ -112,6 +113,7 @@ class Trainer:
         start = time.perf_counter()
         loss = self.config.loss_name
         self._check(batch, loss)
+        plan = plan or phase.plan_training(self.config, batch, self._cost)
         plan = agreed_plan(self.config, plan, batch, self.mesh.group)
         self.wake_up(("parameters",))
         self.updater.optimizer.zero_grad(set_to_none=True)  # what a failed or abandoned update left
@@ -121,7 +123,8 @@ class Trainer:
             weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
             metrics = self._accumulate(batch, packs, inputs, weights, loss)
             reports.append(metrics | self.optimizer_step())
-        return mean_over_updates(reports) | phase.phase_metrics(self.config, plan, batch, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return mean_over_updates(reports) | phase.phase_metrics(self.config, plan, batch, seconds, self._cost)
 
     def forward_backward(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
@@ -316,7 +319,7 @@ class Trainer:
             raise StateError(f"{call}() on a group of role {self.role!r}", hint="call it on the actor group")
 
     def _plan_everything(self, batch: RolloutBatch) -> Plan:
-        return phase.plan_everything(self.config, batch, data_ranks=self.mesh.data_ranks)
+        return phase.plan_everything(self.config, batch, self._cost, data_ranks=self.mesh.data_ranks)
 
     def _log_probs(self, model: str, batch: RolloutBatch, plan: Plan, *, trained_only: bool) -> torch.Tensor:
         """[2, R] log-probs and entropies, by the packs of the plan's first epoch."""

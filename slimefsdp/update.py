@@ -60,8 +60,10 @@ def evaluate(
         share.tokens, share.positions, micro_batch.attend, share.rows, share.targets,
         temperature=temperature, with_entropy=True, entropy_grad=entropy_grad,
     )  # fmt: skip
-    num_pairs = len(micro_batch.packed.rows)
-    return gather_pairs(log_probs, share.pairs, num_pairs, mesh), gather_pairs(entropy, share.pairs, num_pairs, mesh)
+    if mesh.cp == 1:
+        return log_probs, entropy
+    both = gather_pairs(torch.stack([log_probs, entropy]), share.pairs, len(micro_batch.packed.rows), mesh)
+    return both[0], both[1] if entropy_grad else both[1].detach()
 
 
 @torch.no_grad()

@@ -224,26 +224,27 @@ def test_a_loss_of_whole_sequences_is_the_same_formula_when_ranks_share_packs(
         assert largest_difference(ours, truth) <= 1e-12 * max(1.0, scale)
 
 
-def twenty_updates(rank: int, config: RunConfig, path: Path) -> tuple[bool, str, int]:
+def twenty_updates(rank: int, config: RunConfig, path: Path) -> tuple[str, int, int]:
     trainer = Trainer(config, device=CPU)
     for step in range(20):
         trainer.forward_backward(make_batch(path, seed=step))
         trainer.optimizer_step()
     report = trainer.check_sync()
-    return report.is_in_sync, str(report), trainer.updates_taken
+    held = len(list(trainer.policy.parameters()))
+    return "" if report.is_in_sync else str(report), report.checked - 2 * held, trainer.updates_taken
 
 
 @pytest.mark.parametrize(
     "sections",
-    [mesh(2, 1, 2), mesh(1, 1, 4) | {"fsdp": {"sharding": "replicate"}}, mesh(1, 2, 2, "ulysses")],
-    ids=["copies of a shard", "whole on every cp rank", "sharded over dp x cp"],
+    [mesh(2, 1, 2), mesh(1, 1, 4) | {"fsdp": {"sharding": "replicate"}}, mesh(2, 1, 2, "ulysses")],
+    ids=["copies of a shard", "whole on every cp rank", "copies, by Ulysses"],
 )
 def test_ranks_that_share_a_pack_never_drift_over_twenty_updates(
     folder: Path, ranks: RankPool, sections: dict[str, Any]
 ) -> None:
     config = settings(folder, **sections, precision={"compute_dtype": "bfloat16"})
-    for is_equal, report, updates in ranks.run(4, twenty_updates, config, folder):
-        assert is_equal and updates == 20, report
+    for difference, beyond_weights_and_moments, updates in ranks.run(4, twenty_updates, config, folder):
+        assert not difference and updates == 20 and beyond_weights_and_moments > 0, difference
 
 
 def rms_errors(rank: int, config: RunConfig, path: Path, seeds: int) -> list[dict[str, torch.Tensor]]:
@@ -316,16 +317,19 @@ def plain_gradients_of_logits(path: Path, batch: RolloutBatch) -> dict[str, torc
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_the_weights_of_a_whole_phase_are_those_of_one_rank_to_the_last_ulps(folder: Path, ranks: RankPool) -> None:
+def test_float32_weights_after_a_phase_are_within_two_ulp_of_one_ranks(folder: Path, ranks: RankPool) -> None:
     def weights(sections: dict[str, Any]) -> dict[str, torch.Tensor]:
         config = settings(folder, **sections, precision={"compute_dtype": "float32"})
         return ranks.run(config.ranks, trainer_weights, config, make_batch(folder))[0][1]
 
     alone = weights(mesh(1, 1, 1))
+    start = {name: p.detach() for name, p in plain_model(folder, torch.float32).named_parameters()}
+    largest_update = largest_difference(alone, start)
+    assert largest_update >= 1e-2
     for axes in ((1, 2, 1), (2, 1, 2), (1, 1, 4)):
         for name, parameter in weights(mesh(*axes)).items():
             ulp = torch.finfo(torch.float32).eps * 2.0 ** alone[name].abs().clamp(min=2**-20).log2().floor()
-            assert ((parameter - alone[name]).abs() <= 2 * ulp + 1e-5).all(), name
+            assert ((parameter - alone[name]).abs() <= 2 * ulp + 1e-5 * largest_update).all(), name
 
 
 def refusal_of_rank(rank: int, config: RunConfig) -> tuple[str, str | None, int]:
@@ -349,7 +353,7 @@ def refusal_of_rank(rank: int, config: RunConfig) -> tuple[str, str | None, int]
         ("mistral", {}, mesh(1, 2, 2, "ring"), "attention.strategy", "cannot express sliding windows"),
         ("gpt_oss", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "no attention sinks"),
         ("gemma2", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "no attention soft-cap"),
-        ("qwen3", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "flash-attn, not installed here"),
+        ("qwen3", {}, mesh(1, 2, 2, "ring_flash_attn"), "attention.strategy", "flash-attn is not installed"),
     ],
 )
 def test_a_mesh_that_cannot_serve_is_one_typed_error_on_all_ranks_before_any_weight_is_read(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -233,17 +232,16 @@ def test_a_plan_made_for_another_batch_never_breaks_the_cap() -> None:
         assert caught.value.field == "plan"
 
 
-def test_ranks_are_balanced_by_the_cost_of_this_model_on_this_mesh(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "llama", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, '
-        '"head_dim": 64, "intermediate_size": 8}'
-    )
-    config = settings(model={"path": str(tmp_path)}, mesh={"dp": 2}, batch={"max_tokens_per_rank": 200})
+def test_ranks_are_balanced_by_the_cost_of_this_model_on_this_mesh() -> None:
+    model = {"model_type": "llama", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "head_dim": 64}
+    model |= {"num_attention_heads": 2, "intermediate_size": 8}
+    config = settings(mesh={"dp": 2}, batch={"max_tokens_per_rank": 200})
     # so small a model has nothing to do but attention: one sample of 90 tokens takes longer than six of 30
-    assert cost_model_of(config).quadratic > 0.01 > cost_model_of(settings()).quadratic == CostModel().quadratic
+    cost = cost_model_of(config, model)
+    assert cost.quadratic > 0.01 > cost_model_of(config, None).quadratic == CostModel().quadratic
     samples = [{"tokens": [1] * n, "response_length": 1, "reward": float(n), "group_id": 0} for n in [90, *[30] * 6]]
     batch = RolloutBatch.from_samples(samples)
-    (update,) = plan_training(config, batch).updates
+    (update,) = plan_training(config, batch, cost).updates
     assert sorted(batch.lengths[np.concatenate(rank)].tolist() for rank in update) == [[30] * 6, [90]]
     (by_tokens,) = plan_training(config, batch, CostModel(quadratic=0.0)).updates
     assert sorted(batch.lengths[np.concatenate(rank)].sum() for rank in by_tokens) == [120, 150]

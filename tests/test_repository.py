@@ -234,3 +234,8 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
     assert any(name.endswith("licenses/LICENSE") for name in names)
     expected = {str(file.relative_to(source)) for package in PACKAGES for file in (source / package).rglob("*.py")}
     assert {name for name in names if ".dist-info/" not in name} == expected
+
+
+def test_documents_hold_no_gap_that_was_to_be_filled() -> None:
+    for file in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.md")]:
+        assert not re.search(r"@[A-Z]{3,}@|TODO|FIXME", file.read_text()), file

@@ -24,23 +24,27 @@ def is_installed() -> bool:
     return find_spec("flash_attn") is not None
 
 
-def require(device: torch.device, dtype: torch.dtype) -> None:
+def require(setting: str, device: torch.device, dtype: torch.dtype) -> None:
     """Whether calls on this device and dtype can be made.
 
+    Args:
+        setting: that asks for the package, as `section.name=value`.
+
     Raises:
-        ConfigError: naming `attention.kernel`.
+        ConfigError: naming the setting.
     """
+    field = setting.split("=")[0]
     if not is_installed():
         raise ConfigError(
-            "attention.kernel=flash_attn, but the package flash-attn is not installed",
-            field="attention.kernel",
-            hint="install the `cuda` extra, or use attention.kernel=torch, which needs no package",
+            f"{setting}, but the package flash-attn is not installed",
+            field=field,
+            hint=f"install the `cuda` extra, or leave {field} at its default, which needs no package",
         )
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"attention.kernel=flash_attn computes bfloat16 and float16 on CUDA, not {dtype} on {device.type}",
-            field="attention.kernel",
-            hint="use attention.kernel=torch",
+            f"{setting} computes bfloat16 and float16 on CUDA, not {dtype} on {device.type}",
+            field=field,
+            hint=f"leave {field} at its default",
         )
 
 

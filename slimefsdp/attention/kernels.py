@@ -143,7 +143,9 @@ def _kernel_for(q: torch.Tensor, scoring: Scoring) -> Literal["cpu", "cuda", "pl
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
-    return "cuda" if q.dtype in _HALVES and q.shape[-1] <= _MAX_FLASH_HEAD_DIM else "plain"
+    # the kernel takes heads of whole 16-byte words, and torch pads them only in its own scaled_dot_product_attention
+    fits = q.dtype in _HALVES and q.shape[-1] <= _MAX_FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
+    return "cuda" if fits else "plain"
 
 
 def _check(call: CallPlan, causal: bool, scoring: Scoring) -> None:

@@ -104,7 +104,8 @@ def _blocks(
     for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
         queries, keys = q1 - q0, k1 - k0
         more = keys - queries
-        rows = max(16, _BLOCK_BYTES // (8 * q.shape[1] * keys))
+        seen = keys if window is None else min(keys, window + 16)
+        rows = max(16, _BLOCK_BYTES // (torch.promote_types(q.dtype, torch.float32).itemsize * q.shape[1] * seen))
         for start in range(0, queries, rows):
             end = min(start + rows, queries)
             if not causal:

@@ -139,7 +139,7 @@ def path_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
                 end += piece.end - piece.start
     q_lengths, k_lengths, keys = [], [], []
     for piece in layout[rank]:
-        path = [*forest.seen_by(piece, range(len(layout))), piece]
+        path = [*forest.seen_by(piece, None), piece]
         keys += path
         q_lengths.append(piece.end - piece.start)
         k_lengths.append(_tokens(path))
@@ -177,15 +177,18 @@ class _Forest:
             self._by_node.append(pieces)
         # where the last piece of a node begins, by rank: everything before it is seen from there
         self._ends = [{node: parts[-1].start for node, parts in pieces.items()} for pieces in self._by_node]
+        self._all_parts: dict[int, list[Piece]] = {}  # of every rank, by node, in order
+        for node, part in sorted((part.node, part) for owned in layout for part in owned):
+            self._all_parts.setdefault(node, []).append(part)
         self._ancestors_of_rank = [
             {above for node in pieces for above in self._ancestors(node)} for pieces in self._by_node
         ]
 
-    def seen_by(self, piece: Piece, sources: Iterable[int], *, own_node: bool = True) -> list[Piece]:
-        """The pieces of these ranks that `piece` sees, root first and in order."""
-        seen = [part for node in self._ancestors(piece.node) for part in self._parts(node, sources)]
+    def seen_by(self, piece: Piece, source: int | None, *, own_node: bool = True) -> list[Piece]:
+        """The pieces of one rank, or of all, that `piece` sees, root first and in order."""
+        seen = [part for node in self._ancestors(piece.node) for part in self._parts(node, source)]
         if own_node:
-            seen += [part for part in self._parts(piece.node, sources) if part.end <= piece.start]
+            seen += [part for part in self._parts(piece.node, source) if part.end <= piece.start]
         return seen
 
     def wire_pieces(self, source: int) -> list[Piece]:
@@ -200,9 +203,8 @@ class _Forest:
             )
         ]
 
-    def _parts(self, node: int, sources: Iterable[int]) -> list[Piece]:
-        parts = [part for source in sources for part in self._by_node[source].get(node, ())]
-        return sorted(parts, key=lambda part: part.start)
+    def _parts(self, node: int, source: int | None) -> list[Piece]:
+        return (self._all_parts if source is None else self._by_node[source]).get(node, [])
 
     def _ancestors(self, node: int) -> list[int]:
         above: list[int] = []
@@ -221,7 +223,7 @@ def _source_call(
     queries_of: dict[tuple[Piece, ...], list[Piece]] = {}
     for piece in forest.layout[rank]:
         # within the rank, a piece's own node is the causal call's affair
-        if keys := tuple(forest.seen_by(piece, (source,), own_node=source != rank)):
+        if keys := tuple(forest.seen_by(piece, source, own_node=source != rank)):
             queries_of.setdefault(keys, []).append(piece)
     if not queries_of:
         return None

@@ -56,7 +56,7 @@ class Attention:
         self.wire = None if choice.name == "local" or group is None else Wire(group)
         self._kernel: KernelName = kernel
         self._group = group
-        self._cost = cost
+        self.cost = cost
 
     @property
     def padding_multiple(self) -> int:
@@ -69,7 +69,7 @@ class Attention:
             return zigzag_layout(cu_seqlens, 1)
         if self.choice.name == "ring_flash_attn":
             return ring_flash_attn_package.contiguous_layout(cu_seqlens, self.wire.size)
-        return hybrid_layout(cu_seqlens, self.wire.size, self._cost)
+        return hybrid_layout(cu_seqlens, self.wire.size, self.cost)
 
     def for_pack(
         self, layout: Layout, device: torch.device, parents: Sequence[int | None] | None = None

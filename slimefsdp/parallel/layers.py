@@ -27,6 +27,7 @@ _SAVED_BY_SELECTIVE = [
     _aten.addmm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._flash_attention_forward.default,
+    _aten._grouped_mm.default,  # all experts of a layer
 ]
 
 

@@ -130,11 +130,11 @@ def build_mesh(
             hint=f"{way_out}start {needed} ranks",
         )
     axes = init_device_mesh(device.type, (dp_replicate, dp, cp), mesh_dim_names=("dp_replicate", "dp", "cp"))
-    flat = axes._flatten("all_ranks")
     copies = world_size if is_whole_on_every_rank else dp_replicate
+    flat = axes._flatten("dp_cp" if copies == 1 else "all_ranks")
     fsdp = flat
     if copies > 1:
-        fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("replicate", "shard"))
+        fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_cp"))
     cp_group = axes["cp"].get_group()
     if cp > 1 and device.type == "cuda":
         # NCCL makes a group's communicator in its first collective; point-to-point messages alone would not
@@ -156,15 +156,15 @@ def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh:
     """Per-token values of the whole pack on every cp rank, differentiable through this rank's own ones.
 
     Args:
-        local: [local_pairs] of this rank.
+        local: [..., local_pairs] of this rank.
         pairs: [local_pairs] int64, their places in the pack; over the cp ranks they partition range(num_pairs).
 
     Returns:
-        [num_pairs]; every rank evaluates the same loss on it, and each backpropagates its own share.
+        [..., num_pairs]; every rank evaluates the same loss on it, and each backpropagates its own share.
     """
     if mesh.cp == 1:
         return local
-    own = local.new_zeros(num_pairs).index_put((pairs,), local)
-    everyone = own.detach().clone()
+    everyone = local.new_zeros(*local.shape[:-1], num_pairs)
+    everyone[..., pairs] = local.detach()
     dist.all_reduce(everyone, group=mesh.cp_group)
-    return own + (everyone - own.detach())
+    return everyone.index_copy(-1, pairs, local)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
+import torch
 
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
+from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import ConfigError
+from slimefsdp.models.folder import read_model_folder
+from slimefsdp.models.load import build_policy
+from tests.tiny_models import ARCHITECTURES, save_tiny_model
 
 
 @pytest.mark.parametrize(
@@ -32,6 +40,15 @@ def test_auto_chooses_by_windows_heads_and_bytes_and_says_why(
 ) -> None:
     choice = choose_strategy("auto", shape, cp)
     assert choice.name == name and because in choice.reason
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_what_config_json_says_is_what_the_built_model_is(tmp_path: Path, kind: str) -> None:
+    """The driver chooses by the first, the ranks by the second."""
+    folder = read_model_folder(save_tiny_model(tmp_path, kind))
+    written = AttentionShape.of_dimensions(ModelDimensions.from_config(folder.config))
+    built = build_policy(folder, torch.float32).attention_shape()
+    assert written == replace(built, has_sinks=False, has_softcap=False)
 
 
 @pytest.mark.parametrize(

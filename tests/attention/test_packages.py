@@ -54,13 +54,14 @@ def test_ring_flash_attn_equals_one_process_after_padding(
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
-def test_every_call_of_a_strategy_can_go_through_flash_attn(
-    ranks: RankPool, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_every_call_of_a_strategy_can_go_through_flash_attn(ranks: RankPool, strategy: str) -> None:
     case = Case((33, 7, 1, 90), softcap=2.0)
     for found, calls in ranks.run(2, with_packages, case, strategy, "flash_attn"):
         assert max(largest_differences(case, found)) <= 1e-12
-        assert calls and all(call["softcap"] == 2.0 for call in calls)
+        assert all(call["softcap"] == 2.0 for call in calls)
+        # of the ring: a causal call of the rank's own, and one with the other rank's keys
+        assert [call["pass"] for call in calls].count("forward") == [call["pass"] for call in calls].count("backward")
+        assert [call["causal"] for call in calls] == ([True, False] * 2 if strategy == "ring" else [True] * 2)
 
 
 def test_a_package_that_is_missing_or_cannot_compute_here_is_refused_by_its_setting(
@@ -69,12 +70,14 @@ def test_a_package_that_is_missing_or_cannot_compute_here_is_refused_by_its_sett
     monkeypatch.setattr(flash_attn_package, "find_spec", lambda name: None)
     monkeypatch.setattr(ring_flash_attn_package, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="flash-attn is not installed") as caught:
-        flash_attn_package.require(torch.device("cuda"), torch.bfloat16)
-    assert caught.value.field == "attention.kernel" and "attention.kernel=torch" in (caught.value.hint or "")
+        flash_attn_package.require("attention.kernel=flash_attn", torch.device("cuda"), torch.bfloat16)
+    assert caught.value.field == "attention.kernel" and "leave attention.kernel at its default" in (
+        caught.value.hint or ""
+    )
     with pytest.raises(ConfigError, match="needs flash-attn and ring-flash-attn, not installed") as caught:
         ring_flash_attn_package.require()
     assert caught.value.field == "attention.strategy" and "use auto" in (caught.value.hint or "")
     monkeypatch.setattr(flash_attn_package, "find_spec", lambda name: object())
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
         with pytest.raises(ConfigError, match=f"not {dtype} on {device}"):
-            flash_attn_package.require(torch.device(device), dtype)
+            flash_attn_package.require("attention.strategy=ring_flash_attn", torch.device(device), dtype)

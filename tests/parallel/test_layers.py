@@ -43,7 +43,7 @@ class CountOperations(TorchDispatchMode):
 def work_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
     """Forward runs of each layer's MLP, operations, parameter names, and gradients of one micro-batch."""
     trainer = Trainer(config, device=CPU)
-    runs = [0] * 3
+    runs = [0] * len(trainer.policy.decoder_layers())
     for index, layer in enumerate(trainer.policy.decoder_layers()):
         # before, not after: a recomputation ends as soon as it has what backward needs
         layer.mlp.register_forward_pre_hook(lambda *_, index=index: runs.__setitem__(index, runs[index] + 1))
@@ -91,6 +91,15 @@ def test_selective_keeps_products_and_attention_and_recomputes_the_rest(
         assert counts["selective"][name] == counts["none"][name] < counts["full"][name], name
     for name in ("rsqrt", "silu"):
         assert counts["selective"][name] == counts["full"][name] > counts["none"][name], name
+
+
+def test_selective_keeps_the_products_of_experts(tmp_path: Path, ranks: RankPool) -> None:
+    path = save_tiny_model(tmp_path, "qwen3_moe")
+    batch, counts = make_batch(path), {}
+    for kind in ("none", "full", "selective"):
+        config = settings(path, **of_model(activation_checkpointing=kind), precision={"compute_dtype": "float32"})
+        counts[kind] = ranks.run(1, work_of_a_step, config, batch)[0]["counts"]["_grouped_mm"]
+    assert counts["selective"] == counts["none"] < counts["full"]
 
 
 def test_true_and_false_are_full_and_none(folder: Path) -> None:
