@@ -131,9 +131,15 @@ def connect(config: RunConfig) -> None:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # ray raises that very class where a node does not come up
+        if address is None:
+            raise ResourceError(
+                f"Ray did not start on this machine: {error}",
+                field="cluster.address",
+                hint="the machine may be overloaded or out of memory: end what else runs on it, and try again",
+            ) from error
         raise ResourceError(
-            f"cannot reach a Ray cluster at {address or 'this machine'}: {error}",
+            f"cannot reach a Ray cluster at {address}: {error}",
             field="cluster.address",
             hint="start one with `ray start --head`, or leave cluster.address out for a local one",
         ) from error

@@ -10,12 +10,12 @@ import dataclasses
 import json
 from pathlib import Path
 
-from slimefsdp.attention.choice import AttentionShape, choose_strategy
+from slimefsdp.attention.choice import AttentionShape, Choice, choose_strategy
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.cost import ELEMENT_BYTES
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.lengths import sample_lengths
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.footprint import ByteSizes
 from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.simulate import MeshShape, Simulation, simulate
@@ -47,13 +47,21 @@ def plan_command(options: argparse.Namespace) -> int:
     check_architecture(folder)
     dimensions = ModelDimensions.from_config(folder.config)
     spec = options.lengths or _guessed_lengths(config)
-    found = _simulated(config, dimensions, spec)
+    choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
+    found = _simulated(config, dimensions, choice, spec)
+    if folder.max_sample_tokens is not None and found.longest > folder.max_sample_tokens:
+        raise BatchError(
+            f"a sample of {found.longest} tokens, but {folder.path} has learned positions for "
+            f"{folder.max_sample_tokens}",
+            field="lengths",
+            hint="give shorter --lengths, or another model",
+        )
     if options.json:
         record = {"lengths": spec, "parameters": dimensions.parameters, **dataclasses.asdict(found)}
         print(json.dumps(record, indent=1))
     else:
         guessed = "" if options.lengths else " (a guess: give --lengths)"
-        print("\n".join(_table(config, dimensions, found, spec + guessed)))
+        print("\n".join(_table(config, dimensions, choice, found, spec + guessed)))
     return 0
 
 
@@ -84,7 +92,7 @@ def _guessed_lengths(config: RunConfig) -> str:
     return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
 
 
-def _simulated(config: RunConfig, dimensions: ModelDimensions, spec: str) -> Simulation:
+def _simulated(config: RunConfig, dimensions: ModelDimensions, choice: Choice, spec: str) -> Simulation:
     precision = config.precision
     compute = ELEMENT_BYTES[precision.compute_dtype]
     master = max(4, compute)
@@ -97,9 +105,7 @@ def _simulated(config: RunConfig, dimensions: ModelDimensions, spec: str) -> Sim
         MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp),
         max_tokens_per_rank=config.batch.max_tokens_per_rank,
         samples_per_update=config.batch.samples_per_update,
-        strategy=choose_strategy(
-            config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp
-        ).traffic,
+        strategy=choice.traffic,
         sharding=config.fsdp.sharding,
         sizes=ByteSizes(
             compute=compute,
@@ -111,7 +117,9 @@ def _simulated(config: RunConfig, dimensions: ModelDimensions, spec: str) -> Sim
     )
 
 
-def _table(config: RunConfig, dimensions: ModelDimensions, found: Simulation, lengths: str) -> list[str]:
+def _table(
+    config: RunConfig, dimensions: ModelDimensions, choice: Choice, found: Simulation, lengths: str
+) -> list[str]:
     mesh, updates, imbalance = found.mesh, found.updates, found.imbalance
     fewest, mean, most = found.tokens_per_rank
     samples = _range([update.samples for update in updates])
@@ -153,6 +161,7 @@ def _table(config: RunConfig, dimensions: ModelDimensions, found: Simulation, le
                 ),
             ),
             f"  of a rank in all layers: {_bytes(found.attention_bytes_per_rank)}",
+            f"  * {choice}",
             "",
         ]
     place = ", all but the gathered on the host" if config.fsdp.cpu_offload else ""

@@ -174,6 +174,9 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
 
     Args:
         model_config: what its config.json holds.
+
+    Raises:
+        ConfigError: `attention.strategy` cannot serve the model on this mesh.
     """
     try:
         dimensions = ModelDimensions.from_config(model_config or {})

@@ -26,6 +26,7 @@ from slimefsdp.inputs import agreed_plan, check_together, first_epoch_packs, tra
 from slimefsdp.loss.objective import LossName, TokenInputs
 from slimefsdp.metrics import MetricSums, mean_over_updates
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.parallel.mesh import Mesh
 from slimefsdp.parallel.residency import TAGS, Residency, Tag, tensors_of_model, tensors_of_optimizer
@@ -40,7 +41,7 @@ from slimefsdp.reports import (
     SyncReport,
 )
 from slimefsdp.state import export_model, load_checkpoint, save_checkpoint
-from slimefsdp.update import accumulate_gradients, log_probs_of_packs, reshard
+from slimefsdp.update import accumulate_gradients, log_probs_of_packs
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
 
@@ -237,11 +238,18 @@ class Trainer:
         """Makes the colocated reference model equal to the actor, shard to shard.
 
         Raises:
-            StateError: the reference is a group of its own, which is a receiver of `update_weights`.
+            StateError: the reference is a group of its own, which is a receiver of `update_weights`, or of another
+                architecture.
         """
         if self.reference is None:
             raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
         self.wake_up(("parameters", "reference"))
+        if not self.policy.is_like(self.reference):
+            raise StateError(
+                "update_ref() on a reference of another architecture",
+                field="reference.path",
+                hint="leave reference.path out, or name a model of the policy's own configuration",
+            )
         with torch.no_grad():
             for frozen, trained in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
                 frozen.copy_(trained)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, pack
@@ -16,6 +15,7 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss.objective import Objective, TokenInputs
 from slimefsdp.metrics import MetricSums
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.mesh import Mesh, gather_pairs
 
 
@@ -123,10 +123,3 @@ def accumulate_gradients(
         here = inputs.at(micro_batch.packed.response_index).to(mesh.device, log_probs.dtype)
         loss = objective(log_probs, entropy, here, sums)
         (loss * loss_scale).backward()
-
-
-def reshard(policy: PolicyModel) -> None:
-    """Frees every unsharded parameter."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

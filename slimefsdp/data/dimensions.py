@@ -10,6 +10,18 @@ from slimefsdp.errors import ModelError
 
 # what transformers assumes where config.json says nothing
 _TIED_BY_DEFAULT = ("gpt2", "gemma2", "gemma3_text")
+# architectures with windows: transformers' default, and whether it is layer_types that say which layers have one
+_WINDOWS: dict[str, tuple[int | None, bool]] = {
+    "qwen2": (4096, True),
+    "qwen3": (4096, True),
+    "qwen3_moe": (4096, False),
+    "mistral": (4096, False),
+    "mixtral": (None, False),
+    "phi3": (None, False),
+    "gemma2": (4096, True),
+    "gemma3_text": (4096, True),
+    "gpt_oss": (128, True),
+}
 _EVERY_SO_MANY_LAYERS_WHOLE = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # the layers between see a window
 
 
@@ -88,7 +100,7 @@ class ModelDimensions:
         experts = size("num_local_experts", "num_experts", default=1)
         is_gpt2 = config.get("model_type") == "gpt2"
         inner = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size", "n_inner")
-        windowed = _windowed_layers(config, layers)
+        windowed = windowed_layers(config, layers)
         tied = config.get("tie_word_embeddings")
         return cls(
             hidden=hidden,
@@ -101,21 +113,29 @@ class ModelDimensions:
             mlp_matrices=2 if is_gpt2 else 3,
             experts=experts,
             active_experts=size("num_experts_per_tok", default=1) if experts > 1 else 1,
-            window=size("sliding_window") if windowed else 0,
+            window=size("sliding_window", default=_WINDOWS[str(config["model_type"])][0]) if windowed else 0,
             windowed_layers=windowed,
             positions=size("n_positions", default=1024) if is_gpt2 else 0,
             is_tied=config.get("model_type") in _TIED_BY_DEFAULT if tied is None else bool(tied),
         )
 
 
-def _windowed_layers(config: Mapping[str, Any], layers: int) -> int:
-    if not config.get("sliding_window") or not config.get("use_sliding_window", "max_window_layers" not in config):
+def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers see a sliding window, by a config.json as written or as transformers completed it."""
+    model_type = str(config.get("model_type"))
+    if model_type not in _WINDOWS:  # the others read no window, whatever their config.json says
         return 0
+    default, by_layer_types = _WINDOWS[model_type]
+    switched_on = config.get("use_sliding_window", False) if model_type.startswith("qwen") else True
+    if config.get("sliding_window", default) is None or not switched_on:
+        return 0
+    if not by_layer_types:
+        return layers
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return kinds.count("sliding_attention")
     if "max_window_layers" in config:  # Qwen: the layers from here on
         first = config["max_window_layers"]
         return max(0, layers - first) if type(first) is int else layers
-    whole_every = config.get("sliding_window_pattern") or _EVERY_SO_MANY_LAYERS_WHOLE.get(str(config.get("model_type")))
+    whole_every = config.get("sliding_window_pattern") or _EVERY_SO_MANY_LAYERS_WHOLE.get(model_type)
     return layers - layers // whole_every if whole_every else layers

@@ -181,7 +181,7 @@ def _refuse_samples_over_the_cap(lengths: np.ndarray, samples: np.ndarray, max_p
             f"batch.max_tokens_per_rank x mesh.cp = {max_pack_tokens} tokens cannot hold sample {longest}, "
             f"which has {length}",
             field="batch.max_tokens_per_rank",
-            hint=f"raise batch.max_tokens_per_rank so that times mesh.cp it is at least {length}",
+            hint=f"raise batch.max_tokens_per_rank or mesh.cp, so that their product is at least {length}",
         )
 
 

@@ -6,6 +6,7 @@ fraction of a second. Nothing in a folder is trusted: every length, offset and f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -87,6 +88,10 @@ STATEFUL_MODELS = frozenset(
 )
 
 
+# rotary frequencies that follow the longest position of a batch: a sample's log-probs would depend on its pack
+_PACK_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
     """A checked local folder: absolute path, config.json, where every tensor lies, the tokenizer files it has."""
@@ -122,7 +127,7 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
     """Whether models of this type can be trained here.
 
     Raises:
-        ModelError: naming the type and the ones that can, or the folder's quantisation.
+        ModelError: naming the type and the ones that can, the folder's quantisation, or what packing cannot honour.
     """
     _check_model_type(folder.model_type, folder.path, field)
     quantization = folder.config.get("quantization_config")
@@ -135,6 +140,54 @@ def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> Non
             hint="load it with transformers asking for dequantised bfloat16 weights (for mxfp4: "
             "quantization_config=Mxfp4Config(dequantize=True)), save_pretrained() that, and give the new folder",
         )
+    refuse_unpackable(folder.config, folder.path / "config.json", field=field)
+
+
+def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "model.path") -> None:
+    """Whether a configuration, as written or as transformers completed it, can be computed exactly on packed samples.
+
+    Raises:
+        ModelError: naming the first thing that cannot.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = [value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)]
+    refused: dict[str, Any] = {
+        "rope_type": next((kind for kind in kinds if kind in _PACK_DEPENDENT_ROPE), None),
+        "use_bidirectional_attention": config.get("use_bidirectional_attention"),
+        "add_cross_attention": config.get("add_cross_attention"),
+    }
+    if config.get("model_type") == "gemma3_text":  # whose code in transformers reads this one and applies it nowhere
+        refused["attn_logit_softcapping"] = config.get("attn_logit_softcapping")
+    window, layer_types = config.get("sliding_window"), config.get("layer_types")
+    if window is not None and (type(window) is not int or window < 1):
+        raise ModelError(f"sliding_window={short(window)} in {file}", field=field, hint="restore the model's own value")
+    known = {"full_attention", "sliding_attention"}
+    unknown = set(layer_types) - known if isinstance(layer_types, list | tuple) else set()
+    if unknown:
+        raise ModelError(
+            f"layer_types in {file} has {short(sorted(map(str, unknown))[0])}, neither full nor sliding attention",
+            field=field,
+            hint="other layers carry a state, or a mask, that does not end with a sample of a pack",
+        )
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    if type(heads) is int and type(kv_heads) is int and kv_heads > 0 and heads % kv_heads:
+        raise ModelError(
+            f"num_attention_heads={heads} in {file} is no multiple of num_key_value_heads={kv_heads}",
+            field=field,
+            hint="restore the model's own config.json",
+        )
+    for name, found in refused.items():
+        if found:
+            hint = f"use a model without {name}"
+            if name == "rope_type":
+                hint = (
+                    "its frequencies follow the longest sample of a pack; use default, linear, yarn or llama3, or "
+                    "drop the scaling from a copy of config.json, for lengths that the model was first trained on"
+                )
+            raise ModelError(
+                f"{name}={found!r} in {file} cannot be computed exactly on packed sequences", field=field, hint=hint
+            )
 
 
 def _check_model_type(model_type: str, path: Path, field: str | None) -> None:

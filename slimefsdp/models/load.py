@@ -20,7 +20,7 @@ from slimefsdp.attention.choice import AttentionShape
 from slimefsdp.attention.register import register_attention
 from slimefsdp.attention.strategy import Attention
 from slimefsdp.errors import ModelError
-from slimefsdp.models.folder import ModelFolder, check_architecture
+from slimefsdp.models.folder import ModelFolder, check_architecture, refuse_unpackable
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.random_init import draw_weights
 from slimefsdp.models.read import check_tensor_names, read_weights
@@ -29,8 +29,6 @@ from slimefsdp.parallel.fsdp import Parallelism, parallelize
 from slimefsdp.parallel.layers import require_compiler
 from slimefsdp.parallel.mesh import Mesh
 
-# rotary frequencies that follow the longest position of a batch: a sample's log-probs would depend on its pack
-_PACK_DEPENDENT_ROPE = ("dynamic", "longrope")
 # noise that training adds on purpose: a ratio of two policies would measure it
 _NOISE = re.compile(r"\w*dropout\w*|\w*_pdrop|router_jitter_noise")
 
@@ -130,22 +128,7 @@ def _supported_config(folder: ModelFolder) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise _unusable_config(folder, error) from error
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_types = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
-    refused = {
-        "rope_type": next((kind for kind in _PACK_DEPENDENT_ROPE if kind in rope_types), None),
-        "use_bidirectional_attention": getattr(config, "use_bidirectional_attention", None),
-        "add_cross_attention": getattr(config, "add_cross_attention", None),
-    }
-    if folder.model_type == "gemma3_text":  # whose code in transformers reads this one and applies it nowhere
-        refused["attn_logit_softcapping"] = config.attn_logit_softcapping
-    for name, value in refused.items():
-        if value:
-            raise ModelError(
-                f"{name}={value!r} in {folder.path / 'config.json'} cannot be computed exactly on packed sequences",
-                field="model.path",
-                hint=f"use a model without {name}",
-            )
+    refuse_unpackable(config.to_dict(), folder.path / "config.json")  # also what transformers filled in
     _switch_noise_off(config)
     return config
 

@@ -9,7 +9,10 @@ from transformers import PreTrainedModel
 from slimefsdp.attention.choice import AttentionShape, Choice
 from slimefsdp.attention.kernels import Scoring
 from slimefsdp.attention.strategy import Attention, PackAttention
+from slimefsdp.data.dimensions import windowed_layers
 from slimefsdp.models.head import token_log_probs
+
+_NOT_OF_THE_FUNCTION = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
 class PolicyModel(nn.Module):
@@ -82,13 +85,10 @@ class PolicyModel(nn.Module):
         """What of this architecture decides how its attention can be shared between ranks."""
         config = self.hf.config
         heads = config.num_attention_heads
-        layer_types = getattr(config, "layer_types", None)
         return AttentionShape(
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            # some configurations name a window that no layer of theirs uses
-            has_windows=bool(getattr(config, "sliding_window", None))
-            and (layer_types is None or "sliding_attention" in layer_types),
+            has_windows=windowed_layers(config.to_dict(), config.num_hidden_layers) > 0,
             has_sinks=any(name.endswith(".sinks") for name, _ in self.named_parameters()),
             has_softcap=bool(getattr(config, "attn_logit_softcapping", None)),
         )
@@ -99,6 +99,15 @@ class PolicyModel(nn.Module):
         The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hub_names).
         """
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
+
+    def is_like(self, other: PolicyModel) -> bool:
+        """Whether another policy computes the same function of equal weights: same configuration, names and shapes."""
+        configs = [
+            {key: value for key, value in policy.hf.config.to_dict().items() if key not in _NOT_OF_THE_FUNCTION}
+            for policy in (self, other)
+        ]
+        shapes = [[(name, weight.shape) for name, weight in policy.named_weights()] for policy in (self, other)]
+        return configs[0] == configs[1] and shapes[0] == shapes[1]
 
     @property
     def has_tied_embeddings(self) -> bool:

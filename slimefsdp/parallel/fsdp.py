@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -88,3 +88,23 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
         before = order[max(1, index - depth) : index] if index else order[1:][-depth:]
         unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
         unit.set_modules_to_backward_prefetch(before[::-1])
+
+
+def reshard(policy: PolicyModel) -> None:
+    """Frees every gathered parameter, and finishes gathers under way: whoever changes the shards must not be outrun.
+
+    A unit that was prefetched and then not called would otherwise begin its next forward with what was gathered before.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                group.wait_for_unshard()
+            module.reshard()
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """torch's own record of a unit's parameters; torch 2.13 keeps a list of them, earlier versions at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.reports import Description, Difference, ReplicaCheck, Unit
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
@@ -33,12 +34,11 @@ def describe_model(policy: PolicyModel, axes: Mapping[str, int]) -> Description:
     groups: dict[int, tuple[Any, bool]] = {}
     for path, module in policy.named_modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            for group in _parameter_groups(state):
+            for group in parameter_groups(module):
                 # several modules may have been wrapped as one unit
                 modules_of.setdefault(id(group), []).append(path.removeprefix("hf.") or "(root)")
                 # left alone, the outermost unit stays gathered, which torch settles at its first forward
-                keeps = module is policy and state._auto_reshard_after_forward
+                keeps = module is policy and module._get_fsdp_state()._auto_reshard_after_forward
                 groups[id(group)] = group, group.post_forward_mesh_info is not None and not keeps
     return Description(
         rank=dist.get_rank(),
@@ -92,13 +92,6 @@ def compare_replicas(
             if len(by_content) > 1
         ),
     )
-
-
-def _parameter_groups(state: Any) -> list[Any]:
-    """torch 2.13 keeps a list of them, earlier versions at most one."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _unit(name: str, group: Any, names: Mapping[int, str], *, reshards: bool) -> Unit:

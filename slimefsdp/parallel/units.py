@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # a name for mypy only: models lie above this package
 def choose_units(
     policy: PolicyModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
 ) -> list[nn.Module]:
-    """The units, outer ones before those inside them, otherwise in the order in which the model calls them.
+    """The units, outer ones before those inside them, otherwise in the order in which the model registers them.
 
     Args:
         wrap_layers: class names; all modules of these classes are units.

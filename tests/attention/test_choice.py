@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,13 +43,23 @@ def test_auto_chooses_by_windows_heads_and_bytes_and_says_why(
     assert choice.name == name and because in choice.reason
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_what_config_json_says_is_what_the_built_model_is(tmp_path: Path, kind: str) -> None:
+WINDOWED = ("qwen2", "mistral", "gemma3_text", "gemma2", "phi3", "gpt_oss")
+WRITTEN = [(kind, {}) for kind in ARCHITECTURES] + [
+    ("mixtral", {"sliding_window": 8, "layer_types": ["full_attention"] * 2}),  # its layers do not read layer_types
+    ("llama", {"sliding_window": 8}),  # nor any window
+    ("mistral", {"sliding_window": None}),
+    ("gemma2", {"layer_types": ["full_attention"] * 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), WRITTEN)
+def test_what_config_json_says_is_what_the_built_model_is(tmp_path: Path, kind: str, changes: dict[str, Any]) -> None:
     """The driver chooses by the first, the ranks by the second."""
-    folder = read_model_folder(save_tiny_model(tmp_path, kind))
+    folder = read_model_folder(save_tiny_model(tmp_path, kind, **changes))
     written = AttentionShape.of_dimensions(ModelDimensions.from_config(folder.config))
     built = build_policy(folder, torch.float32).attention_shape()
     assert written == replace(built, has_sinks=False, has_softcap=False)
+    assert written.has_windows == ((kind == "mixtral" and bool(changes)) or (not changes and kind in WINDOWED))
 
 
 @pytest.mark.parametrize(

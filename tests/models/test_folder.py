@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from slimefsdp.models.folder import (
     ModelFolder,
     check_architecture,
     read_model_folder,
+    refuse_unpackable,
 )
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 320, "tie_word_embeddings": False}
@@ -305,3 +307,24 @@ def test_importing_the_reader_loads_none_of_the_heavy_libraries():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": -1}, "sliding_window=-1"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"sliding_window": True}, "sliding_window"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads=3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type='longrope'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_packing_cannot_honour_is_refused_from_config_json_alone(changes: dict[str, Any], named: str) -> None:
+    refuse_unpackable({"model_type": "mistral", "sliding_window": None}, Path("config.json"))
+    with pytest.raises(ModelError, match=named) as caught:
+        refuse_unpackable({"model_type": "mistral", **changes}, Path("config.json"), field="reference.path")
+    assert caught.value.field == "reference.path" and caught.value.hint

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from slimefsdp import build
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.phase import plan_training
 from slimefsdp.trainer import Trainer
 from tests.float64 import KeepFloat64
@@ -422,3 +423,54 @@ def test_selective_recomputation_changes_no_bit_of_a_gradient(kind: str, ranks: 
     stored = ranks.run(2, reduced_gradients, settings(path, mesh={"cp": 2}), batch)[0]
     recomputed = ranks.run(2, reduced_gradients, settings(path, mesh={"cp": 2}, model=model), batch)[0]
     assert largest_difference(recomputed, stored) == 0.0
+
+
+# ---------------------------------------------------------------------- gathers under way
+
+
+def after_load_and_update_ref(rank: int, config: RunConfig, batch: RolloutBatch) -> list[float]:
+    """Largest differences of log-probs: after load() from before, and of the reference after update_ref()."""
+    trainer = Trainer(config, device=CPU)
+    before = trainer.compute_log_probs(batch).log_probs
+    trainer.save(0)
+    trainer.train_step(batch)
+    moved = float(np.abs(trainer.compute_log_probs(batch).log_probs - before).max())
+    trainer.load(0)
+    after_load = float(np.abs(trainer.compute_log_probs(batch).log_probs - before).max())
+    trainer.compute_log_probs(batch, "ref")
+    trainer.train_step(batch)
+    trainer.update_ref()
+    reference = trainer.compute_log_probs(batch, "ref").log_probs
+    return [moved, after_load, float(np.abs(reference - trainer.compute_log_probs(batch).log_probs).max())]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_no_forward_uses_what_was_gathered_before_the_weights_changed(
+    untied: Path, ranks: RankPool, tmp_path: Path, prefetch: int
+) -> None:
+    # registered in another order than called: units are gathered ahead that were called already
+    units = ["Qwen3RMSNorm", "Qwen3MLP", "Qwen3Attention"]
+    sections = mesh(1, 2, 1, fsdp={"wrap_layers": units, "prefetch_layers": prefetch})
+    config = settings(untied, **sections, run={"dir": str(tmp_path)})
+    for moved, after_load, reference in ranks.run(2, after_load_and_update_ref, config, make_batch(untied)):
+        assert moved > 1e-3 and after_load == 0 and reference == 0
+
+
+def refused_update_ref(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[str, bool]:
+    trainer = Trainer(config, device=CPU)
+    before = trainer.compute_log_probs(batch, "ref").log_probs
+    try:
+        trainer.update_ref()
+    except StateError as error:
+        return str(error), bool((trainer.compute_log_probs(batch, "ref").log_probs == before).all())
+    return "no error", False
+
+
+@pytest.mark.parametrize("other", [{"kind": "llama"}, {"intermediate_size": 64}, {"rms_norm_eps": 0.1}])
+def test_update_ref_refuses_a_reference_of_another_architecture_and_leaves_it_alone(
+    untied: Path, ranks: RankPool, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    reference = save_tiny_model(tmp_path, **{"num_hidden_layers": 3, **other})
+    config = settings(untied, reference={"path": str(reference)})
+    ((error, is_untouched),) = ranks.run(1, refused_update_ref, config, make_batch(untied))
+    assert "another architecture" in error and "reference.path" in error and is_untouched
