@@ -93,7 +93,7 @@ def updates_of_one_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> l
     return recorded
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize(
     "sections",
     [
@@ -108,9 +108,10 @@ def updates_of_one_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> l
     ids=["auto", "recompute", "epochs", "reference", "checkpointing", "bfloat16", "temperature"],
 )
 def test_the_ratio_of_the_first_update_is_exactly_one(
-    folder: Path, ranks: RankPool, dp: int, sections: dict[str, Any]
+    folder: Path, ranks: RankPool, dp: int, cp: int, sections: dict[str, Any]
 ) -> None:
-    for updates in ranks.run(dp, updates_of_one_phase, settings(folder, mesh={"dp": dp}, **sections), fresh_batch()):
+    config = settings(folder, mesh={"dp": dp, "cp": cp}, **sections)
+    for updates in ranks.run(dp * cp, updates_of_one_phase, config, fresh_batch()):
         assert updates[0]["ratio"] == 1.0 and updates[0]["ratio_deviation_max"] == 0.0
         assert (len(updates) > 1) == ("batch" in sections)
         # after an update the policy is another one: the zero above is no constant
@@ -177,16 +178,16 @@ def kl_over_time(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str,
     return result
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 1), (2, 1), (1, 2)])
 def test_kl_is_exactly_zero_against_an_equal_reference_only(
-    folder: Path, other_folder: Path, ranks: RankPool, dp: int
+    folder: Path, other_folder: Path, ranks: RankPool, dp: int, cp: int
 ) -> None:
     batch, loss = fresh_batch(), {"kl_coefficient": 0.1}
     for perturbed in (False, True):
         reference = {"path": str(other_folder)} if perturbed else {}
-        config = settings(folder, mesh={"dp": dp}, loss=loss, reference=reference)
+        config = settings(folder, mesh={"dp": dp, "cp": cp}, loss=loss, reference=reference)
         plain, _ = plain_values(other_folder if perturbed else folder, batch, 1.0)
-        for result in ranks.run(dp, kl_over_time, config, batch):
+        for result in ranks.run(dp * cp, kl_over_time, config, batch):
             first, moved, updated, moved_again = result["kl"]
             assert (first > 0.1) if perturbed else (first == 0.0)
             assert moved > 0 and updated == 0.0 and moved_again > 0
