@@ -23,7 +23,6 @@ from slimefsdp.attention.ulysses import ulysses_attention
 from slimefsdp.attention.wire import Wire
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, CostModel
 from slimefsdp.data.layout import hybrid_layout, zigzag_layout
-from slimefsdp.errors import ModelError
 
 # (q, k, v, scoring, sinks) of this rank's tokens in one pack to its output, [local_tokens, heads, head_dim]
 PackAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring, torch.Tensor | None], torch.Tensor]
@@ -119,18 +118,13 @@ def _ring(layout: Layout, device: torch.device, parents: Sequence[int | None] | 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        if scoring.window is not None:
-            raise ModelError(
-                f"a layer with a sliding window of {scoring.window} met attention.strategy=ring",
-                field="attention.strategy",
-                hint="use auto, ulysses or all_gather",
-            )
+        assert scoring.window is None, "refused when the strategy was chosen"
         return ring_attention(q, k, v, calls, wire, scoring, sinks)
 
     return attend
 
 
-def _all_gather(path: PathPlan, wire: Wire | None) -> PackAttention:
+def _all_gather(path: PathPlan, wire: Wire) -> PackAttention:
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None
     ) -> torch.Tensor:

@@ -6,7 +6,6 @@ Key and value heads fewer than ranks are repeated before they travel; autograd a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from slimefsdp.attention.plan import WholePlan
 from slimefsdp.attention.wire import Wire
+from slimefsdp.data.traffic import repeated_kv_heads
 
 LocalAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -36,7 +36,7 @@ def ulysses_attention(
         attend: (q, k, v, sinks) of some heads over the whole pack, in its order, to [tokens, heads, head_dim].
         sinks: [heads], one attention sink's logit a head.
     """
-    copies = kv_copies(q.shape[1], k.shape[1], wire.size)
+    copies = repeated_kv_heads(q.shape[1], k.shape[1], wire.size) // k.shape[1]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
     heads, kv_heads = q.shape[1] // wire.size, k.shape[1] // wire.size
@@ -48,12 +48,6 @@ def ulysses_attention(
     whole = attend(whole_q.contiguous(), whole_k.contiguous(), whole_v.contiguous(), own_sinks)
     out: torch.Tensor = _ToTokens.apply(whole, plan, wire)
     return out.flatten(1, 2)
-
-
-def kv_copies(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key head is repeated so that all ranks get equally many, and each its queries' own."""
-    copies = ranks // math.gcd(ranks, kv_heads)
-    return copies if heads % (kv_heads * copies) == 0 else heads // kv_heads
 
 
 class _ToHeads(torch.autograd.Function):

@@ -44,7 +44,7 @@ def attention_wire_bytes(
                 field="attention.strategy",
                 hint="use ring or all_gather, or a mesh.cp that divides the heads",
             )
-        sent_heads = 2 * heads + 2 * _repeated_kv_heads(heads, kv_heads, cp)  # q and output, k and v
+        sent_heads = 2 * heads + 2 * repeated_kv_heads(heads, kv_heads, cp)  # q and output, k and v
         forward = sum(tokens_of(layout)) * (sent_heads // cp) * head_dim * (cp - 1) * bytes_per_element
         return forward, forward
     elements = (cp - 1) * sum(wire_rows(layout)) * 2 * kv_heads * head_dim
@@ -52,7 +52,7 @@ def attention_wire_bytes(
     return elements * bytes_per_element, elements * (again + grad_bytes_per_element)
 
 
-def _repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
+def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:
     """As many as ranks can share out evenly, each with its own query heads; at worst one for every query head."""
     repeated = math.lcm(kv_heads, cp)
     return repeated if heads % repeated == 0 else heads

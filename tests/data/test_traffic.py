@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from slimefsdp.attention.choice import Choice
 from slimefsdp.attention.kernels import Scoring
 from slimefsdp.attention.strategy import Attention
-from slimefsdp.attention.ulysses import kv_copies
 from slimefsdp.data.cost import STRATEGIES, Strategy
 from slimefsdp.data.layout import Layout, hybrid_layout, wire_rows, zigzag_layout
-from slimefsdp.data.traffic import attention_wire_bytes
+from slimefsdp.data.traffic import attention_wire_bytes, repeated_kv_heads
 from slimefsdp.errors import ConfigError
 from tests.rank_pool import RankPool
 
@@ -54,7 +53,7 @@ def all_gather_messages(rows: Sequence[int], kv_heads: int) -> tuple[int, int]:
 
 def ulysses_messages(tokens: Sequence[int], heads: int, kv_heads: int) -> tuple[int, int]:
     cp = len(tokens)
-    repeated = kv_heads * kv_copies(heads, kv_heads, cp)
+    repeated = repeated_kv_heads(heads, kv_heads, cp)
     one_way = 0
     for sender in range(cp):
         for receiver in range(cp):
