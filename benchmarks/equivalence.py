@@ -37,14 +37,18 @@ from tests.plain_step import PlainStep, make_batch, settings
 from tests.rank_pool import RankPool
 from tests.tiny_models import save_tiny_model
 
+WHAT = (
+    "Trainer.train_step, three optimiser steps on gloo ranks, against plain PyTorch and Hugging Face in one process; "
+    "differences are the largest over all elements"
+)
 Tensors = dict[str, torch.Tensor]
 STRATEGIES = ("ring", "ulysses", "all_gather")
 # a width that no number of ranks divides, so that shards are uneven and the last ones may be empty
 ODD = {"vocab_size": 97, "intermediate_size": 55}
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {  # kind, changes, strategies, all meshes
     "qwen3": ("qwen3", ODD | {"tie_word_embeddings": False}, STRATEGIES, True),
-    "qwen3, tied": ("qwen3", ODD | {"tie_word_embeddings": True}, STRATEGIES, True),
-    "qwen2, biases": ("qwen2", ODD | {"tie_word_embeddings": False, "use_sliding_window": False}, STRATEGIES, True),
+    "qwen3, tied": ("qwen3", ODD | {"tie_word_embeddings": True}, STRATEGIES, False),
+    "qwen2, biases": ("qwen2", ODD | {"tie_word_embeddings": False, "use_sliding_window": False}, STRATEGIES, False),
     "gpt2": ("gpt2", {"vocab_size": 97}, STRATEGIES, False),
     "gemma2, windows and soft-caps": ("gemma2", {"vocab_size": 97}, ("ulysses", "all_gather"), False),
     "qwen3_moe": ("qwen3_moe", {"vocab_size": 97}, STRATEGIES, False),
@@ -83,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--max-ranks", type=int, default=8)
+    parser.add_argument("--all-meshes", action="store_true", help="for every model, not for the first alone")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     pool = RankPool()
@@ -90,6 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(args.cases):
             kind, changes, strategies, all_meshes = CASES[name]
+            all_meshes = all_meshes or args.all_meshes
             path = save_tiny_model(Path(folder) / str(number), kind, **changes)
             for data in ("different", "same") if all_meshes and number == 0 else ("different",):
                 batch = data_of(path, data)
@@ -99,8 +105,8 @@ def main() -> None:
                     row = measure(pool, path, batch, mesh, references)
                     results.append({"model": name, "data": data, **asdict(mesh), **row})
                     print(line(mesh, row), flush=True)
+                write_record(args.json, WHAT, 1, results)  # after each table: all of them take most of an hour
     pool.close()
-    write_record(args.json, " ".join((__doc__ or "").split("\n\n")[2].split()), 1, results)
     failed = [row for row in results if any(row[run]["within_bound"] is False for run in RUNS)]
     print(f"\n{len(results)} rows, {len(failed)} outside their bound")
     sys.exit(bool(failed))
