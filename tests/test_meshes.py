@@ -134,7 +134,7 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
     with torch.no_grad():
         for (_, target), (_, source) in zip(bare.named_weights(), trainer.policy.named_weights(), strict=True):
             target.copy_(source.full_tensor())
-    plan = phase.plan_everything(config, batch, data_ranks=1)
+    plan = trainer._plan_everything(batch)
     weights = phase.update_weights_of_tokens(config, batch, np.arange(batch.num_samples))
     inputs = TokenInputs(
         weights=torch.from_numpy(weights),
