@@ -117,15 +117,16 @@ def check_plan(plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: i
             fault = f"has packs of more than {max_pack_tokens} tokens"
         elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
             fault = "has a sample twice in an update"
-        elif not _samples(plan.updates) <= _samples(first):
+        elif not np.isin(_samples(plan.updates), _samples(first)).all():
             fault = f"has samples in later epochs that its first {plan.num_first_epoch_updates} updates do not have"
         else:
             return
     raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
 
 
-def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> set[int]:
-    return {int(sample) for update in updates for packs in update for pack in packs for sample in pack}
+def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> np.ndarray:
+    packs = [pack for update in updates for packs in update for pack in packs]
+    return np.concatenate(packs) if packs else np.zeros(0, dtype=np.int64)
 
 
 def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:

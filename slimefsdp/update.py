@@ -39,16 +39,8 @@ def micro_batches(
     for indices in samples:
         packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple)
         layout = attention.layout(packed.cu_seqlens)
-        share = local_share(packed, layout, mesh.cp_rank)
-        on_device = LocalShare(
-            tokens=share.tokens.to(mesh.device, non_blocking=True),
-            positions=share.positions.to(mesh.device, non_blocking=True),
-            pieces=share.pieces,
-            rows=share.rows.to(mesh.device, non_blocking=True),
-            targets=share.targets.to(mesh.device, non_blocking=True),
-            pairs=share.pairs.to(mesh.device, non_blocking=True),
-        )
-        yield MicroBatch(packed, on_device, attention.for_pack(layout, mesh.device))
+        share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
+        yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device))
 
 
 def evaluate(

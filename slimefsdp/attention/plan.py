@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import torch
 
-from slimefsdp.data.layout import Piece
+from slimefsdp.data.layout import Piece, ancestors, wire_pieces
 
 Layout = Sequence[Sequence[Piece]]  # the pieces of every rank, each rank's in ascending order
 
@@ -110,7 +110,7 @@ def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
             lengths[-1] += size
         else:
             lengths.append(size)
-    wires = [forest.wire_pieces(source) for source in range(len(layout))]
+    wires = wire_pieces(layout, parents)
     sources = []
     for source in range(len(layout)):
         is_self = source == rank
@@ -127,7 +127,7 @@ def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence
 def path_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None) -> PathPlan:
     """The plan of `rank`; arguments as for `ring_plan`."""
     forest = _Forest(layout, parents)
-    wires = [forest.wire_pieces(source) for source in range(len(layout))]
+    wires = wire_pieces(layout, parents)
     # the key buffer: own rows, then the others' wire rows, rank after rank
     own = _offsets(layout[rank])
     place: dict[Piece, int] = dict(own)
@@ -175,45 +175,19 @@ class _Forest:
             for piece in owned:
                 pieces.setdefault(piece.node, []).append(piece)
             self._by_node.append(pieces)
-        # where the last piece of a node begins, by rank: everything before it is seen from there
-        self._ends = [{node: parts[-1].start for node, parts in pieces.items()} for pieces in self._by_node]
         self._all_parts: dict[int, list[Piece]] = {}  # of every rank, by node, in order
         for node, part in sorted((part.node, part) for owned in layout for part in owned):
             self._all_parts.setdefault(node, []).append(part)
-        self._ancestors_of_rank = [
-            {above for node in pieces for above in self._ancestors(node)} for pieces in self._by_node
-        ]
 
     def seen_by(self, piece: Piece, source: int | None, *, own_node: bool = True) -> list[Piece]:
         """The pieces of one rank, or of all, that `piece` sees, root first and in order."""
-        seen = [part for node in self._ancestors(piece.node) for part in self._parts(node, source)]
+        seen = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]
         if own_node:
             seen += [part for part in self._parts(piece.node, source) if part.end <= piece.start]
         return seen
 
-    def wire_pieces(self, source: int) -> list[Piece]:
-        """The pieces of `source` that any other rank sees; only they travel."""
-        others = [rank for rank in range(len(self.layout)) if rank != source]
-        return [
-            piece
-            for piece in self.layout[source]
-            if any(
-                piece.node in self._ancestors_of_rank[rank] or piece.end <= self._ends[rank].get(piece.node, -1)
-                for rank in others
-            )
-        ]
-
     def _parts(self, node: int, source: int | None) -> list[Piece]:
         return (self._all_parts if source is None else self._by_node[source]).get(node, [])
-
-    def _ancestors(self, node: int) -> list[int]:
-        above: list[int] = []
-        if self._parents is not None:
-            parent = self._parents[node]
-            while parent is not None:
-                above.append(parent)
-                parent = self._parents[parent]
-        return above[::-1]
 
 
 def _source_call(

@@ -105,21 +105,46 @@ def tokens_of(layout: Layout) -> list[int]:
     return [sum(piece.end - piece.start for piece in pieces) for pieces in layout]
 
 
-def wire_rows(layout: Layout) -> list[int]:
-    """Tokens of every rank whose keys and values others need, [cp]: another rank has a later piece of the sequence."""
-    last_starts: dict[int, list[tuple[int, int]]] = {}  # of each sequence: (start of a rank's last piece, rank)
+def wire_pieces(layout: Sequence[Sequence[Piece]], parents: Sequence[int | None] | None = None) -> Layout:
+    """Of every rank's pieces those whose keys and values another rank needs; only they travel.
+
+    A piece is needed where another rank has a later piece of its node, or a piece of a node below it.
+
+    Args:
+        parents: of every node, where nodes share prompts; None: no node has one.
+    """
+    last_starts: dict[int, list[tuple[int, int]]] = {}  # of each node: (start of a rank's last piece, rank)
+    needed_by: dict[int, set[int]] = {}  # of each node above others: the ranks with pieces below it
     for rank, pieces in enumerate(layout):
         for node, start in {piece.node: piece.start for piece in pieces}.items():
             last_starts.setdefault(node, []).append((start, rank))
+            for above in ancestors(node, parents):
+                needed_by.setdefault(above, set()).add(rank)
     latest = {node: sorted(starts, reverse=True)[:2] for node, starts in last_starts.items()}
     return [
-        sum(
-            piece.end - piece.start
+        [
+            piece
             for piece in pieces
             if any(start >= piece.end for start, owner in latest[piece.node] if owner != rank)
-        )
+            or needed_by.get(piece.node, set()) - {rank}
+        ]
         for rank, pieces in enumerate(layout)
     ]
+
+
+def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
+    """The nodes above a node, root first."""
+    above: list[int] = []
+    parent = None if parents is None else parents[node]
+    while parents is not None and parent is not None:
+        above.append(parent)
+        parent = parents[parent]
+    return above[::-1]
+
+
+def wire_rows(layout: Layout) -> list[int]:
+    """Tokens of every rank whose keys and values others need, [cp]."""
+    return tokens_of(wire_pieces(layout))
 
 
 def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel) -> np.ndarray:

@@ -8,7 +8,7 @@ old log-probs) stay in the batch's order and are looked up through `response_ind
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -35,10 +35,13 @@ class LocalShare:
 
     tokens: torch.Tensor  # [local_tokens] int64
     positions: torch.Tensor  # [local_tokens] int64
-    pieces: tuple[Piece, ...]  # in packed coordinates, ascending
     rows: torch.Tensor  # [local_pairs] int64, among the local tokens
     targets: torch.Tensor  # [local_pairs] int64
     pairs: torch.Tensor  # [local_pairs] int64, their places among the pack's pairs
+
+    def to(self, device: torch.device) -> LocalShare:
+        """The same on another device."""
+        return LocalShare(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
 def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool, multiple_of: int = 1) -> PackedBatch:
@@ -81,18 +84,17 @@ def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool, multip
 
 def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank: int) -> LocalShare:
     """What cp rank `cp_rank` computes of the pack, given every rank's pieces."""
-    pieces = tuple(layout[cp_rank])
     if len(layout) == 1:
         everything = torch.arange(len(packed.rows))
-        return LocalShare(packed.tokens, packed.positions, pieces, packed.rows, packed.targets, everything)
-    owned = torch.cat([torch.arange(piece.start, piece.end) for piece in pieces] or [torch.zeros(0, dtype=torch.int64)])
+        return LocalShare(packed.tokens, packed.positions, packed.rows, packed.targets, everything)
+    parts = [torch.arange(piece.start, piece.end) for piece in layout[cp_rank]]
+    owned = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     place = torch.full((len(packed.tokens),), -1)
     place[owned] = torch.arange(len(owned))
     pairs = (place[packed.rows] >= 0).nonzero()[:, 0]
     return LocalShare(
         tokens=packed.tokens[owned],
         positions=packed.positions[owned],
-        pieces=pieces,
         rows=place[packed.rows[pairs]],
         targets=packed.targets[pairs],
         pairs=pairs,
