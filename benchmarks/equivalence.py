@@ -1,6 +1,6 @@
 """Meshes against one plain process: loss, parameters and gradients after three optimiser steps, and bytes per rank.
 
-    python benchmarks/equivalence.py --json benchmarks/results/equivalence.json
+    python benchmarks/equivalence.py --json benchmarks/results/equivalence.json [--all-meshes]
 
 The reference is written from the formulas in plain PyTorch (tests/plain_step.py): one process, one forward a sample, no
 packing, no FSDP. Every row is `Trainer.train_step` on real gloo ranks over the same batch, three updates. The bounds
@@ -151,10 +151,7 @@ def reference(path: Path, batch: RolloutBatch, run: str) -> dict[str, Any]:
         plain.backward(batch, np.arange(batch.num_samples))
         gradients, start = plain.gradients(), plain.weights()
         plain.optimizer.zero_grad()
-        losses = []
-        for update in range(3):
-            losses.append(plain.backward(batch, plan.samples_of(update)))
-            plain.step()
+        losses = plain.phase(batch, plan)
     weights = plain.weights()
     return {
         "loss": float(np.mean(losses)),

@@ -6,20 +6,20 @@ python benchmarks/planner.py --json benchmarks/results/planner.json
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.record import environment
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.layout import hybrid_layout, layout_time, wire_rows, zigzag_layout
@@ -125,10 +125,7 @@ def main() -> None:
     record = {
         "what": f"balance of {SAMPLES} samples on dp {MESH.dp} x cp {MESH.cp}, fullest over mean, over {SEEDS} seeds; "
         "CPU time of planning; work and time are estimates",
-        "command": "python benchmarks/planner.py",
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"one of {os.cpu_count()} shared {platform.machine()} CPU cores",
-        "versions": {name: version(name) for name in ("numpy",)},
+        **environment(1),
         "balance": {name: [balance(*case, dimensions) for case in CASES] for name, dimensions in MODELS.items()},
         "speed": speed(),
     }

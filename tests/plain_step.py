@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from tests.tiny_models import plain_model
 
@@ -96,6 +97,14 @@ class PlainStep:
             loss.backward()
             total += loss.item()
         return total
+
+    def phase(self, batch: RolloutBatch, plan: Plan) -> list[float]:
+        """All updates of a plan, one after the other; returns their losses."""
+        losses = []
+        for update in range(len(plan.updates)):
+            losses.append(self.backward(batch, plan.samples_of(update)))
+            self.step()
+        return losses
 
     def step(self) -> None:
         norm = torch.stack([p.grad.double().square().sum() for p in self.model.parameters()]).sum().sqrt()

@@ -83,9 +83,7 @@ def test_weights_after_a_phase_of_several_updates_equal_plain_steps_in_float64(
     with KeepFloat64():
         plain = PlainStep(folder, config, torch.float64)
         start = plain.weights()
-        for update in range(len(plan.updates)):
-            plain.backward(batch, plan.samples_of(update))
-            plain.step()
+        plain.phase(batch, plan)
     assert largest_difference(plain.weights(), start) > 1e-2
     for metrics, ours in ranks.run(dp, trainer_weights, config, batch):
         assert metrics["dropped_samples"] == dropped  # a group whose rewards are equal trains by KL and entropy only
@@ -113,9 +111,7 @@ def test_float32_weights_after_a_phase_are_as_exact_as_plain_float32_steps(folde
     for dtype in (torch.float64, torch.float32):
         with KeepFloat64():
             plain = PlainStep(folder, config, dtype)
-            for update in range(len(plan.updates)):
-                plain.backward(batch, plan.samples_of(update))
-                plain.step()
+            plain.phase(batch, plan)
         finals[dtype] = plain.weights()
     _, ours = ranks.run(2, trainer_weights, config, batch)[0]
     assert error_norm(ours, finals[torch.float64]) <= 1.5 * error_norm(finals[torch.float32], finals[torch.float64])

@@ -6,6 +6,8 @@ The names, order and defaults of the parameters are those of flash-attn 2.8's `f
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -18,8 +20,9 @@ from slimefsdp.attention.plan import CallPlan
 CALLS: list[dict[str, Any]] = []
 
 
-def install() -> None:
-    """Makes `import flash_attn` find the stand-in in this process."""
+@contextmanager
+def installed() -> Iterator[list[dict[str, Any]]]:
+    """Makes `import flash_attn` find the stand-in in this process for the block; yields the calls it saw."""
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     for name in ("_flash_attn_forward", "_flash_attn_backward"):
         setattr(interface, name, None)  # ring-flash-attn imports them; its llama3 style calls neither
@@ -27,7 +30,14 @@ def install() -> None:
     interface._flash_attn_varlen_backward = _flash_attn_varlen_backward  # type: ignore[attr-defined]
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
     package.__spec__ = interface.__spec__ = __spec__  # find_spec asks for it
-    sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"] = package, interface
+    CALLS.clear()
+    standing_in = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+    sys.modules.update(standing_in)
+    try:
+        yield CALLS
+    finally:
+        for name in standing_in:
+            del sys.modules[name]
 
 
 def _flash_attn_varlen_forward(

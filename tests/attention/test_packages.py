@@ -19,9 +19,11 @@ from tests.rank_pool import RankPool
 
 def with_packages(rank: int, case: Case, strategy: Any, kernel: Any) -> tuple[list[torch.Tensor], list[Any]]:
     """out, dq, dk, dv of the whole pack, padded where the strategy wants it, and the calls that flash-attn saw."""
-    fake_flash_attn.install()
-    fake_flash_attn.CALLS.clear()
-    attention = Attention(Choice(strategy, "test"), dist.group.WORLD, kernel)
+    with fake_flash_attn.installed() as calls:
+        return whole_pack(rank, case, Attention(Choice(strategy, "test"), dist.group.WORLD, kernel)), list(calls)
+
+
+def whole_pack(rank: int, case: Case, attention: Attention) -> list[torch.Tensor]:
     tokens = case.cu_seqlens[-1]
     missing = -tokens % attention.padding_multiple
     layout = attention.layout([*case.cu_seqlens, *([tokens + missing] if missing else [])])
@@ -37,7 +39,7 @@ def with_packages(rank: int, case: Case, strategy: Any, kernel: Any) -> tuple[li
         full[rows] = local.double()
         dist.all_reduce(full)
         results.append(full[:tokens])
-    return results, list(fake_flash_attn.CALLS)
+    return results
 
 
 @pytest.mark.parametrize("cp", [2, 4])

@@ -92,9 +92,7 @@ def plain_weights(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
     with KeepFloat64():
         plain = PlainStep(folder, config, torch.float64)
         start = plain.weights()
-        for update in range(len(plan.updates)):
-            plain.backward(batch, plan.samples_of(update))
-            plain.step()
+        plain.phase(batch, plan)
     return plain.weights(), largest_difference(plain.weights(), start)
 
 
