@@ -35,26 +35,54 @@ class MemoryReport:
     device_bytes_after: int
     host_bytes: int  # held in host buffers afterwards
     seconds: float
+    # of torch's CUDA allocator after the call, in bytes; 0 on a CPU
+    device_reserved: int = 0  # taken from the device
+    device_allocated: int = 0  # of these, in use
+    largest_free_block: int = 0  # the largest single piece of the rest
 
     def __add__(self, other: MemoryReport) -> MemoryReport:
+        """Both, one after the other."""
         return MemoryReport(
             self.device_bytes_before + other.device_bytes_before,
             self.device_bytes_after + other.device_bytes_after,
             self.host_bytes + other.host_bytes,
             self.seconds + other.seconds,
+            other.device_reserved,
+            other.device_allocated,
+            other.largest_free_block,
         )
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes moved between device and host in a second; 0 where none were."""
+        moved = abs(self.device_bytes_before - self.device_bytes_after)
+        return moved / self.seconds if moved else 0.0
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes held on one rank."""
 
-    parameters: int  # with buffers; 0 while asleep, as the others
+    parameters: int  # with buffers and gradients; 0 while asleep, as the others
     optimizer: int
     reference: int
     host_buffers: int
-    device_allocated: int  # by torch on CUDA; 0 on a CPU
     asleep: tuple[str, ...]
+    # of torch's CUDA allocator, as in MemoryReport
+    device_reserved: int = 0
+    device_allocated: int = 0
+    largest_free_block: int = 0
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What the last load took, and what it passed over."""
+
+    step: int
+    path: str  # of the checkpoint's folder
+    skipped: tuple[str, ...]  # why each checkpoint that would have come before it was not taken
+    ranks: int  # that wrote it
+    mesh: dict[str, int]  # theirs: axis -> size
 
 
 @dataclass(frozen=True)
@@ -88,6 +116,7 @@ class Unit:
 
     name: str  # of its module; (root) for the outermost one
     parameters: tuple[str, ...]  # Hugging Face names
+    frozen: tuple[str, ...]  # those of them that are not trained
     numel: int  # of the whole unit
     local_bytes: int  # of the rows that belong to this rank, awake or asleep
     master_dtype: str
@@ -130,6 +159,8 @@ class Description:
         rows.append(("total", f"{tensors}", f"{self.numel:,}", f"{self.local_bytes:,}", "", "", "", "", ""))
         axes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
         where = f"rank {self.rank} of mesh {axes}; buffers {self.buffer_bytes:,} bytes; attention {self.attention}"
+        if frozen := sum(len(unit.frozen) for unit in self.units):
+            where += f"; {frozen} of {tensors} tensors frozen"
         return f"{_table(header, rows)}\n{where}"
 
 

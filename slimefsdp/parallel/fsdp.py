@@ -90,7 +90,7 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
         unit.set_modules_to_backward_prefetch(before[::-1])
 
 
-def reshard(policy: PolicyModel) -> None:
+def reshard(policy: nn.Module) -> None:
     """Frees every gathered parameter, and finishes gathers under way: whoever changes the shards must not be outrun.
 
     A unit that was prefetched and then not called would otherwise begin its next forward with what was gathered before.

@@ -60,7 +60,7 @@ def model_tensors(policy: PolicyModel, prefix: str = "") -> Iterator[tuple[str, 
 
 def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """The optimiser's state as `optimizer.*`: moments, and whatever else it keeps for each parameter."""
-    for name, parameter in policy.named_weights():
+    for name, parameter in policy.trained_weights():
         yield from ((f"optimizer.{name}.{key}", value) for key, value in optimizer.state[parameter].items())
 
 
@@ -101,6 +101,7 @@ def _unit(name: str, group: Any, names: Mapping[int, str], *, reshards: bool) ->
     return Unit(
         name=name,
         parameters=tuple(names[id(shard)] for shard in shards),
+        frozen=tuple(names[id(shard)] for shard in shards if not shard.requires_grad),
         numel=sum(shard.numel() for shard in shards),
         local_bytes=sum(shard.to_local().numel() * shard.itemsize for shard in shards),
         master_dtype=_dtype_name(master),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import random
 from typing import Any
 
 import pytest
 import torch
 
-from slimefsdp.errors import ConfigError
-from slimefsdp.parallel.offload import Sleeper
-from slimefsdp.parallel.residency import TAGS, Residency
+from slimefsdp.errors import ResourceError, StateError
+from slimefsdp.parallel.offload import CHUNK_BYTES, HostArena, Sleeper, prefer_expandable_segments
 
 
 def make_tensors() -> list[torch.Tensor]:
@@ -22,20 +23,23 @@ def make_tensors() -> list[torch.Tensor]:
 STORAGE_BYTES = 6 * 4 * 4 + 8 * 4 + 5 * 8 + 3 * 2  # each distinct storage once
 
 
-def test_memory_is_gone_while_asleep_and_bits_are_back_afterwards() -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, 16, 64, CHUNK_BYTES])
+def test_memory_is_gone_while_asleep_and_bits_are_back_afterwards(chunk_bytes: int) -> None:
     tensors = make_tensors()
-    copies, addresses = [tensor.clone() for tensor in tensors], [tensor.storage_offset() for tensor in tensors]
-    sleeper = Sleeper()
+    copies, offsets = [tensor.clone() for tensor in tensors], [tensor.storage_offset() for tensor in tensors]
+    sleeper = Sleeper(chunk_bytes=chunk_bytes)
     for _ in range(3):
         report = sleeper.sleep(tensors)
         assert (report.device_bytes_before, report.device_bytes_after) == (STORAGE_BYTES, 0)
-        assert report.host_bytes == sleeper.host_bytes == STORAGE_BYTES
+        assert STORAGE_BYTES <= report.host_bytes == sleeper.host_bytes < 2 * STORAGE_BYTES
+        assert report.bytes_per_s == STORAGE_BYTES / report.seconds
         assert sleeper.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         report = sleeper.wake_up()
         assert (report.device_bytes_before, report.device_bytes_after) == (0, STORAGE_BYTES)
+        assert report.bytes_per_s == STORAGE_BYTES / report.seconds
         assert not sleeper.is_asleep
         assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
-    assert addresses == [tensor.storage_offset() for tensor in tensors]
+    assert offsets == [tensor.storage_offset() for tensor in tensors]
     tensors[1].fill_(7.0)
     assert (tensors[0][2:4] == 7.0).all()  # still one storage
 
@@ -56,22 +60,58 @@ def test_a_second_sleep_or_wake_does_nothing() -> None:
     assert sleeper.wake_up().device_bytes_after == 0
     sleeper.sleep(tensors)
     again = sleeper.sleep(tensors)  # copying the freed storages would lose everything
-    assert (again.device_bytes_before, again.host_bytes) == (0, STORAGE_BYTES)
+    assert (again.device_bytes_before, again.host_bytes, again.bytes_per_s) == (0, sleeper.host_bytes, 0.0)
     sleeper.wake_up()
     assert sleeper.wake_up().device_bytes_after == 0
     assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
 
 
-def test_another_set_of_tensors_takes_buffers_of_its_own_sizes() -> None:
-    sleeper, small, large = Sleeper(), torch.ones(2), torch.ones(100)
-    for tensor in (small, large, small):
-        sleeper.sleep([tensor])
+def test_any_sets_of_tensors_share_the_host_memory_of_the_largest() -> None:
+    """As gradients come and go; what a set had in the arena before must not show in the next one."""
+    random.seed(0)
+    sleeper, largest = Sleeper(chunk_bytes=256), 0
+    for _ in range(50):
+        tensors = [
+            torch.randint(0, 256, (random.randrange(200),), dtype=torch.uint8) for _ in range(random.randrange(9))
+        ]
+        copies = [tensor.clone() for tensor in tensors]
+        largest = max(largest, sum(tensor.nbytes for tensor in tensors))
+        before = sleeper.host_bytes
+        sleeper.sleep(tensors)
+        tensors.reverse()  # nobody's order matters but the one that slept
+        copies.reverse()
         sleeper.wake_up()
-        assert (tensor == 1).all() and sleeper.host_bytes == tensor.nbytes
+        assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+        assert sleeper.host_bytes == before or before < largest <= sleeper.host_bytes
+    assert largest > 3 * 256 and sleeper.host_bytes < largest + 256
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 3, 8, 9, 20, 64])
+def test_an_arena_is_made_of_powers_of_two_and_its_views_are_its_bytes_in_order(nbytes: int) -> None:
+    arena = HostArena(pin_memory=False, chunk_bytes=8)
+    arena.grow_to(nbytes)
+    assert nbytes <= arena.nbytes < max(1, nbytes) + 8
+    lengths = [len(chunk) for chunk in arena._chunks]
+    assert all(length & (length - 1) == 0 and length <= 8 for length in lengths)
+    sizes = [size for size in (3, 0, 5, 1, 7, 48) if nbytes == 64]
+    pieces = [piece for view in arena.views(sizes) for piece in view]
+    assert [sum(map(len, view)) for view in arena.views(sizes)] == sizes
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+    laid_out = [byte for chunk in arena._chunks for byte in chunk.tolist()]
+    assert laid_out[: sum(sizes)] == [number for number, piece in enumerate(pieces) for _ in piece]
+
+
+@pytest.mark.parametrize("needed", [1, 1000, 2**20, 2**20 + 1, 24 * 10**6, 200 * 10**6])
+def test_little_host_memory_is_taken_in_vain_and_in_few_chunks(needed: int) -> None:
+    arena = HostArena(pin_memory=False)
+    arena.grow_to(needed)  # never written, so nothing of it is resident
+    assert needed <= arena.nbytes < min(2 * needed, needed + 2**20) + 1
+    assert len(arena._chunks) <= needed / CHUNK_BYTES + 7
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
-def test_host_buffers_are_page_locked_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, pin_memory: bool) -> None:
+def test_host_memory_is_page_locked_only_if_asked_for(monkeypatch: pytest.MonkeyPatch, pin_memory: bool) -> None:
     asked, empty = [], torch.empty
 
     def recording(*size: int, pin_memory: bool = False, **others: Any) -> torch.Tensor:
@@ -79,29 +119,130 @@ def test_host_buffers_are_page_locked_only_if_asked_for(monkeypatch: pytest.Monk
         return empty(*size, **others)  # without CUDA nothing can be page-locked
 
     monkeypatch.setattr("slimefsdp.parallel.offload.torch.empty", recording)
-    tensors = [torch.ones(3), torch.ones(5)]
-    Residency(lambda tag: tensors, pin_memory=pin_memory).sleep(("parameters",))
+    Sleeper(pin_memory=pin_memory, chunk_bytes=16).sleep([torch.ones(3), torch.ones(5)])
     assert asked.count(True) == (2 if pin_memory else 0)
 
 
-def test_each_tag_sleeps_for_itself_and_reports_add_up() -> None:
-    held = {tag: [torch.ones(size)] for tag, size in zip(TAGS, (3, 5, 7), strict=True)}
-    residency, device = Residency(lambda tag: held[tag]), torch.device("cpu")
-    report = residency.sleep(("reference", "parameters"))
-    assert (report.device_bytes_before, report.device_bytes_after, report.host_bytes) == (40, 0, 40)
-    memory = residency.memory(device)
-    assert (memory.parameters, memory.optimizer, memory.reference, memory.host_buffers) == (0, 20, 0, 40)
-    assert memory.asleep == ("parameters", "reference")
-    assert residency.wake_up(("parameters",)).device_bytes_after == 12
-    assert residency.memory(device).asleep == ("reference",)
-    assert residency.wake_up(TAGS).device_bytes_after == 28 and residency.memory(device).asleep == ()
-    assert residency.sleep(()).device_bytes_before == 0
+# ---------------------------------------------------------------------- failures half-way
 
 
-def test_an_unknown_tag_is_refused_before_anything_sleeps() -> None:
-    residency = Residency(lambda _: [torch.ones(3)])
-    for call in (residency.sleep, residency.wake_up):
-        with pytest.raises(ConfigError, match="'weights' is not a tag") as caught:
-            call(("parameters", "weights"))  # type: ignore[arg-type]
-        assert caught.value.hint is not None and "optimizer" in caught.value.hint
-    assert residency.memory(torch.device("cpu")).asleep == ()
+class Failing:
+    """Stands for a function of torch: raises at its n-th call from now on."""
+
+    def __init__(self, function: Any, error: Exception, after: int) -> None:
+        self.function, self.error, self.left = function, error, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("no\nmore"), torch.OutOfMemoryError("none")], ids=repr)
+def test_without_host_memory_everything_stays_awake(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, after: int
+) -> None:
+    tensors = make_tensors()
+    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper(chunk_bytes=128)
+    with monkeypatch.context() as patched:
+        patched.setattr("slimefsdp.parallel.offload.torch.empty", Failing(torch.empty, error, after))
+        with pytest.raises(ResourceError, match=f"{STORAGE_BYTES} bytes are needed on the host") as caught:
+            sleeper.sleep(tensors)
+    assert caught.value.hint is not None and "fewer" in caught.value.hint and "\n" not in str(caught.value)
+    assert not sleeper.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+    assert sleeper.sleep(tensors).device_bytes_before == STORAGE_BYTES  # and with memory it works
+    sleeper.wake_up()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+
+
+def test_a_copy_to_the_host_that_fails_leaves_everything_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_tensors()
+    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper()
+    monkeypatch.setattr(HostArena, "views", Failing(HostArena.views, RuntimeError("lost the device"), 0))
+    with pytest.raises(RuntimeError, match="lost the device"):
+        sleeper.sleep(tensors)
+    assert not sleeper.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+
+
+class Unresizable:
+    """A storage that cannot have its memory back before `allowed` is set."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage, self.allowed = storage, False
+
+    def resize_(self, size: int) -> None:
+        if size and not self.allowed:
+            raise RuntimeError("out of memory")
+        self.storage.resize_(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.storage, name)
+
+
+def test_without_device_memory_everything_stays_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = make_tensors()
+    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper()
+    sleeper.sleep(tensors)
+    storage, size = sleeper._asleep[2]
+    last = Unresizable(storage)
+    sleeper._asleep[2] = last, size  # type: ignore[assignment]
+    with pytest.raises(ResourceError, match=f"{STORAGE_BYTES} bytes are needed on the device") as caught:
+        sleeper.wake_up()
+    assert caught.value.hint is not None and "call again" in caught.value.hint
+    assert sleeper.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    sleeper._asleep[2] = storage, size
+    sleeper.wake_up()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+
+
+def test_memory_that_numpy_has_seen_is_refused_before_anything_is_freed() -> None:
+    tensors = make_tensors()
+    array, sleeper = tensors[4].numpy(), Sleeper()
+    with pytest.raises(StateError, match="shared with numpy"):
+        sleeper.sleep(tensors)
+    assert not sleeper.is_asleep and array.tolist() == tensors[4].tolist() == [0, 1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------- CUDA, by what torch is asked for
+
+
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_segments_expand_on_cuda_unless_the_environment_configures_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, device: str, variable: str | None
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:512")
+    before, asked = dict(os.environ), []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
+    prefer_expandable_segments(torch.device(device))
+    assert asked == (["expandable_segments:True"] if device == "cuda" and variable is None else [])
+    assert dict(os.environ) == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_what_is_still_queued_sleeps_too_and_the_memory_is_really_free() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensors = [torch.full((1 << 22,), float(number), device=device) for number in range(8)]
+    expected = [torch.full((1 << 22,), float(number)) for number in range(8)]
+    sleeper, moved = Sleeper(pin_memory=True, chunk_bytes=2**20), 8 * (4 << 22)
+    for _ in range(5):
+        for tensor, copy in zip(tensors, expected, strict=True):
+            for _ in range(20):
+                tensor.add_(1.0)  # the host runs ahead of these
+            copy.add_(20.0)
+        before = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+        sleeper.sleep(tensors)
+        assert torch.cuda.memory_allocated(device) == before[0] - moved
+        assert torch.cuda.mem_get_info(device)[0] >= before[1] + moved * 9 // 10  # the driver has it back
+        garbage = torch.full((16 << 20,), -1.0, device=device)  # somebody else's, in the memory that was freed
+        del garbage
+        sleeper.wake_up()
+        doubled = [tensor * 2 for tensor in tensors]
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors, expected, strict=True))
+        assert all(torch.equal(a.cpu(), b * 2) for a, b in zip(doubled, expected, strict=True))
+        del doubled

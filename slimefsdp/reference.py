@@ -1,0 +1,106 @@
+"""The frozen model in the actor's own processes: loaded when first needed, moved out of the way between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slimefsdp.errors import StateError
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.residency import Residency
+
+
+class ColocatedReference:
+    """One rank's part of the reference model.
+
+    Args:
+        load: collective; makes the model with the weights of its folder.
+        residency: of the rank; its tag `reference` stands for this model.
+        sleeps: the shards go to the host between uses.
+    """
+
+    def __init__(self, load: Callable[[], PolicyModel], residency: Residency, *, sleeps: bool) -> None:
+        self.model: PolicyModel | None = None
+        self.follows = False  # since an update its weights are no folder's: checkpoints hold them
+        self._load = load
+        self._residency = residency
+        self._sleeps = sleeps
+
+    def load(self) -> None:
+        """Collective: makes the model, where nobody has needed it so far.
+
+        Raises:
+            ConfigError: the reference is a group of its own. ModelError: it cannot be loaded.
+        """
+        if self.model is None:
+            self.model = self._residency.models["reference"] = self._load()
+            self.rest()
+
+    @contextmanager
+    def awake(self) -> Iterator[PolicyModel]:
+        """Collective: the model on the device, for as long as it is used.
+
+        Raises:
+            ConfigError, ModelError: as `load`.
+        """
+        self.load()
+        assert self.model is not None
+        self._residency.wake_up(("reference",))
+        yield self.model
+        self.rest()
+
+    def rest(self) -> None:
+        """Ends a use."""
+        if self._sleeps:
+            self._residency.sleep(("reference",))
+
+    def follow(self, policy: PolicyModel) -> None:
+        """Collective: takes the weights of a policy that is awake, shard to shard.
+
+        Raises:
+            StateError: there is no model yet, or it is of another architecture.
+        """
+        if self.model is None:
+            raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
+        if not policy.is_like(self.model):
+            raise StateError(
+                "update_ref() on a reference of another architecture",
+                field="reference.path",
+                hint="leave reference.path out, or name a model of the policy's own configuration",
+            )
+        with self.awake() as reference, torch.no_grad():
+            for frozen, trained in zip(reference.parameters(), policy.parameters(), strict=True):
+                assert isinstance(frozen, DTensor) and isinstance(trained, DTensor)
+                # sharded alike, wherever the shards lie
+                frozen.to_local().copy_(trained.to_local())
+        self.follows = True
+
+    def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Collective: what a checkpoint holds of it, awake until the next `rest`; nothing, unless it followed."""
+        if not self.follows:
+            return []
+        assert self.model is not None
+        self._residency.wake_up(("reference",))
+        return [(f"reference.{name}", parameter) for name, parameter in self.model.named_weights()]
+
+    def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
+        """Collective: what a checkpoint fills of it, awake until the next `rest`.
+
+        Args:
+            follows: as it was when the checkpoint was written; where not, it gets the weights of its folder again.
+
+        Raises:
+            ConfigError, ModelError: as `load`; the model is read on its next use.
+        """
+        if self.follows and not follows:
+            self.follows, self.model = False, None
+            self._residency.drop("reference")
+            self.load()
+        elif follows:
+            self.load()
+        self.follows = follows
+        return self.saved_weights()

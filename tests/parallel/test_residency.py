@@ -1,0 +1,211 @@
+"""What a rank holds, by tag: each sleeps for itself, and what fails on one rank fails on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError
+from slimefsdp.parallel import offload
+from slimefsdp.parallel.residency import TAGS, Residency, allocator_state
+from slimefsdp.reports import Memory, MemoryReport
+from tests.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+
+
+def model_of(size: int) -> nn.Module:
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.arange(size, dtype=torch.float32)))
+    return model
+
+
+def make_residency() -> Residency:
+    """12 bytes of parameters, 40 of moments (and a step count), 28 of a reference."""
+    residency = Residency(CPU, dist.group.WORLD)
+    residency.models["parameters"], residency.models["reference"] = model_of(3), model_of(7)
+    moved = nn.Parameter(torch.ones(5))
+    residency.optimizer = torch.optim.AdamW([moved])
+    moved.grad = torch.ones(5)
+    residency.optimizer.step()
+    return residency
+
+
+def refusal(call: Any, *arguments: Any) -> SlimeError | None:
+    try:
+        call(*arguments)
+    except SlimeError as error:
+        return error
+    return None
+
+
+def one_tag_after_the_other(rank: int) -> list[Any]:
+    residency = make_residency()
+    seen: list[Any] = []
+    for call, tags in [
+        (residency.sleep, ("reference", "parameters")), (residency.wake_up, ("parameters",)),
+        (residency.wake_up, TAGS), (residency.sleep, ()), (residency.sleep, ["optimizer"]),
+    ]:  # fmt: skip
+        report, memory = call(tags), residency.memory()
+        seen.append((report.device_bytes_before, report.device_bytes_after, memory.asleep))
+        seen.append((memory.parameters, memory.optimizer, memory.reference, memory.host_buffers))
+    (state,) = residency.optimizer.state.values()
+    return [*seen, state["step"].item()]
+
+
+def test_each_tag_sleeps_for_itself_and_reports_add_up(ranks: RankPool) -> None:
+    both = ("parameters", "reference")
+    assert ranks.run(1, one_tag_after_the_other)[0] == [
+        (40, 0, both), (0, 40, 0, 16 + 32),
+        (0, 12, ("reference",)), (12, 40, 0, 16 + 32),
+        (0, 28, ()), (12, 40, 28, 16 + 32),
+        (0, 0, ()), (12, 40, 28, 16 + 32),
+        (40, 0, ("optimizer",)), (12, 0, 28, 16 + 32 + 64),
+        1.0,  # the step count is on the host anyway
+    ]  # fmt: skip
+
+
+def unknown_tags(rank: int) -> list[Any]:
+    residency = make_residency()
+    errors = [refusal(call, ("parameters", "weights")) for call in (residency.sleep, residency.wake_up)]
+    return [*errors, residency.memory().asleep]
+
+
+def test_an_unknown_tag_is_refused_before_anything_sleeps(ranks: RankPool) -> None:
+    *errors, asleep = ranks.run(1, unknown_tags)[0]
+    for error in errors:
+        assert isinstance(error, ConfigError) and "'weights' is not a tag" in str(error)
+        assert error.hint is not None and "optimizer" in error.hint
+    assert asleep == ()
+
+
+def shared_gradients(rank: int) -> list[int]:
+    residency = Residency(CPU, dist.group.WORLD)
+    model = residency.models["parameters"] = nn.Module()
+    for name in ("first", "second"):
+        model.register_parameter(name, nn.Parameter(torch.zeros(4)))
+    flat = torch.ones(8)  # as FSDP makes the gradients of a unit
+    model.first.grad, model.second.grad = flat[:4], flat[4:]
+    return [residency.memory().parameters, residency.sleep(TAGS).device_bytes_before, residency.memory().parameters]
+
+
+def test_memory_counts_each_storage_once(ranks: RankPool) -> None:
+    assert ranks.run(1, shared_gradients)[0] == [64, 64, 0]
+
+
+def gradients_that_come_and_go(rank: int) -> list[Any]:
+    residency = make_residency()
+    weight = residency.models["parameters"].weight
+    seen: list[Any] = []
+    for has_gradient in (False, True, True, False, True):
+        weight.grad = torch.full((3,), 7.0) if has_gradient else None
+        gradient = weight.grad
+        report = residency.sleep(("parameters",))
+        freed = weight.untyped_storage().nbytes() + (weight.grad.untyped_storage().nbytes() if has_gradient else 0)
+        residency.wake_up(("parameters",))
+        same = weight.grad is gradient and (gradient is None or gradient.tolist() == [7.0] * 3)
+        seen.append((report.device_bytes_before, freed, same, weight.tolist()))
+    residency.sleep(("parameters",))
+    weight.grad = None  # dropped in its sleep
+    residency.wake_up(("parameters",))
+    return [*seen, weight.tolist(), residency.memory().parameters]
+
+
+def test_gradients_sleep_with_their_parameters(ranks: RankPool) -> None:
+    weights = [0.0, 1.0, 2.0]
+    expected = [(24 if has_gradient else 12, 0, True, weights) for has_gradient in (False, True, True, False, True)]
+    assert ranks.run(1, gradients_that_come_and_go)[0] == [*expected, weights, 12]
+
+
+def one_rank_without_memory(rank: int) -> dict[str, Any]:
+    residency = make_residency()
+    grow = offload.HostArena.grow_to
+
+    def failing(self: offload.HostArena, nbytes: int) -> None:
+        raise MemoryError
+
+    if rank == 1:
+        offload.HostArena.grow_to = failing  # type: ignore[method-assign]
+    error = refusal(residency.sleep, ("parameters",))
+    offload.HostArena.grow_to = grow  # type: ignore[method-assign]
+    asleep = residency.memory().asleep
+    residency.wake_up(("parameters",))  # collective on all ranks, whatever each of them has to do
+    awake, weights = residency.memory().asleep, residency.models["parameters"].weight.tolist()
+    residency.sleep(("parameters",))
+    again = residency.memory().asleep
+    residency.wake_up(TAGS)
+    return {"error": error, "asleep": asleep, "awake": awake, "again": again,
+            "weights": [weights, residency.models["parameters"].weight.tolist()]}  # fmt: skip
+
+
+def test_a_rank_without_host_memory_fails_all_alike_and_loses_nothing(ranks: RankPool) -> None:
+    results = ranks.run(2, one_rank_without_memory)
+    assert [result["asleep"] for result in results] == [("parameters",), ()]
+    for result in results:
+        assert isinstance(result["error"], ResourceError) and str(result["error"]) == str(results[1]["error"])
+        assert "12 bytes are needed on the host" in str(result["error"])
+        assert result["awake"] == () and result["again"] == ("parameters",)
+        assert result["weights"] == [[0.0, 1.0, 2.0]] * 2
+
+
+def model_that_is_dropped(rank: int) -> list[Any]:
+    residency = make_residency()
+    seen = []
+    for asleep_first in (True, False):
+        old = residency.models["reference"]
+        if asleep_first:
+            residency.sleep(("reference",))
+        residency.drop("reference")
+        memory = residency.memory()
+        seen.append((old.weight.untyped_storage().nbytes(), memory.reference, memory.asleep))
+        residency.models["reference"] = new = model_of(9)
+        residency.sleep(("reference",))
+        residency.wake_up(("reference",))
+        seen.append(new.weight.tolist())
+    return seen
+
+
+def test_a_dropped_model_gives_its_memory_back_and_another_takes_its_place(ranks: RankPool) -> None:
+    assert ranks.run(1, model_that_is_dropped)[0] == [(0, 0, ()), [float(i) for i in range(9)]] * 2
+
+
+def what_lies_elsewhere(rank: int) -> list[Any]:
+    residency = Residency(torch.device("meta"), dist.group.WORLD)  # stands for a device that holds none of it
+    residency.models["parameters"] = model_of(3)
+    return [residency.sleep(TAGS), residency.memory(), residency.models["parameters"].weight.tolist()]
+
+
+def test_what_lies_on_the_host_already_is_left_alone(ranks: RankPool) -> None:
+    report, memory, weights = ranks.run(1, what_lies_elsewhere)[0]
+    assert (report.device_bytes_before, report.device_bytes_after, report.host_bytes) == (0, 0, 0)
+    assert memory == Memory(0, 0, 0, 0, ()) and weights == [0.0, 1.0, 2.0]
+
+
+def test_the_largest_free_block_is_that_of_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(device: int, *blocks: tuple[str, int]) -> dict[str, Any]:
+        return {"device": device, "blocks": [{"state": state, "size": size} for state, size in blocks]}
+
+    snapshot = [
+        segment(0, ("inactive", 99)),
+        segment(1, ("active_allocated", 50), ("inactive", 7), ("inactive", 20)),
+        segment(1, ("active_pending_free", 40), ("inactive", 3)),
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: snapshot)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 120 + device.index)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 + device.index)
+    state = {"device_reserved": 121, "device_allocated": 91, "largest_free_block": 20}
+    assert allocator_state(torch.device("cuda", 1)) == state
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert allocator_state(torch.device("cuda", 1)) == {**state, "largest_free_block": 0}
+    assert not any(allocator_state(CPU).values())
+
+
+def test_the_allocator_of_two_reports_is_that_after_the_second() -> None:
+    total = MemoryReport(5, 1, 7, 0.5, 90, 80, 10) + MemoryReport(2, 0, 4, 0.5, 60, 50, 5)
+    assert total == MemoryReport(7, 1, 11, 1.0, 60, 50, 5)
+    assert total.bytes_per_s == 6.0 and MemoryReport(3, 3, 0, 0.0).bytes_per_s == 0.0
