@@ -2,98 +2,218 @@
 
 from __future__ import annotations
 
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 import slimefsdp
+from slimefsdp.build import is_host_memory_pinned, master_dtype
 from slimefsdp.checkpoint.atomic import CheckpointStore
-from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
+from slimefsdp.checkpoint.background import BackgroundSave
+from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES, write_model_folder
+from slimefsdp.checkpoint.identity import architecture_of, check_identity, differences
 from slimefsdp.checkpoint.manifest import io_reported
-from slimefsdp.checkpoint.training import Named, NamedFor, load_training_state, save_training_state
+from slimefsdp.checkpoint.tensor_file import TensorSpec
+from slimefsdp.checkpoint.training import Named, load_training_state, save_training_state
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.updater import Updater
-from slimefsdp.parallel.agree import run_on_first
+from slimefsdp.parallel.agree import run_on_first, run_together
 from slimefsdp.parallel.mesh import Mesh
-from slimefsdp.weights.gather import full_weights
+from slimefsdp.reports import Restored
+from slimefsdp.weights.gather import Bucket, full_weights
+
+EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
 
 
-def save_checkpoint(
-    config: RunConfig,
-    step: int,
-    named: Named,
-    updater: Updater,
-    mesh: Mesh,
-    *,
-    reference_follows: bool,
-    loop_state: dict[str, Any] | None,
-) -> Path:
-    """Collective: commits a checkpoint of `step` under `run.dir`, whole or not at all; returns its folder.
+# of the optimiser's settings, those that do not belong to the schedule or the update rule
+_NO_SCHEDULE = {"name", "implementation", "log_layer_norms", "max_skipped_updates"}
+
+
+class Checkpoints:
+    """One rank's checkpoints under `run.dir`; every rank makes the same calls.
+
+    With `checkpoint.async_save`, `save` returns once the rank's state is copied, and the next call waits for the rest.
 
     Args:
-        named: the parameters it holds.
-        reference_follows: whether those of the reference are among them.
-
-    Raises:
-        ConfigError: `run.dir` is not set. CheckpointError: it cannot be written.
+        folder: the policy's.
     """
-    info = {
-        **updater.progress(),
-        "reference_follows": reference_follows,
-        "loop_state": loop_state or {},
-        "config": config.model_dump(mode="json", exclude_unset=True),
-        "versions": {"slimefsdp": slimefsdp.__version__, "torch": torch.__version__},
-    }
-    return save_training_state(
-        _store(config),
-        step,
-        named,
-        updater.optimizer,
-        info,
-        device=mesh.device,
-        group=mesh.group,
-        keep_last=config.checkpoint.keep_last,
-        writes_tensors=mesh.is_first_copy,
-    )
+
+    def __init__(self, config: RunConfig, folder: ModelFolder, mesh: Mesh) -> None:
+        self.restored: Restored | None = None  # of the last load
+        self._config = config
+        self._mesh = mesh
+        self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
+        self._identity = {
+            "model_type": folder.model_type,
+            "vocab_size": folder.vocab_size,
+            "config.json": architecture_of(folder.config),
+            "master_dtype": str(master_dtype(config)).removeprefix("torch."),
+            "optim.name": config.optim.name,
+        }
+        self._background: BackgroundSave | None = None
+        if config.checkpoint.async_save:
+            timeout = timedelta(seconds=config.cluster.call_timeout_s)
+            self._background = BackgroundSave(
+                dist.new_group(backend="gloo", timeout=timeout), pin_memory=is_host_memory_pinned(config, mesh.device)
+            )
+
+    def save(
+        self, step: int, named: Named, updater: Updater, *, reference_follows: bool, loop_state: dict[str, Any] | None
+    ) -> Path:
+        """Collective: commits a checkpoint of `step`, whole or not at all; returns its folder.
+
+        Args:
+            named: the parameters it holds.
+            reference_follows: whether those of the reference are among them.
+
+        Raises:
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not.
+            ResourceError: there is no host memory for the copy of a save in the background.
+        """
+        store = self._store()
+        self.finish()
+        info = {
+            **updater.progress(),
+            "weight_version": updater.updates_taken,
+            "reference_follows": reference_follows,
+            "loop_state": loop_state or {},
+            "config": self._config.model_dump(mode="json"),
+            "identity": self._identity,
+            "mesh": self._axes,
+            "versions": {
+                "slimefsdp": slimefsdp.__version__,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+                "python": platform.python_version(),
+            },
+        }
+        return save_training_state(
+            store,
+            step,
+            named,
+            updater.optimizer,
+            info,
+            device=self._mesh.device,
+            group=self._mesh.group,
+            keep_last=self._config.checkpoint.keep_last,
+            writes_tensors=self._mesh.is_first_copy,
+            background=self._background,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host buffers that saves in the background keep."""
+        return 0 if self._background is None else self._background.host_bytes
+
+    def finish(self) -> Path | None:
+        """Waits until the save in the background is on disk; returns its folder, None if there was none.
+
+        Raises:
+            CheckpointError: it could not be written; on all ranks alike.
+        """
+        return None if self._background is None else self._background.finish()
+
+    def load(
+        self, step: int | Literal["latest"], named_for: Callable[[dict[str, Any]], Named], updater: Updater
+    ) -> dict[str, Any]:
+        """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
+
+        What the schedule is made of stays this run's, and random generators are restored on the same mesh alone; both
+        are said where they differ.
+
+        Args:
+            named_for: the parameters that a checkpoint with this info holds.
+
+        Raises:
+            ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,
+                or the save before could not be written.
+        """
+        store = self._store()
+        self.finish()
+
+        def accept(info: dict[str, Any], file: Path) -> Named:
+            run_together(lambda: check_identity(info.get("identity", {}), self._identity, file), self._mesh.group)
+            return named_for(info)
+
+        loaded = load_training_state(
+            store,
+            step,
+            accept,
+            updater.optimizer,
+            device=self._mesh.device,
+            group=self._mesh.group,
+            with_generators=lambda info: bool(info["mesh"] == self._axes),
+        )
+        updater.restore(loaded.info)
+        self.restored = Restored(
+            loaded.step, str(loaded.folder), loaded.skipped, loaded.ranks, dict(loaded.info["mesh"])
+        )
+        if dist.get_rank(self._mesh.group) == 0:
+            self._warn_of_differences(loaded.info)
+        return loaded.info
+
+    def _warn_of_differences(self, info: dict[str, Any]) -> None:
+        own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
+        if changed := differences(info["config"]["optim"], own):
+            warnings.warn(
+                f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}", stacklevel=3
+            )
+        if changed := differences(info["mesh"], self._axes):
+            warnings.warn(
+                f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}", stacklevel=3
+            )
+
+    def _store(self) -> CheckpointStore:
+        if self._config.run.dir is None:
+            raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
+        return CheckpointStore(self._config.run.dir / "checkpoints")
 
 
-def load_checkpoint(
-    config: RunConfig, step: int | Literal["latest"], named_for: NamedFor, updater: Updater, mesh: Mesh
-) -> dict[str, Any]:
-    """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
-
-    Raises:
-        ConfigError: `run.dir` is not set. CheckpointError: there is none, or it is torn, altered or of another model.
-    """
-    info = load_training_state(_store(config), step, named_for, updater.optimizer, device=mesh.device, group=mesh.group)
-    updater.restore(info)
-    return info
-
-
-def export_model(policy: PolicyModel, folder: ModelFolder, target: Path, *, dtype: torch.dtype, mesh: Mesh) -> None:
-    """Collective: writes the full weights in `dtype` as a Hugging Face folder; rank 0 writes.
+def export_model(
+    policy: PolicyModel,
+    folder: ModelFolder,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    export_dtype: str | None = None,
+) -> None:
+    """Collective: writes the full weights as a Hugging Face folder; rank 0 writes, and holds a bucket at a time.
 
     Args:
         folder: the model's own, whose configuration and tokenizer are copied.
+        dtype: of the master weights, in which they travel to rank 0.
+        export_dtype: a name in `EXPORT_DTYPES`, of what is written; None: `dtype`.
 
     Raises:
-        CheckpointError: the folder exists already, or cannot be written.
+        ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
+            infinite in `export_dtype`.
     """
-    buckets = full_weights(policy.named_weights(), mesh.shard_group, dtype=dtype)
+    if export_dtype is not None and export_dtype not in list(EXPORT_DTYPES):
+        raise ConfigError(f"dtype={export_dtype!r} is unknown", field="dtype", hint=f"use {', '.join(EXPORT_DTYPES)}")
+    named = policy.named_weights()
+    specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
+    buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES)
 
     def write() -> None:
         with io_reported(target, "export_hf"):
-            require_free_folder(target)
-            write_model_folder(target, ([(n, t.cpu()) for n, t in bucket] for bucket in buckets), folder)
+            write_model_folder(target, specs, _one_by_one(buckets), folder, dtype=export_dtype)
 
     run_on_first(write, mesh.group, buckets)
 
 
-def _store(config: RunConfig) -> CheckpointStore:
-    if config.run.dir is None:
-        raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-    return CheckpointStore(config.run.dir / "checkpoints")
+def _one_by_one(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of all buckets; none is held here when the next bucket is asked for."""
+    for bucket in buckets:
+        while bucket:
+            yield bucket.pop(0)

@@ -6,8 +6,9 @@ Layout under the store's root (one writing run per root, one save at a time):
     .tmp_step_00000012/       being written, or left by a writer that died; never read
     .replaced_step_00000012/  the earlier save of a step while the new one takes its place; read if the step is gone
     latest                    the name of the folder that was committed last
+    .lock                     held by the run that writes here
 
-Every rank seals the files that it writes (`seal_file`) before `commit` lists them in manifest.json.
+Every rank seals the files that it writes before `commit` lists them in manifest.json.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slimefsdp.checkpoint.lock import FolderLock
 from slimefsdp.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -33,6 +36,34 @@ from slimefsdp.errors import CheckpointError
 LATEST = "latest"
 _TMP, _REPLACED = ".tmp_", ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
+# every place at which a writer may die with something else on disk than at the place before, in order
+POINTS = (
+    "begin",
+    "begin: earlier leftovers are gone",
+    "begin: the folder is there",
+    "shard",
+    "shard: half of the tensors are written",
+    "shard: the tensor file is written",
+    "shard: the tensor file is sealed",
+    "shard: both files are sealed",
+    "commit",
+    "commit: the manifest is written",
+    "commit: an earlier save of the step is moved aside",
+    "commit: the folder has its name",
+    "commit: the pointer is written",
+    "commit: the pointer is in place",
+    "commit: the earlier save of the step is removed",
+    "prune",
+    "prune: a checkpoint is moved aside",
+    "prune: a checkpoint is removed",
+)
+
+
+def _pass_by(point: str) -> None:
+    """Nothing happens at any point."""
+
+
+at_point: Callable[[str], None] = _pass_by  # called at each of POINTS; a test puts its own here
 
 
 class CheckpointStore:
@@ -44,8 +75,9 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Clear what dead writers left, and make the empty folder that every rank writes step `step` into."""
         temporary = self.temporary_path(step)
+        self.lock()
+        at_point("begin")
         with io_reported(temporary, "save"):
-            self.root.mkdir(parents=True, exist_ok=True)
             _sync_folder(self.root.parent)
             for torn in self.root.glob(f"{_TMP}step_*"):
                 shutil.rmtree(torn)
@@ -55,12 +87,29 @@ class CheckpointStore:
                     shutil.rmtree(replaced)
                 else:  # the writer died between moving it aside and moving the new one in
                     replaced.rename(final)
+            at_point("begin: earlier leftovers are gone")
             temporary.mkdir()
+            at_point("begin: the folder is there")
         return temporary
+
+    def lock(self) -> None:
+        """Make this process the one that writes here, until it ends.
+
+        CheckpointError if another run does, or if the folder cannot be written.
+        """
+        FolderLock(self.root).acquire()
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written since `begin(step)`, after all ranks have stopped writing; its space comes back."""
+        shutil.rmtree(self.temporary_path(step), ignore_errors=True)
 
     def temporary_path(self, step: int) -> Path:
         """The folder that `begin` makes on rank 0, for the other ranks."""
         return self.root / f"{_TMP}{_step_name(step)}"
+
+    def final_path(self, step: int) -> Path:
+        """The folder that `commit` makes."""
+        return self.root / _step_name(step)
 
     def commit(self, step: int, info: dict[str, Any]) -> Path:
         """Make the sealed files of `begin(step)` the newest checkpoint. Call after every rank has sealed its files.
@@ -68,21 +117,28 @@ class CheckpointStore:
         An earlier save of the same step stays loadable until the new one is in place. CheckpointError if a file was not
         sealed or changed size since, if `info` is not plain JSON, or if the disk refuses.
         """
-        temporary, final = self.temporary_path(step), self.root / _step_name(step)
+        temporary, final = self.temporary_path(step), self.final_path(step)
         replaced = self.root / f"{_REPLACED}{final.name}"
+        at_point("commit")
         with io_reported(temporary, "save"):
             write_manifest(temporary, step, info)
             _sync_folder(temporary)
+            at_point("commit: the manifest is written")
             if final.exists():
                 final.rename(replaced)
+                at_point("commit: an earlier save of the step is moved aside")
             temporary.rename(final)
             _sync_folder(self.root)
+            at_point("commit: the folder has its name")
             pointer = self.root / f".{LATEST}.tmp"
             write_synced(pointer, f"{final.name}\n".encode())
+            at_point("commit: the pointer is written")
             pointer.replace(self.root / LATEST)
             _sync_folder(self.root)
+            at_point("commit: the pointer is in place")
             if replaced.exists():
                 shutil.rmtree(replaced)
+                at_point("commit: the earlier save of the step is removed")
         return final
 
     def steps(self) -> list[int]:
@@ -104,12 +160,17 @@ class CheckpointStore:
         CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256, a manifest
         that cannot be parsed, was altered, is of another step or of a newer schema.
         """
+        manifest = self.manifest_of(step_folder)
+        with io_reported(step_folder, "load"):
+            check_files(step_folder, manifest)
+        return manifest
+
+    def manifest_of(self, step_folder: Path) -> Manifest:
+        """The first part of `verify`: the files that the manifest lists are not looked at."""
         manifest = read_manifest(step_folder)
         named = _STEP_NAME.search(step_folder.name)
         if named and int(named[1]) != manifest.step:
             raise damaged(step_folder / MANIFEST, f"is of step {manifest.step}")
-        with io_reported(step_folder, "load"):
-            check_files(step_folder, manifest)
         return manifest
 
     def newest_verified(self) -> tuple[int, Path, list[CheckpointError]]:
@@ -119,26 +180,20 @@ class CheckpointStore:
         moved, or the future of a run that was resumed from an earlier step) come after all of those. Without a usable
         `latest` the highest step comes first. CheckpointError if nothing is whole.
         """
+        folders, skipped = self.candidates()
+        manifest, folder, skipped = first_verified(self.root, folders, skipped, self.verify)
+        return manifest.step, folder, skipped
+
+    def candidates(self) -> tuple[list[Path], list[CheckpointError]]:
+        """The folders of `newest_verified` in its order, not verified, and what is odd about `latest`."""
         folders = self._folders()
         latest, skipped = self._latest(folders)
-        for step in _by_preference(folders, latest):
-            try:
-                self.verify(folders[step])
-            except CheckpointError as error:
-                skipped.append(error)
-            else:
-                return step, folders[step], skipped
-        reasons = "; ".join(error.message for error in skipped)
-        raise CheckpointError(
-            f"no whole checkpoint in {self.root}" + (f" ({reasons})" if reasons else ""),
-            field="checkpoint.root",
-            hint="point it at the folder of an earlier run, or start a new run in an empty folder",
-            phase="load",
-        )
+        return [folders[step] for step in _by_preference(folders, latest)], skipped
 
     def prune(self, keep_last: int) -> list[int]:
         """Remove all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
         assert keep_last >= 1
+        at_point("prune")
         folders = self._folders()
         removed = _by_preference(folders, self._latest(folders)[0])[keep_last:]
         for step in removed:
@@ -147,7 +202,9 @@ class CheckpointStore:
                 if doomed.exists():
                     shutil.rmtree(doomed)
                 folders[step].rename(doomed)
+                at_point("prune: a checkpoint is moved aside")
                 shutil.rmtree(doomed)
+                at_point("prune: a checkpoint is removed")
         return sorted(removed)
 
     def _folders(self) -> dict[int, Path]:
@@ -179,6 +236,28 @@ class CheckpointStore:
             damaged(folders[step], f"is later than latest ({content})") for step in sorted(folders) if step > latest
         ]
         return latest, later
+
+
+def first_verified(
+    root: Path, folders: Sequence[Path], skipped: Sequence[CheckpointError], verify: Callable[[Path], Manifest]
+) -> tuple[Manifest, Path, list[CheckpointError]]:
+    """The first of `folders` that `verify` lets pass, and why each one before it was passed over, after `skipped`.
+
+    CheckpointError with all reasons if there is none.
+    """
+    reasons = list(skipped)
+    for folder in folders:
+        try:
+            return verify(folder), folder, reasons
+        except CheckpointError as error:
+            reasons.append(error)
+    listed = "; ".join(error.message for error in reasons)
+    raise CheckpointError(
+        f"no whole checkpoint in {root}" + (f" ({listed})" if listed else ""),
+        field="run.dir",
+        hint="point it at the folder of an earlier run, or start a new run in an empty folder",
+        phase="load",
+    )
 
 
 def _step_name(step: int) -> str:

@@ -1,37 +1,36 @@
-"""Writes full tensors as a folder that `AutoModelForCausalLM.from_pretrained` opens, one shard in memory at a time.
+"""Writes full tensors as a folder that `AutoModelForCausalLM.from_pretrained` opens, one tensor in memory at a time.
 
-The folder appears whole or not at all: it is written beside its final place, flushed to disk, then renamed.
+What each file will hold is planned from names and shapes before the first tensor is asked for.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
+from slimefsdp.checkpoint.new_folder import new_folder
+from slimefsdp.checkpoint.tensor_file import TensorFileWriter, TensorSpec
 from slimefsdp.errors import CheckpointError
 from slimefsdp.models.folder import INDEX_FILE, SINGLE_FILE, ModelFolder
 from slimefsdp.models.hub_names import hub_parts
 
 EXPORT_DTYPES = {
-    "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float32": torch.float32,
     "float64": torch.float64,
 }
 
 
 def write_model_folder(
     path: str | Path,
-    buckets: Iterable[list[tuple[str, torch.Tensor]]],
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
     source: ModelFolder,
     *,
     dtype: str | None = None,
@@ -39,163 +38,117 @@ def write_model_folder(
 ) -> None:
     """A Hugging Face folder at `path` from a stream of full tensors; config and tokenizer files come from `source`.
 
-    Tensors are copied before the next bucket is asked for, so a producer may reuse its buffers. Peak memory is one
-    shard, one tensor, and two buckets (the last is alive while the next is made). A head tied to the embedding is
-    simply not in the stream.
+    Each tensor is on the disk before the next is asked for, so a producer may reuse its memory. Peak memory, besides
+    what the producer holds, is one tensor in another dtype. A head tied to the embedding is simply not in the stream.
 
     Args:
         path: a folder that is absent or empty; missing parents are made.
-        buckets: lists of (the parameter's name in memory, full tensor). The first is asked for only when `path` is
-            known to be free.
+        specs: the parameters under their names in memory, in the order in which they come.
+        tensors: (name, full tensor), as announced. The first is asked for only when `path` is known to be free.
         source: where config.json and the tokenizer files are taken from.
         dtype: a name in `EXPORT_DTYPES`, for the floating-point tensors; None keeps each tensor's own. config.json
             states what was written.
-        max_shard_bytes: a shard is closed before it would exceed this; a tensor that alone exceeds it has its own.
+        max_shard_bytes: a file ends before it would exceed this; a tensor that alone exceeds it has its own.
 
     Raises:
-        CheckpointError: `path` is taken, `dtype` is unknown or too narrow for a value, a name comes twice, no tensor
-            came, or the disk refused. Nothing is left behind at `path` or beside it, also when `buckets` raises.
+        CheckpointError: `path` is taken, `dtype` is unknown or too narrow for a value, a name comes twice, the stream
+            is not what was announced, or the disk refused. Nothing is left behind at `path` or beside it, also when
+            `tensors` raises.
     """
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise CheckpointError(
             f"dtype {dtype!r} is unknown", field="dtype", hint=f"use one of {', '.join(EXPORT_DTYPES)}"
         )
-    target = Path(path).expanduser().resolve()
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
-    try:
-        require_free_folder(target)
-        partial.mkdir(parents=True)
-        _write_files(partial, buckets, source, None if dtype is None else EXPORT_DTYPES[dtype], max_shard_bytes)
-        for file in [*partial.iterdir(), partial]:
-            _fsync(file)
-        partial.rename(target)  # fails if someone else filled the target meanwhile; replaces an empty folder
-        _fsync(target.parent)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{target} could not be written: {error}", field="path", hint="check the space and the permissions there"
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename
+    files = _planned_files(specs, source.model_type, None if dtype is None else EXPORT_DTYPES[dtype], max_shard_bytes)
+    with new_folder(path) as folder:
+        for file in source.extra_files:
+            shutil.copyfile(file, folder / file.name)
+        written = [spec for held in files.values() for spec in held]
+        _write_json(folder / "config.json", _config_with_dtype(source.config, written))
+        if len(files) > 1:
+            weight_map = {spec.name: file_name for file_name, held in files.items() for spec in held}
+            total_bytes = sum(spec.nbytes for spec in written)
+            index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_json(folder / INDEX_FILE, index)
+        _write_weights(folder, files, _in_hub_names(tensors, source.model_type))
 
 
-def require_free_folder(path: str | Path) -> None:
-    """Raises CheckpointError unless `path` is absent or an empty folder: an export never overwrites."""
-    target = Path(path).expanduser().resolve()
-    if target.is_dir():
-        taken = next((child.name for child in target.iterdir()), None)
-        if taken is not None:
-            message = f"{target} is not empty (it holds {taken!r})"
-        elif target.is_mount():  # a container's volume: nothing can be renamed onto it
-            message = f"{target} is a mount point, which cannot be replaced"
-        else:
-            return
-    elif target.exists():
-        message = f"{target} is a file"
-    else:
-        return
-    raise CheckpointError(message, field="path", hint="choose another folder, or one inside it")
-
-
-def _write_files(
-    folder: Path,
-    buckets: Iterable[list[tuple[str, torch.Tensor]]],
-    source: ModelFolder,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-) -> None:
-    for file in source.extra_files:
-        shutil.copyfile(file, folder / file.name)
-    config_file = folder / "config.json"
-    config_file.touch()
-    file_mode = config_file.stat().st_mode
-    shards: list[list[str]] = []  # tensor names of each
-    total_bytes = 0
-    written_dtype: torch.dtype | None = None
-    for shard in _shards(_copied(_in_hub_names(buckets, source.model_type), dtype), max_shard_bytes):
-        shards.append(list(shard))
-        file = folder / _unnumbered(len(shards))
-        save_file(shard, file, metadata={"format": "pt"})
-        # safetensors makes files that only their owner can read, but a rollout server may be another user
-        file.chmod(file_mode)
-        for tensor in shard.values():
-            total_bytes += tensor.nbytes
-            if tensor.is_floating_point():
-                written_dtype = torch.promote_types(written_dtype or tensor.dtype, tensor.dtype)
-    if not shards:
-        raise CheckpointError("no tensor came to be written", field="buckets", hint="pass the model's full tensors")
-    _name_shards(folder, shards, total_bytes)
-    _write_json(config_file, _config_with_dtype(source.config, written_dtype))
-
-
-def _in_hub_names(
-    buckets: Iterable[list[tuple[str, torch.Tensor]]], model_type: str
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors one by one, as folders hold them: experts apart, as views of the parameter they share in memory."""
-    for bucket in buckets:
-        for name, tensor in bucket:
-            for part in hub_parts(model_type, name, tensor.shape):
-                yield part.name, tensor if part.expert is None else tensor[part.expert, part.start : part.end]
-
-
-def _copied(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same, each in contiguous host memory of its own, floating ones in `dtype`."""
-    for name, tensor in tensors:
-        to_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        copied = tensor.detach().to("cpu", to_dtype, copy=True, memory_format=torch.contiguous_format)
-        if _is_narrower(to_dtype, tensor.dtype) and copied.isinf().sum().item() > tensor.isinf().sum().item():
-            raise CheckpointError(
-                f"{name} holds {tensor[tensor.isfinite()].abs().max().item():g}, which is infinite in {to_dtype}",
-                field="dtype",
-                hint="use a dtype with a wider range, e.g. bfloat16",
-            )
-        yield name, copied
-
-
-def _is_narrower(dtype: torch.dtype, than: torch.dtype) -> bool:
-    return dtype != than and torch.finfo(dtype).max < torch.finfo(than).max
-
-
-def _shards(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Successive tensors in groups of at most `max_bytes`; a group is emptied when the next one is asked for."""
-    shard: dict[str, torch.Tensor] = {}
-    shard_bytes = 0
+def _planned_files(
+    specs: Sequence[TensorSpec], model_type: str, dtype: torch.dtype | None, max_bytes: int
+) -> dict[str, list[TensorSpec]]:
+    """File name -> what it will hold: successive tensors, as many as fit, each aligned to its own dtype."""
+    files: list[list[TensorSpec]] = []
+    file_bytes = 0
     seen: set[str] = set()
+    for spec in specs:
+        to_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else spec.dtype
+        for part in hub_parts(model_type, spec.name, spec.shape):
+            if part.name in seen:
+                raise CheckpointError(f"tensor {part.name!r} came twice", field="specs", hint="pass each tensor once")
+            seen.add(part.name)
+            written = TensorSpec(part.name, to_dtype, part.shape)
+            if not files or file_bytes + written.nbytes > max_bytes or file_bytes % to_dtype.itemsize:
+                files.append([])
+                file_bytes = 0
+            files[-1].append(written)
+            file_bytes += written.nbytes
+    if not files:
+        raise CheckpointError("there is no tensor to write", field="specs", hint="pass the model's full tensors")
+    if len(files) == 1:
+        return {SINGLE_FILE: files[0]}
+    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": held for i, held in enumerate(files, start=1)}
+
+
+def _in_hub_names(tensors: Iterable[tuple[str, torch.Tensor]], model_type: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors as folders hold them: experts apart, as views of the parameter they share in memory."""
     for name, tensor in tensors:
-        if name in seen:
-            raise CheckpointError(f"tensor {name!r} came twice", field="buckets", hint="pass each tensor once")
-        seen.add(name)
-        if shard and shard_bytes + tensor.nbytes > max_bytes:
-            yield shard
-            shard.clear()  # the caller still holds this dict: without this, two shards would be alive
-            shard_bytes = 0
-        shard[name] = tensor
-        shard_bytes += tensor.nbytes
-    if shard:
-        yield shard
+        for part in hub_parts(model_type, name, tensor.shape):
+            yield part.name, tensor if part.expert is None else tensor[part.expert, part.start : part.end]
+        del tensor  # before the next one is made
 
 
-def _unnumbered(shard: int) -> str:
-    return f"shard-{shard}.safetensors"
+def _write_weights(folder: Path, files: dict[str, list[TensorSpec]], parts: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for file_name, held in files.items():
+        with TensorFileWriter(folder / file_name, held, metadata={"format": "pt"}) as writer:
+            for spec in held:
+                name, tensor = next(parts, ("nothing", torch.empty(0)))
+                if (name, tuple(tensor.shape)) != (spec.name, spec.shape):
+                    raise _unannounced(
+                        f"{name} {list(tensor.shape)} came, {spec.name} {list(spec.shape)} was announced"
+                    )
+                writer.write(name, _in_dtype(name, tensor, spec.dtype))
+                del tensor
+    if (more := next(parts, None)) is not None:
+        raise _unannounced(f"{more[0]} came and was not announced")
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Gives the files the names that transformers expects, which need the number of shards; several get an index."""
-    if len(shards) == 1:
-        (folder / _unnumbered(1)).rename(folder / SINGLE_FILE)
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, start=1):
-        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        (folder / _unnumbered(number)).rename(folder / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    _write_json(folder / INDEX_FILE, index)
+def _unannounced(problem: str) -> CheckpointError:
+    return CheckpointError(problem, field="tensors", hint="pass the tensors of specs, in that order")
 
 
-def _config_with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    """`config` stating `dtype` under the key it uses: `torch_dtype` before transformers 4.56, `dtype` since."""
+def _in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor in another dtype; refused where a finite value would become infinite."""
+    if tensor.dtype == dtype:
+        return tensor
+    converted = tensor.detach().to(dtype)
+    if not converted.numel() or all(torch.isfinite(bound) for bound in converted.aminmax()):
+        return converted  # seen without the memory that counting takes
+    if converted.isinf().sum().item() > tensor.isinf().sum().item():
+        raise CheckpointError(
+            f"{name} holds {tensor[tensor.isfinite()].abs().max().item():g}, which is infinite in {dtype}",
+            field="dtype",
+            hint="use a dtype with a wider range, e.g. bfloat16",
+        )
+    return converted
+
+
+def _config_with_dtype(config: dict[str, Any], written: Sequence[TensorSpec]) -> dict[str, Any]:
+    """`config` stating a dtype that holds every tensor, under the key it uses: `torch_dtype` before transformers 4.56,
+    `dtype` since."""
+    dtype: torch.dtype | None = None
+    for spec in written:
+        if spec.dtype.is_floating_point:
+            dtype = torch.promote_types(dtype or spec.dtype, spec.dtype)
     if dtype is None:
         return config
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
@@ -204,11 +157,3 @@ def _config_with_dtype(config: dict[str, Any], dtype: torch.dtype | None) -> dic
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,7 @@
 """What a checkpoint says about its own files: a seal beside each one as it is written, then one manifest of them all.
 
-Every writer hashes and fsyncs its own files (`seal_file`) and leaves the digest in `<file>.sha256`; `write_manifest`
-collects the digests in manifest.json, so that no process rereads what another wrote. The manifest also carries its own
+Every writer hashes its own files as it writes them and leaves the digest in `<file>.sha256`; `write_manifest` collects
+the digests in manifest.json, so that no file is reread for it. The manifest also carries its own
 digest. Nothing that is read here is trusted: names, sizes and types are checked before they are used.
 """
 
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,6 +28,14 @@ _SIDECAR = ".sha256"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SEAL = re.compile(r"([0-9a-f]{64}) (\d+)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a finished file holds: sha256 in hex, and its size."""
+
+    sha256: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ def io_reported(path: Path, phase: str) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: {error.strerror or error}",
-            field="checkpoint.root",
+            field="run.dir",
             hint="check that the folder exists for every rank, is writable and has free space",
             phase=phase,
         ) from error
@@ -95,12 +103,16 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def seal_file(path: Path) -> None:
-    """Wait until the disk has this finished file, and leave its digest and size beside it for `write_manifest`."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    write_synced(path.with_name(path.name + _SIDECAR), f"{digest} {path.stat().st_size}\n".encode())
+def write_sealed(path: Path, data: bytes) -> None:
+    """Write the file, wait until the disk has it, and seal it."""
+    write_synced(path, data)
+    leave_seal(path, Seal(hashlib.sha256(data).hexdigest(), len(data)))
+
+
+def leave_seal(path: Path, seal: Seal) -> None:
+    """Leave the digest and size of a file that the disk has beside it, for `write_manifest`."""
+    # not synced: it is gone before the folder becomes a checkpoint
+    path.with_name(path.name + _SIDECAR).write_text(f"{seal.sha256} {seal.bytes}\n")
 
 
 def write_manifest(folder: Path, step: int, info: dict[str, Any]) -> None:
@@ -136,8 +148,10 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Reread every byte and compare with the manifest.
+def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int = 1) -> None:
+    """Reread the files and compare with the manifest.
+
+    Names and sizes are those of all files; of the bytes, `share` out of `shares` is reread, about as many in each.
 
     CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256. OSError.
     """
@@ -152,8 +166,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             raise damaged(folder / record.name, f"has {found.st_size} bytes, not {record.bytes}")
     # hashing lets go of the interpreter lock, so threads use the idle cores
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        digests = list(pool.map(_sha256_of, (folder / record.name for record in manifest.files)))
-    for record, digest in zip(manifest.files, digests, strict=True):
+        mine = _shares_of(manifest.files, shares)[share]
+        digests = list(pool.map(_sha256_of, (folder / record.name for record in mine)))
+    for record, digest in zip(mine, digests, strict=True):
         if digest != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
 
@@ -179,13 +194,24 @@ def _collect_digests(folder: Path) -> tuple[FileRecord, ...]:
             raise CheckpointError(
                 f"{path} was not sealed or changed afterwards",
                 field=name,
-                hint="call seal_file on every finished file, on the rank that wrote it",
+                hint="call leave_seal for every finished file, on the rank that wrote it",
                 phase="save",
             )
         records.append(FileRecord(name, int(seal[2]), seal[1]))
     for sidecar in folder.glob(f"*{_SIDECAR}"):
         sidecar.unlink()
     return tuple(records)
+
+
+def _shares_of(files: Sequence[FileRecord], shares: int) -> list[list[FileRecord]]:
+    """The largest files first, each to the share that has the fewest bytes so far."""
+    parts: list[list[FileRecord]] = [[] for _ in range(shares)]
+    sizes = [0] * shares
+    for record in sorted(files, key=lambda record: (-record.bytes, record.name)):
+        least = sizes.index(min(sizes))
+        parts[least].append(record)
+        sizes[least] += record.bytes
+    return parts
 
 
 def _render(manifest: Manifest) -> bytes:

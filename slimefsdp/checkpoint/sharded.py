@@ -14,22 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from slimefsdp.checkpoint.manifest import io_reported, json_bytes, read_json, seal_file, write_synced
-from slimefsdp.errors import CheckpointError
+from slimefsdp.checkpoint import atomic
+from slimefsdp.checkpoint.manifest import io_reported, json_bytes, leave_seal, read_json, write_sealed
+from slimefsdp.checkpoint.tensor_file import DTYPE_NAMES, TensorFileWriter, TensorSpec, read_rows
+from slimefsdp.errors import CheckpointError, ModelError
+from slimefsdp.models.safetensors_header import TensorEntry, read_header
 
-_DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _INDEX_NAME = re.compile(r"rank_(\d{5})\.json")
 
 
@@ -61,14 +52,31 @@ class _Piece:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Copy:
-    """One read: rows [start, stop) of tensor `name`, counted globally, from a file whose first row is `file_start`."""
+    """One read: rows [start, stop) of the file's share of tensor `name`, into `target`."""
 
     name: str
     start: int
     stop: int
-    file_start: int
+    target: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardReads:
+    """The rows that one rank needs of one file."""
+
+    path: Path
+    _copies: list[tuple[_Copy, TensorEntry]]
+
+    def fill(self) -> None:
+        """Read them into the tensors that were wanted, in place and bit for bit.
+
+        CheckpointError if the disk refuses, when some may be read already.
+        """
+        with io_reported(self.path, "load"), self.path.open("rb") as file:
+            for copy, entry in self._copies:
+                read_rows(file, entry, copy.start, copy.stop, copy.target)
 
 
 def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], state: dict[str, Any]) -> None:
@@ -78,55 +86,54 @@ def write_shard(folder: Path, rank: int, tensors: Mapping[str, ShardedTensor], s
     refuses.
     """
     index: dict[str, Any] = {"tensors": {}, "state": state}
-    shares: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
     for name, tensor in tensors.items():
         _check_share(name, tensor)
         index["tensors"][name] = {
-            "dtype": _DTYPES[tensor.local.dtype],
+            "dtype": DTYPE_NAMES[tensor.local.dtype],
             "global_shape": list(tensor.global_shape),
             "start": tensor.start,
             "rows": tensor.rows,
         }
-        share = tensor.local.detach().cpu().contiguous()
-        # tied tensors: safetensors refuses two names for one memory, and a reader may not tie them
-        shares[name] = share.clone() if share.data_ptr() in seen else share
-        seen.add(share.data_ptr())
     text = json_bytes(index, "state")
+    # wider dtypes first, as the format wants it
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].local.dtype.itemsize)
+    specs = [TensorSpec(name, tensor.local.dtype, tuple(tensor.local.shape)) for name, tensor in ordered]
     tensor_path, index_path = _tensor_path(folder, rank), _index_path(folder, rank)
+    atomic.at_point("shard")
     with io_reported(tensor_path, "save"):
-        try:
-            save_file(shares, tensor_path)
-        except SafetensorError as error:  # wraps what the operating system said
-            raise OSError(str(error)) from error
-        seal_file(tensor_path)
-        write_synced(index_path, text)
-        seal_file(index_path)
+        with TensorFileWriter(tensor_path, specs) as file:
+            for position, (name, tensor) in enumerate(ordered):
+                if position == len(ordered) // 2:
+                    atomic.at_point("shard: half of the tensors are written")
+                file.write(name, tensor.local)
+        atomic.at_point("shard: the tensor file is written")
+        leave_seal(tensor_path, file.close())
+        atomic.at_point("shard: the tensor file is sealed")
+    with io_reported(index_path, "save"):
+        write_sealed(index_path, text)
+    atomic.at_point("shard: both files are sealed")
 
 
-def read_shard(folder: Path, wanted: Mapping[str, ShardedTensor]) -> None:
-    """Fill every local of `wanted`, which names all saved tensors, in place and bit for bit; other rows are not read.
+def plan_reads(folder: Path, wanted: Mapping[str, ShardedTensor]) -> list[ShardReads]:
+    """What `wanted`, which names all saved tensors, needs of each file; no value changes before `fill`.
 
-    CheckpointError naming tensor and file if a tensor is missing or surplus, has another dtype or global shape, or if
-    the files do not hold all its rows. All of that is checked on the indices before the first value changes.
+    CheckpointError naming tensor and file if a tensor is missing or surplus, has another dtype or global shape, lacks
+    rows, or if a file cannot be read or contradicts its index.
     """
-    ranks = range(writing_ranks(folder))
     pieces: dict[str, dict[int, _Piece]] = {}
-    for rank in ranks:
+    for rank in range(writing_ranks(folder)):
         for name, piece in _read_pieces(_index_path(folder, rank)).items():
             pieces.setdefault(name, {})[rank] = piece
     for name in sorted(pieces.keys() ^ wanted.keys()):
         where = _index_path(folder, min(pieces[name])) if name in pieces else folder
         problem = "is saved, but this run has no such tensor" if name in pieces else "is not in the checkpoint"
         raise _refused(name, where, problem)
-    copies: dict[int, list[_Copy]] = {rank: [] for rank in ranks}
+    copies: dict[int, list[_Copy]] = {}
     for name, tensor in wanted.items():
         _check_share(name, tensor)
         for rank, copy in _plan(folder, name, tensor, pieces[name]):
-            copies[rank].append(copy)
-    for rank in ranks:
-        if copies[rank]:
-            _fill(_tensor_path(folder, rank), copies[rank], wanted)
+            copies.setdefault(rank, []).append(copy)
+    return [_located(_tensor_path(folder, rank), copies[rank], rank, pieces) for rank in sorted(copies)]
 
 
 def read_rank_state(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -166,8 +173,8 @@ def _refused(name: str, path: Path, problem: str) -> CheckpointError:
 
 def _check_share(name: str, tensor: ShardedTensor) -> None:
     local, shape = tensor.local, tensor.global_shape
-    if local.dtype not in _DTYPES:
-        known = ", ".join(str(dtype) for dtype in _DTYPES)
+    if local.dtype not in DTYPE_NAMES:
+        known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
         raise CheckpointError(f"{name} is {local.dtype}", field=name, hint=f"convert it to one of {known}")
     total = shape[0] if shape else 1
     if local.dim() != len(shape) or local.shape[1:] != shape[1:] or not 0 <= tensor.start <= total - tensor.rows:
@@ -192,7 +199,7 @@ def _read_pieces(path: Path) -> dict[str, _Piece]:
 def _plan(folder: Path, name: str, tensor: ShardedTensor, pieces: dict[int, _Piece]) -> list[tuple[int, _Copy]]:
     """(writing rank, read) pairs that cover this share once each; where several ranks hold a row, the first is read."""
     for rank, piece in pieces.items():
-        if piece.dtype != (dtype := _DTYPES[tensor.local.dtype]):
+        if piece.dtype != (dtype := DTYPE_NAMES[tensor.local.dtype]):
             raise _refused(name, _index_path(folder, rank), f"is saved as {piece.dtype}, but is {dtype} here")
         if piece.global_shape != tensor.global_shape:
             shapes = f"{list(piece.global_shape)}, but has {list(tensor.global_shape)} here"
@@ -202,28 +209,26 @@ def _plan(folder: Path, name: str, tensor: ShardedTensor, pieces: dict[int, _Pie
     for rank, piece in sorted(pieces.items(), key=lambda item: (item[1].start, item[0])):
         end = min(stop, piece.start + piece.rows)
         if piece.start <= row < end:
-            plan.append((rank, _Copy(name, row, end, piece.start)))
+            # a 0-d tensor has no rows to slice
+            target = tensor.local[row - tensor.start : end - tensor.start] if tensor.global_shape else tensor.local
+            plan.append((rank, _Copy(name, row - piece.start, end - piece.start, target)))
             row = end
     if row < stop:
         raise _refused(name, folder, f"lacks row {row} of {tensor.global_shape[0] if tensor.global_shape else 1}")
     return plan
 
 
-@torch.no_grad()
-def _fill(path: Path, copies: list[_Copy], wanted: Mapping[str, ShardedTensor]) -> None:
+def _located(path: Path, copies: list[_Copy], rank: int, pieces: dict[str, dict[int, _Piece]]) -> ShardReads:
+    """The reads with the places in the file, whose header says the same as the index of `rank`."""
     with io_reported(path, "load"):
         try:
-            with safe_open(path, framework="pt") as file:
-                for copy in copies:
-                    tensor = wanted[copy.name]
-                    if tensor.global_shape:
-                        target = tensor.local[copy.start - tensor.start : copy.stop - tensor.start]
-                        saved = file.get_slice(copy.name)[copy.start - copy.file_start : copy.stop - copy.file_start]
-                    else:  # a 0-d tensor has no rows to slice
-                        target, saved = tensor.local, file.get_tensor(copy.name)
-                    # copy_ alone would cast and broadcast without a word where a file contradicts its index
-                    if saved.dtype != target.dtype or saved.shape != target.shape:
-                        raise _refused(copy.name, path, f"is {saved.dtype} {list(saved.shape)}, unlike its index says")
-                    target.copy_(saved)
-        except SafetensorError as error:
-            raise _refused("tensors", path, f"cannot be read: {error}") from error
+            entries = read_header(path)
+        except ModelError as error:
+            raise _refused("tensors", path, f"cannot be read: {error.message}") from error
+    for copy in copies:
+        piece, entry = pieces[copy.name][rank], entries.get(copy.name)
+        shape = (piece.rows, *piece.global_shape[1:]) if piece.global_shape else ()
+        if entry is None or (entry.dtype, entry.shape) != (piece.dtype, shape):
+            found = "missing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+            raise _refused(copy.name, path, f"is {found}, unlike its index says")
+    return ShardReads(path, [(copy, entries[copy.name]) for copy in copies])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import base64
+import json
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,13 +16,36 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from slimefsdp.checkpoint.atomic import CheckpointStore
-from slimefsdp.checkpoint.sharded import ShardedTensor, read_rank_state, read_shard, write_shard, writing_ranks
+from slimefsdp.checkpoint.atomic import CheckpointStore, first_verified
+from slimefsdp.checkpoint.background import BackgroundSave
+from slimefsdp.checkpoint.generators import generator_states, restore_generators
+from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, io_reported, json_bytes
+from slimefsdp.checkpoint.sharded import (
+    ShardedTensor,
+    ShardReads,
+    plan_reads,
+    read_rank_state,
+    write_shard,
+    writing_ranks,
+)
 from slimefsdp.errors import CheckpointError
 from slimefsdp.parallel.agree import run_on_first, run_together
 
 Named = Sequence[tuple[str, nn.Parameter]]
-NamedFor = Callable[[dict[str, Any]], Named]  # from a checkpoint's info to the parameters it holds
+# from a checkpoint's info and manifest file to the parameters it holds; an error refuses the checkpoint
+Accept = Callable[[dict[str, Any], Path], Named]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """Where a load took its values from."""
+
+    step: int
+    folder: Path
+    info: dict[str, Any]
+    skipped: tuple[str, ...]  # why each checkpoint that stood before it was passed over
+    ranks: int  # that wrote it
 
 
 def save_training_state(
@@ -34,6 +59,7 @@ def save_training_state(
     group: dist.ProcessGroup,
     keep_last: int,
     writes_tensors: bool,
+    background: BackgroundSave | None = None,
 ) -> Path:
     """Collective: commits a checkpoint of `step`, whole or not at all, and removes old ones; returns its folder.
 
@@ -42,17 +68,100 @@ def save_training_state(
     Args:
         info: JSON about the run, the same on every rank.
         writes_tensors: of all ranks that hold the same rows, one; the others write their generators alone.
+        background: takes a copy of the state now and writes it later; its `finish` has returned since its last save.
 
     Raises:
-        CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand.
+        CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand. With `background`,
+            what is found while writing is raised by its `finish`.
+        ResourceError: on every rank, when any has no memory for the copy.
     """
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
-    run_on_first(lambda: store.begin(step), group)
+
+    def prepare() -> None:
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
+        json_bytes(info, "info")
+        if dist.get_rank(group) == 0:
+            store.lock()
+
+    run_together(prepare, group)
     tensors = _tensors(named, optimizer) if writes_tensors else {}
-    own = {"generators": _generators(device)}
+    state = {"generators": generator_states(device)}
+    if background is None:
+        return _write(store, step, tensors, state, info, group=group, keep_last=keep_last)
+    copies: dict[str, ShardedTensor] = {}
+    run_together(lambda: copies.update(background.copies(tensors)), group)
+    info = json.loads(json_bytes(info, "info"))  # the caller may change its own
+    write = partial(_write, store, step, copies, state, info, group=background.group, keep_last=keep_last)
+    background.start(write)
+    return store.final_path(step)
+
+
+def load_training_state(
+    store: CheckpointStore,
+    step: int | Literal["latest"],
+    accept: Accept,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    with_generators: Callable[[dict[str, Any]], bool],
+) -> LoadedState:
+    """Collective: verifies a checkpoint, each rank a part of it, and fills parameters and optimiser from it.
+
+    Any number of ranks may have written it.
+
+    Args:
+        accept: refuses a checkpoint that is not for this run; collective, and alike on all ranks.
+        with_generators: whether the random generators of a checkpoint with this info belong to these ranks.
+
+    Raises:
+        CheckpointError: on every rank; there is none, or it is torn, altered or of another model. No value has changed,
+            unless the disk failed while values were read.
+    """
+    folders, skipped = _from_first(lambda: _choices(store, step), group)
+    verify = partial(_verified_together, store, group)
+    if step == "latest":
+        manifest, folder, skipped = first_verified(store.root, folders, skipped, verify)
+        for reason in skipped if dist.get_rank(group) == 0 else []:
+            warnings.warn(f"checkpoint passed over: {reason}", stacklevel=2)
+    else:
+        (folder,) = folders
+        manifest = verify(folder)
+    named = accept(manifest.info, folder / MANIFEST)
+    restores_generators = with_generators(manifest.info)
+    reads: list[ShardReads] = []
+    state: dict[str, Any] = {}
+    writers: list[int] = []
+
+    def plan() -> None:
+        reads.extend(plan_reads(folder, _tensors(named, optimizer)))
+        state.update(read_rank_state(folder, dist.get_rank(group)) or {})
+        writers.append(writing_ranks(folder))
+
+    def fill() -> None:
+        for part in reads:
+            part.fill()
+        if restores_generators:
+            restore_generators(state["generators"], device)
+
+    run_together(plan, group)
+    run_together(fill, group)
+    return LoadedState(manifest.step, folder, manifest.info, tuple(map(str, skipped)), writers[0])
+
+
+def _write(
+    store: CheckpointStore,
+    step: int,
+    tensors: dict[str, ShardedTensor],
+    state: dict[str, Any],
+    info: dict[str, Any],
+    *,
+    group: dist.ProcessGroup,
+    keep_last: int,
+) -> Path:
+    """Collective: the commit protocol. After an error nothing of the attempt is left on the disk."""
     folder, rank = store.temporary_path(step), dist.get_rank(group)
-    run_together(lambda: write_shard(folder, rank, tensors, own), group)
+    run_on_first(lambda: store.begin(step), group)
 
     def commit() -> None:
         if (found := writing_ranks(folder)) != dist.get_world_size(group):
@@ -64,54 +173,41 @@ def save_training_state(
         store.commit(step, info)
         store.prune(keep_last)
 
-    run_on_first(commit, group)
-    return store.path_of(step)
+    try:
+        run_together(lambda: write_shard(folder, rank, tensors, state), group)
+        run_on_first(commit, group)
+    except CheckpointError:  # which all ranks raise, so nobody writes there any more
+        run_on_first(lambda: store.abandon(step), group)
+        raise
+    return store.final_path(step)
 
 
-def load_training_state(
-    store: CheckpointStore,
-    step: int | Literal["latest"],
-    named_for: NamedFor,
-    optimizer: torch.optim.Optimizer,
-    *,
-    device: torch.device,
-    group: dist.ProcessGroup,
-) -> dict[str, Any]:
-    """Collective: verifies a checkpoint, fills parameters and optimiser from it, and returns its `info`.
+def _choices(store: CheckpointStore, step: int | Literal["latest"]) -> tuple[list[Path], list[CheckpointError]]:
+    if step == "latest":
+        return store.candidates()
+    return [store.path_of(step)], []
 
-    Args:
-        named_for: the parameters that a checkpoint with this `info` holds.
 
-    Any number of ranks may have written it. Generators are restored where the number is this run's.
+def _verified_together(store: CheckpointStore, group: dist.ProcessGroup, folder: Path) -> Manifest:
+    """Collective: the manifest of a folder whose every byte was reread by one of the ranks; all raise alike."""
+    manifest = _from_first(lambda: store.manifest_of(folder), group)
 
-    Raises:
-        CheckpointError: on every rank; there is none, or it is torn, altered or of another model.
-    """
-    chosen: list[tuple[Path, dict[str, Any]] | None] = [None]
+    def check() -> None:
+        with io_reported(folder, "load"):
+            check_files(folder, manifest, share=dist.get_rank(group), shares=dist.get_world_size(group))
 
-    def choose() -> None:
-        if step == "latest":
-            _, folder, skipped = store.newest_verified()
-            for reason in skipped:
-                warnings.warn(f"checkpoint passed over: {reason}", stacklevel=2)
-        else:
-            folder = store.path_of(step)
-        chosen[0] = folder, store.verify(folder).info
+    run_together(check, group)
+    return manifest
 
-    run_on_first(choose, group)
-    dist.broadcast_object_list(chosen, group_src=0, group=group)
-    assert chosen[0] is not None
-    folder, info = chosen[0]
-    named = named_for(info)
 
-    def read() -> None:
-        read_shard(folder, _tensors(named, optimizer))
-        state = read_rank_state(folder, dist.get_rank(group))
-        if state is not None and writing_ranks(folder) == dist.get_world_size(group):
-            _restore_generators(state["generators"], device)
-
-    run_together(read, group)
-    return info
+def _from_first(action: Callable[[], _T], group: dist.ProcessGroup) -> _T:
+    """Collective: what `action` returns on rank 0, or its error, on every rank."""
+    results: list[Any] = []
+    run_on_first(lambda: results.append(action()), group)
+    results = results or [None]
+    dist.broadcast_object_list(results, group_src=0, group=group)
+    result: _T = results[0]
+    return result
 
 
 def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, ShardedTensor]:
@@ -122,24 +218,6 @@ def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, Sharde
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = _shard(value)
     return tensors
-
-
-def _generators(device: torch.device) -> dict[str, Any]:
-    """The torch generators of this rank as JSON."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return {name: base64.b64encode(bytes(state.tolist())).decode() for name, state in states.items()}
-
-
-def _restore_generators(saved: dict[str, Any], device: torch.device) -> None:
-    """The inverse of `_generators`."""
-    states = {
-        name: torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for name, text in saved.items()
-    }
-    torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _shard(tensor: torch.Tensor) -> ShardedTensor:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from slimefsdp.checkpoint.atomic import LATEST, CheckpointStore
-from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, seal_file
+from slimefsdp.checkpoint.lock import LOCK
+from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, write_sealed
 from slimefsdp.errors import CheckpointError
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
@@ -19,8 +20,7 @@ FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
 def save(store: CheckpointStore, step: int, files: dict[str, bytes] = FILES, info: Any = None) -> Path:
     folder = store.begin(step)
     for name, data in files.items():
-        (folder / name).write_bytes(data)
-        seal_file(folder / name)
+        write_sealed(folder / name, data)
     return store.commit(step, {} if info is None else info)
 
 
@@ -29,7 +29,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
 
 
 def test_a_committed_folder_holds_the_written_files_and_a_manifest_that_describes_them(tmp_path):
@@ -134,7 +134,7 @@ def test_an_unsealed_or_later_changed_file_is_not_committed(tmp_path):
     (folder / "a").write_bytes(b"12")
     with pytest.raises(CheckpointError, match="not sealed"):
         store.commit(1, {})
-    seal_file(folder / "a")
+    write_sealed(folder / "a", b"12")
     (folder / "a").write_bytes(b"123")
     with pytest.raises(CheckpointError, match="not sealed or changed"):
         store.commit(1, {})

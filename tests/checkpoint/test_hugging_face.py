@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +14,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from slimefsdp.checkpoint import hugging_face
-from slimefsdp.checkpoint.hugging_face import require_free_folder, write_model_folder
+from slimefsdp.checkpoint import hugging_face, new_folder
+from slimefsdp.checkpoint.hugging_face import write_model_folder
+from slimefsdp.checkpoint.new_folder import require_free_folder
+from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.errors import CheckpointError
 from slimefsdp.models.folder import ModelFolder, read_model_folder
 
-Buckets = list[list[tuple[str, torch.Tensor]]]
+Pairs = list[tuple[str, torch.Tensor]]
+A = TensorSpec("a", torch.float32, (2,))
 
 
 def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
@@ -33,10 +40,17 @@ def tiny_qwen3(tied: bool) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-def buckets_of(model: torch.nn.Module) -> Buckets:
-    """Every distinct parameter once (a tied head shares the embedding's), three to a bucket."""
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    return [named[i : i + 3] for i in range(0, len(named), 3)]
+def pairs_of(model: torch.nn.Module) -> Pairs:
+    """Every distinct parameter once: a tied head shares the embedding's."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def specs_of(pairs: Iterable[tuple[str, torch.Tensor]]) -> list[TensorSpec]:
+    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in pairs]
+
+
+def write(out: Path, pairs: Pairs, source: ModelFolder, **options: Any) -> None:
+    write_model_folder(out, specs_of(pairs), pairs, source, **options)
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -76,7 +90,7 @@ def test_transformers_opens_the_folder_with_the_same_logits(
             parameter.add_(0.1 * torch.randn_like(parameter))
     out = tmp_path / "out"
     source = read_model_folder(tmp_path / "source")
-    write_model_folder(out, buckets_of(model), source, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    write(out, pairs_of(model), source, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
     assert (out / "model.safetensors.index.json").exists() is (max_shard_bytes == 6_000)
     opened, report = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
@@ -89,9 +103,9 @@ def test_transformers_opens_the_folder_with_the_same_logits(
 
 
 def test_a_written_folder_is_read_back_with_every_tensor_once(tmp_path: Path, source: ModelFolder):
-    buckets: Buckets = [[(f"t{i}.{j}", torch.full((i + 1, 4), float(j))) for j in range(3)] for i in range(4)]
-    write_model_folder(tmp_path / "out", buckets, source, max_shard_bytes=100)
-    given = {name: tensor for bucket in buckets for name, tensor in bucket}
+    pairs = [(f"t{i}.{j}", torch.full((i + 1, 4), float(j))) for i in range(4) for j in range(3)]
+    write(tmp_path / "out", pairs, source, max_shard_bytes=100)
+    given = dict(pairs)
     found = read_model_folder(tmp_path / "out")
     assert {name: entry.shape for name, entry in found.tensors.items()} == {n: tuple(t.shape) for n, t in given.items()}
     loaded: dict[str, torch.Tensor] = {}
@@ -104,8 +118,7 @@ def test_a_written_folder_is_read_back_with_every_tensor_once(tmp_path: Path, so
 
 def test_no_shard_exceeds_the_limit_unless_one_tensor_does(tmp_path: Path, source: ModelFolder):
     sizes = [5, 5, 3, 40, 1, 9, 10, 2]  # floats; the limit is 10
-    buckets: Buckets = [[(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]]
-    write_model_folder(tmp_path / "out", buckets, source, max_shard_bytes=40)
+    write(tmp_path / "out", [(f"t{i}", torch.zeros(n)) for i, n in enumerate(sizes)], source, max_shard_bytes=40)
     found = read_model_folder(tmp_path / "out").tensors.values()
     files = sorted({entry.file for entry in found})
     held = [[entry.nbytes // 4 for entry in found if entry.file == file] for file in files]
@@ -116,42 +129,40 @@ def test_no_shard_exceeds_the_limit_unless_one_tensor_does(tmp_path: Path, sourc
             assert library.metadata() == {"format": "pt"}
 
 
-def test_at_most_one_shard_waits_in_memory(tmp_path: Path, source: ModelFolder):
-    given_bytes = 0
+@pytest.mark.parametrize("max_shard_bytes", [1000, 5 * 2**30])
+def test_each_tensor_is_written_and_let_go_before_the_next_is_made(
+    tmp_path: Path, source: ModelFolder, max_shard_bytes: int
+):
+    alive: list[weakref.ref[torch.Tensor]] = []
 
-    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
-        nonlocal given_bytes
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(20):
             on_disk = sum(file.stat().st_size for file in tmp_path.glob(".out.*/*.safetensors"))
-            assert given_bytes - on_disk <= 1000
-            yield [(f"t{i}", torch.zeros(100))]
-            given_bytes += 400
+            assert on_disk >= 400 * i and not [ref for ref in alive if ref() is not None]
+            tensor = torch.zeros(100)
+            alive.append(weakref.ref(tensor))
+            yield f"t{i}", tensor
+            del tensor
 
-    write_model_folder(tmp_path / "out", buckets(), source, max_shard_bytes=1000)
-    assert given_bytes == 8000
-
-
-def test_a_written_shard_is_released_before_the_next_one_is_gathered():
-    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
-        for i in range(6):
-            yield f"t{i}", torch.zeros(2)
-
-    stream = hugging_face._shards(pairs(), max_bytes=16)
-    first = next(stream)
-    assert list(first) == ["t0", "t1"]
-    second = next(stream)
-    assert list(second) == ["t2", "t3"] and first is second
+    specs = [TensorSpec(f"t{i}", torch.float32, (100,)) for i in range(20)]
+    write_model_folder(tmp_path / "out", specs, tensors(), source, max_shard_bytes=max_shard_bytes)
+    assert len(alive) == 20
 
 
 def test_a_producer_may_reuse_its_buffer_and_give_views_of_it(tmp_path: Path, source: ModelFolder):
-    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
-        buffer = torch.empty(3, 4)
+    buffer = torch.empty(3, 4)
+
+    def views(i: int) -> Pairs:
+        return [(f"rows{i}", buffer[:2]), (f"transposed{i}", buffer.t()), (f"expanded{i}", buffer[:1].expand(5, 4))]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for i in range(3):
             buffer.fill_(i)
             buffer[0, 1] = 10 + i
-            yield [(f"rows{i}", buffer[:2]), (f"transposed{i}", buffer.t()), (f"expanded{i}", buffer[:1].expand(5, 4))]
+            yield from views(i)
 
-    write_model_folder(tmp_path / "out", buckets(), source)
+    specs = specs_of(pair for i in range(3) for pair in views(i))
+    write_model_folder(tmp_path / "out", specs, tensors(), source)
     loaded = load_file(tmp_path / "out" / "model.safetensors")
     for i in range(3):
         expected = torch.full((3, 4), float(i))
@@ -164,7 +175,7 @@ def test_a_producer_may_reuse_its_buffer_and_give_views_of_it(tmp_path: Path, so
 def test_config_and_tokenizer_files_come_from_the_source_and_links_become_files(tmp_path: Path, source: ModelFolder):
     (source.path / "tokenizer.json").rename(tmp_path / "blob")
     (source.path / "tokenizer.json").symlink_to(tmp_path / "blob")
-    write_model_folder(tmp_path / "new" / "out", [[("a", torch.ones(2))]], source, dtype="float16")
+    write(tmp_path / "new" / "out", [("a", torch.ones(2))], source, dtype="float16")
     out = tmp_path / "new" / "out"
     assert config_at(out) == source.config | {"dtype": "float16"}
     assert (out / "tokenizer.json").read_text() == '{"é": 1}' and not (out / "tokenizer.json").is_symlink()
@@ -183,25 +194,26 @@ def test_config_states_the_dtype_under_the_keys_it_had(
     tmp_path: Path, source: ModelFolder, keys: dict[str, str], expected: dict[str, str]
 ):
     (source.path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 8, **keys}))
-    write_model_folder(tmp_path / "out", [[("a", torch.ones(2).bfloat16())]], read_model_folder(source.path))
+    write(tmp_path / "out", [("a", torch.ones(2).bfloat16())], read_model_folder(source.path))
     assert config_at(tmp_path / "out") == {"model_type": "qwen3", "vocab_size": 8, **expected}
 
 
 def test_without_dtype_each_tensor_keeps_its_own_and_config_states_one_that_holds_all(
     tmp_path: Path, source: ModelFolder
 ):
-    mixed: Buckets = [[("a", torch.ones(2).bfloat16()), ("b", torch.ones(2)), ("ids", torch.arange(3))]]
-    write_model_folder(tmp_path / "own", mixed, source)
+    mixed = [("a", torch.ones(3).bfloat16()), ("b", torch.ones(2)), ("ids", torch.arange(3))]
+    write(tmp_path / "own", mixed, source)
     written = read_model_folder(tmp_path / "own").tensors
     assert {name: entry.dtype for name, entry in written.items()} == {"a": "BF16", "b": "F32", "ids": "I64"}
+    assert all(torch.equal(load_file(entry.file)[name], dict(mixed)[name]) for name, entry in written.items())
     assert config_at(tmp_path / "own")["dtype"] == "float32"
-    write_model_folder(tmp_path / "cast", mixed, source, dtype="bfloat16")
+    write(tmp_path / "cast", mixed, source, dtype="bfloat16")
     written = read_model_folder(tmp_path / "cast").tensors
     assert {name: entry.dtype for name, entry in written.items()} == {"a": "BF16", "b": "BF16", "ids": "I64"}
 
 
 def test_weights_are_as_readable_as_the_config(tmp_path: Path, source: ModelFolder):
-    write_model_folder(tmp_path / "out", [[("a", torch.ones(2))]], source)
+    write(tmp_path / "out", [("a", torch.ones(2))], source)
     modes = {file.name: file.stat().st_mode for file in (tmp_path / "out").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
 
@@ -209,15 +221,15 @@ def test_weights_are_as_readable_as_the_config(tmp_path: Path, source: ModelFold
 def test_an_empty_folder_is_filled_and_one_with_content_is_left_alone(tmp_path: Path, source: ModelFolder):
     out = tmp_path / "out"
     out.mkdir()
-    write_model_folder(out, [[("a", torch.ones(2))]], source)
+    write(out, [("a", torch.ones(2))], source)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
 
-    def never() -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def never() -> Iterator[tuple[str, torch.Tensor]]:
         raise AssertionError("asked for weights that cannot be written")
-        yield []
+        yield "a", torch.ones(2)
 
     with pytest.raises(CheckpointError) as caught:
-        write_model_folder(out, never(), source)
+        write_model_folder(out, [A], never(), source)
     assert str(out) in caught.value.message and caught.value.hint
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
 
@@ -237,61 +249,78 @@ def test_what_cannot_be_replaced_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_filled_meanwhile_is_not_overwritten(tmp_path: Path, source: ModelFolder):
     out = tmp_path / "out"
 
-    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         out.mkdir()
         (out / "other").write_text("theirs")
-        yield [("a", torch.ones(2))]
+        yield "a", torch.ones(2)
 
     with pytest.raises(CheckpointError, match="could not be written"):
-        write_model_folder(out, buckets(), source)
+        write_model_folder(out, [A], tensors(), source)
     assert [file.name for file in out.iterdir()] == ["other"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "source"]
 
 
 def test_nothing_is_left_behind_when_the_stream_breaks(tmp_path: Path, source: ModelFolder):
-    def buckets() -> Iterator[list[tuple[str, torch.Tensor]]]:
-        yield [("a", torch.ones(2)), ("b", torch.ones(2))]
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(2)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_model_folder(tmp_path / "out", buckets(), source, max_shard_bytes=8)
+        write_model_folder(tmp_path / "out", [A, replace(A, name="b")], tensors(), source)
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize(
-    ("buckets", "dtype", "part"),
+    ("pairs", "dtype", "part"),
     [
-        ([], None, "no tensor came"),
-        ([[]], None, "no tensor came"),
-        ([[("a", torch.ones(1))], [("a", torch.ones(1))]], None, "'a' came twice"),
-        ([[("a", torch.tensor([1.0, 7e4, torch.inf, torch.nan]))]], "float16", "a holds 70000"),
-        ([[("a", torch.ones(1))]], "bf16", "'bf16' is unknown"),
+        ([], None, "no tensor"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], None, "'a' came twice"),
+        ([("a", torch.tensor([1.0, 7e4, torch.inf, torch.nan]))], "float16", "a holds 70000"),
+        ([("a", torch.ones(1))], "bf16", "'bf16' is unknown"),
     ],
 )
 def test_a_stream_that_makes_no_faithful_model_is_refused(
-    tmp_path: Path, source: ModelFolder, buckets: Buckets, dtype: str | None, part: str
+    tmp_path: Path, source: ModelFolder, pairs: Pairs, dtype: str | None, part: str
 ):
     with pytest.raises(CheckpointError) as caught:
-        write_model_folder(tmp_path / "out", buckets, source, dtype=dtype)
+        write(tmp_path / "out", pairs, source, dtype=dtype)
     assert part in caught.value.message and caught.value.hint
+    assert [file.name for file in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "part"),
+    [
+        ([], "nothing [0] came, a [2]"),
+        ([("a", torch.ones(3))], "a [3] came, a [2]"),
+        ([("b", torch.ones(2))], "b [2] came, a [2]"),
+        ([("a", torch.ones(2)), ("b", torch.ones(2))], "b came"),
+    ],
+)
+def test_a_stream_that_is_not_what_was_announced_is_refused(
+    tmp_path: Path, source: ModelFolder, pairs: Pairs, part: str
+):
+    with pytest.raises(CheckpointError) as caught:
+        write_model_folder(tmp_path / "out", [A], iter(pairs), source)
+    assert part in caught.value.message
     assert [file.name for file in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_place_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path, source: ModelFolder):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="could not be written"):
-        write_model_folder(tmp_path / "file" / "out", [[("a", torch.ones(1))]], source)
+        write(tmp_path / "file" / "out", [("a", torch.ones(1))], source)
 
 
-@pytest.mark.parametrize("moment", ["_name_shards", "_fsync"])
+@pytest.mark.parametrize(("owner", "moment"), [(hugging_face, "_write_weights"), (new_folder, "_fsync")])
 def test_the_final_name_appears_only_with_the_last_step(
-    tmp_path: Path, source: ModelFolder, monkeypatch: pytest.MonkeyPatch, moment: str
+    tmp_path: Path, source: ModelFolder, monkeypatch: pytest.MonkeyPatch, owner: ModuleType, moment: str
 ):
     def disk_full(*_: object) -> None:
         assert not (tmp_path / "out").exists()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hugging_face, moment, disk_full)
+    monkeypatch.setattr(owner, moment, disk_full)
     with pytest.raises(CheckpointError, match="No space left"):
-        write_model_folder(tmp_path / "out", [[("a", torch.ones(1))]], source)
+        write(tmp_path / "out", [("a", torch.ones(1))], source)
     assert [file.name for file in tmp_path.iterdir()] == ["source"]

@@ -17,8 +17,8 @@ from slimefsdp.checkpoint.manifest import (
     Manifest,
     check_files,
     read_manifest,
-    seal_file,
     write_manifest,
+    write_sealed,
 )
 from slimefsdp.errors import CheckpointError
 
@@ -29,8 +29,7 @@ def sealed_folder(parent: Path, info: dict[str, Any] | None = None) -> Path:
     folder = parent / "sealed"
     folder.mkdir()
     for name, data in FILES.items():
-        (folder / name).write_bytes(data)
-        seal_file(folder / name)
+        write_sealed(folder / name, data)
     write_manifest(folder, 1, info or {})
     return folder
 

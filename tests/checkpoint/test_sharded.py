@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.sharded import (
     ShardedTensor,
+    plan_reads,
     read_rank_state,
-    read_shard,
     write_shard,
     writing_ranks,
 )
@@ -35,6 +35,11 @@ DTYPES = [
     torch.uint8,
     torch.bool,
 ]
+
+
+def read_shard(folder: Path, wanted: dict[str, ShardedTensor]) -> None:
+    for part in plan_reads(folder, wanted):
+        part.fill()
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:

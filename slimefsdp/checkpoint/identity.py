@@ -1,0 +1,71 @@
+"""What a checkpoint and the run that loads it must have in common, and what they may differ in with a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slimefsdp.errors import CheckpointError
+
+# keys of config.json that change no number of a model without dropout; those that begin with _ are left out as well
+_WITHOUT_EFFECT = frozenset(
+    [
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "embd_pdrop",
+        "attn_pdrop",
+        "resid_pdrop",
+        "embd_dropout",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    ]
+)
+_ABSENT = "not set"
+
+
+def architecture_of(model_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json that decide what the model computes."""
+    return {key: value for key, value in model_config.items() if key not in _WITHOUT_EFFECT and not key.startswith("_")}
+
+
+def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> None:
+    """Whether values saved under one identity can be loaded under another; nested mappings are compared key by key.
+
+    Raises:
+        CheckpointError: naming the first field that differs, both values and `file`.
+    """
+    for name in [*own, *(name for name in saved if name not in own)]:
+        there, here = saved.get(name, _ABSENT), own.get(name, _ABSENT)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            check_identity(there, here, file)
+        elif there != here:
+            raise CheckpointError(
+                f"{name} is {there} in {file}, but {here} in this run",
+                field=name,
+                hint="load a checkpoint of the same model, master dtype and optimiser",
+                phase="load",
+            )
+
+
+def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """One phrase for each of this run's values that differs from what was saved under its name."""
+    return [
+        f"{name} is {value} (saved: {saved[name]})"
+        for name, value in own.items()
+        if name in saved and saved[name] != value
+    ]

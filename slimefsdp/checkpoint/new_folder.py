@@ -1,0 +1,64 @@
+"""A folder that appears whole or not at all: it is written beside its final place, flushed to disk, then renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slimefsdp.errors import CheckpointError
+
+
+@contextmanager
+def new_folder(path: str | Path) -> Iterator[Path]:
+    """An empty folder to write files into, which becomes `path` when the block ends; missing parents are made.
+
+    Raises:
+        CheckpointError: `path` is taken, or the disk refused. Nothing is left at `path` or beside it, also when the
+            block raises.
+    """
+    target = Path(path).expanduser().resolve()
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    try:
+        require_free_folder(target)
+        partial.mkdir(parents=True)
+        yield partial
+        for file in [*partial.iterdir(), partial]:
+            _fsync(file)
+        partial.rename(target)  # fails if someone else filled the target meanwhile; replaces an empty folder
+        _fsync(target.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {error}", field="path", hint="check the space and the permissions there"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename
+
+
+def require_free_folder(path: str | Path) -> None:
+    """Raises CheckpointError unless `path` is absent or an empty folder: what is there is never overwritten."""
+    target = Path(path).expanduser().resolve()
+    if target.is_dir():
+        taken = next((child.name for child in target.iterdir()), None)
+        if taken is not None:
+            message = f"{target} is not empty (it holds {taken!r})"
+        elif target.is_mount():  # a container's volume: nothing can be renamed onto it
+            message = f"{target} is a mount point, which cannot be replaced"
+        else:
+            return
+    elif target.exists():
+        message = f"{target} is a file"
+    else:
+        return
+    raise CheckpointError(message, field="path", hint="choose another folder, or one inside it")
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,69 @@
+"""The copy that a save in the background writes, and what its callers learn of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from slimefsdp.checkpoint.background import BackgroundSave
+from slimefsdp.checkpoint.sharded import ShardedTensor
+from slimefsdp.errors import ResourceError
+
+NO_GROUP = None  # copying needs none
+
+
+def share(tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor(tensor, tuple(tensor.shape), 0)
+
+
+def test_copies_are_of_their_moment_and_their_memory_is_used_again() -> None:
+    background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
+    weight, other = torch.randn(6, 4).t(), torch.tensor(3.0)
+    first = background.copies({"weight": share(weight), "other": share(other)})
+    before = weight.clone()
+    address = first["weight"].local.data_ptr()
+    weight.add_(1)
+    assert torch.equal(first["weight"].local, before) and first["other"].local == 3
+    assert background.host_bytes == weight.nbytes + 4
+    second = background.copies({"weight": share(weight)})
+    assert torch.equal(second["weight"].local, weight) and second["weight"].local.data_ptr() == address
+    assert background.host_bytes == weight.nbytes
+    grown = background.copies({"weight": share(torch.zeros(9, 9))})
+    assert grown["weight"].local.shape == (9, 9) and background.host_bytes == 9 * 9 * 4
+
+
+def test_a_copy_without_memory_says_what_to_do() -> None:
+    background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
+    huge = torch.zeros(1).expand(2**50)
+    with pytest.raises(ResourceError, match="no host memory for a copy of weight") as caught:
+        background.copies({"weight": share(huge)})
+    assert caught.value.field == "checkpoint.async_save"
+
+
+@pytest.mark.filterwarnings("ignore:the save in the background failed")
+def test_a_result_or_error_is_handed_out_once() -> None:
+    background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
+    assert background.finish() is None
+    background.start(lambda: Path("step_1"))
+    assert background.finish() == Path("step_1") and background.finish() is None
+
+    def fail() -> Path:
+        raise ResourceError("full")
+
+    background.start(fail)
+    with pytest.raises(ResourceError, match="full"):
+        background.finish()
+    assert background.finish() is None
+
+
+def test_a_failure_is_said_also_where_nobody_asks() -> None:
+    background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
+
+    def fail() -> Path:
+        raise ResourceError("full")
+
+    with pytest.warns(UserWarning, match="background failed: full"):
+        background.start(fail)
+        background._thread.shutdown()
