@@ -7,10 +7,12 @@ are never built empty: they are computed for real and survive.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from slimefsdp.errors import ModelError
 from slimefsdp.models.folder import ModelFolder, check_architecture, refuse_unpackable
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.random_init import draw_weights
-from slimefsdp.models.read import check_tensor_names, read_weights
+from slimefsdp.models.read import ReadBy, check_tensor_names, read_weights
 from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import Parallelism, parallelize
 from slimefsdp.parallel.layers import require_compiler
@@ -40,6 +42,8 @@ def load_policy(
     *,
     attention_for: Callable[[AttentionShape], Attention] | None = None,
     random_seed: int | None = None,
+    frozen: Sequence[str] = (),
+    read_by: ReadBy = "every_rank",
 ) -> PolicyModel:
     """Collective: the folder's model, sharded over the mesh, its weights loaded.
 
@@ -47,10 +51,13 @@ def load_policy(
         how: dtypes, units, places, recomputation.
         attention_for: makes the model's attention, or refuses the model; None: that of one rank a pack.
         random_seed: draw the weights from it instead, the same on every mesh; None: read them.
+        frozen: patterns of `PolicyModel.freeze`.
+        read_by: first_rank: rank 0 alone opens files of the folder, and sends the others their rows.
 
     Raises:
         ModelError: on every rank alike; the folder cannot be loaded faithfully.
-        ConfigError: as `parallelize`; or what `how` asks for needs a compiler that some rank lacks.
+        ConfigError: as `parallelize` and `PolicyModel.freeze`; or what `how` asks for needs a compiler that some rank
+            lacks.
     """
     built: list[PolicyModel] = []
 
@@ -62,6 +69,7 @@ def load_policy(
             built[0].attention = attention_for(built[0].attention_shape())
         if random_seed is None:
             check_tensor_names(built[0], folder)
+        built[0].freeze(frozen)
 
     run_together(build, mesh.group)
     (policy,) = built
@@ -69,7 +77,7 @@ def load_policy(
     host = torch.device("cpu")
     materialise(policy, mesh.device, host if how.cpu_offload else None, buffer_dtype=how.buffer_dtype)
     if random_seed is None:
-        read_weights(policy, folder, mesh.group)
+        read_weights(policy, folder, mesh.group, device=mesh.device, read_by=read_by)
     else:
         draw_weights(policy, build_policy(folder, torch.float32), random_seed)
     return policy
@@ -125,7 +133,10 @@ def materialise(
 def _supported_config(folder: ModelFolder) -> PretrainedConfig:
     check_architecture(folder)
     try:
-        config = AutoConfig.from_pretrained(folder.path, trust_remote_code=False, local_files_only=True)
+        # not from folder.path, which only rank 0 may have; and not by its class, which transformers decides on
+        with TemporaryDirectory() as copy:
+            (Path(copy) / "config.json").write_text(json.dumps(folder.config))
+            config = AutoConfig.from_pretrained(copy, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise _unusable_config(folder, error) from error
     refuse_unpackable(config.to_dict(), folder.path / "config.json")  # also what transformers filled in

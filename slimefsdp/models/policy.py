@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -10,6 +14,7 @@ from slimefsdp.attention.choice import AttentionShape, Choice
 from slimefsdp.attention.kernels import Scoring
 from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.data.dimensions import windowed_layers
+from slimefsdp.errors import ConfigError
 from slimefsdp.models.head import token_log_probs
 
 _NOT_OF_THE_FUNCTION = ("_name_or_path", "architectures", "dtype", "transformers_version")
@@ -74,6 +79,33 @@ class PolicyModel(nn.Module):
             softcap=self.softcap,
         )
 
+    def freeze(self, patterns: Sequence[str]) -> None:
+        """Takes the parameters whose names match a shell-style pattern out of training; call it before sharding.
+
+        A tensor with two names, a tied embedding, is frozen under either of them.
+
+        Raises:
+            ConfigError: a pattern matches no name, or nothing is left to train.
+        """
+        named = [(name.removeprefix("hf."), p) for name, p in self.named_parameters(remove_duplicate=False)]
+        for pattern in patterns:
+            matched = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+            if not matched:
+                near = difflib.get_close_matches(pattern, [name for name, _ in named], n=3, cutoff=0.0)
+                raise ConfigError(
+                    f"model.frozen has {pattern!r}, which matches no parameter of this model",
+                    field="model.frozen",
+                    hint=f"the nearest names are {', '.join(near)}; * stands for any characters",
+                )
+            for parameter in matched:
+                parameter.requires_grad_(False)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ConfigError(
+                f"model.frozen={list(patterns)} leaves nothing to train",
+                field="model.frozen",
+                hint="narrow the patterns, or remove one",
+            )
+
     def decoder_layers(self) -> nn.ModuleList:
         """The stack of decoder layers."""
         decoder = self.hf.get_decoder()
@@ -99,6 +131,10 @@ class PolicyModel(nn.Module):
         The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hub_names).
         """
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
+
+    def trained_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Those of `named_weights` that have gradients: all but what `freeze` took out."""
+        return [(name, parameter) for name, parameter in self.named_weights() if parameter.requires_grad]
 
     def is_like(self, other: PolicyModel) -> bool:
         """Whether another policy computes the same function of equal weights: same configuration, names and shapes."""

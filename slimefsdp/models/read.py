@@ -1,29 +1,37 @@
-"""Fills a sharded model from safetensors files: each rank reads the slices it keeps, and of experts only its own.
+"""Fills a sharded model from safetensors files: each rank reads the rows it keeps, or rank 0 reads and sends them.
 
-Whatever a folder lacks, has too much of, or holds as NaN is an error on every rank, never a random weight.
+Whatever a folder lacks, has too much of, or holds as NaN is an error on every rank, never a random weight. Files are
+read into the shards, with no more memory besides than a buffer: mapped files would count as resident.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from slimefsdp.checkpoint.tensor_file import TORCH_DTYPES, read_rows
 from slimefsdp.errors import ModelError
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.hub_names import Part, is_no_weight, stored_parts
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.safetensors_header import TensorEntry
+from slimefsdp.parallel.agree import run_together
 
+ReadBy = Literal["every_rank", "first_rank"]
 TIED_HEAD = "lm_head.weight"
-# the findings that ranks agree on; of several about one tensor the largest counts
-_FINE, _NOT_FINITE, _NOT_TIED, _UNREADABLE = range(4)
+BUCKET_BYTES = 64 << 20  # of what rank 0 sends at once; a multiple of the alignment
+_BUFFER_BYTES = 16 << 20
+_ALIGNMENT = 8  # bytes, of the widest dtype
 
 
 def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
@@ -60,40 +68,30 @@ def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
 
 
 @torch.no_grad()
-def read_weights(policy: PolicyModel, folder: ModelFolder, group: dist.ProcessGroup) -> None:
-    """Fills the local shards from the folder's safetensors files, slices only; a collective call.
+def read_weights(
+    policy: PolicyModel,
+    folder: ModelFolder,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    read_by: ReadBy = "every_rank",
+) -> None:
+    """Fills the local shards from the folder's safetensors files; a collective call.
+
+    Args:
+        device: where ranks exchange tensors.
+        read_by: first_rank: rank 0 alone opens files, and sends all others their rows in buckets of `BUCKET_BYTES`.
 
     Raises:
         ModelError: on every rank alike, when any rank met an unreadable file, a non-finite weight, or a separate
             `lm_head.weight` that differs from the embedding the config ties it to.
     """
-    names: list[str] = []
-    # one finding per tensor, agreed over all ranks: a rank-local error must never leave the others in a collective
-    findings: list[int] = []
-    device = next(policy.parameters()).device
-    with _OpenFiles(folder) as files:
-        for parameter, parts in _parts_by_parameter(policy, folder):
-            names.extend(part.name for part in parts)
-            findings.extend(_fill(files, part, parameter) for part in parts)
-        if _has_second_head(policy, folder):
-            embedding = policy.hf.get_input_embeddings().weight
-            assert isinstance(embedding, nn.Parameter)
-            names.append(TIED_HEAD)
-            findings.append(_compare_tied_head(files, embedding))
-    agreed = torch.tensor(findings, dtype=torch.int32, device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    for name, finding in zip(names, agreed.tolist(), strict=True):
-        file = folder.tensors[name].file
-        if finding == _UNREADABLE:
-            raise _wrong_tensor(name, f"cannot be read from {file}", "copy the model folder again")
-        if finding == _NOT_FINITE:
-            raise _wrong_tensor(name, f"holds NaN or infinity in {file.name}", "use a checkpoint with finite weights")
-        if finding == _NOT_TIED:
-            raise _wrong_tensor(
-                name,
-                "differs from the embedding, but config.json says tie_word_embeddings=true",
-                "set tie_word_embeddings to false, or drop lm_head.weight",
-            )
+    shares = _shares(policy, folder)
+    with OpenTensors(folder.tensors) as files:
+        if read_by == "every_rank":
+            run_together(lambda: _read_shares(files, shares), group)
+        else:
+            _receive_shares(files, shares, group, device)
 
 
 def local_rows(parameter: nn.Parameter) -> tuple[int, int]:
@@ -120,54 +118,182 @@ def _has_second_head(policy: PolicyModel, folder: ModelFolder) -> bool:
     return policy.has_tied_embeddings and TIED_HEAD in folder.tensors
 
 
-def _fill(files: _OpenFiles, part: Part, parameter: nn.Parameter) -> int:
-    """Fills this rank's share of one stored tensor; returns what is wrong with it."""
-    start, end = local_rows(parameter)
-    target = local_shard(parameter)
-    if part.expert is not None:
-        if not start <= part.expert < end:
-            return _FINE  # another rank's expert
-        target = target[part.expert - start, part.start : part.end]
-        start, end = 0, part.shape[0]
-    try:
-        rows = files.rows(part.name, start, end)
-    except Exception:
-        return _UNREADABLE
-    target.copy_(rows)
-    return _FINE if torch.isfinite(target).all() else _NOT_FINITE
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """The numbers of a stored tensor that this rank keeps, counted in row-major order, and where it keeps them."""
+
+    name: str
+    values: torch.Tensor  # [numbers], a view of the shard; none of another rank's expert
+    start: int
+    is_second_head: bool = False  # to be compared with what is there
+
+    def take(self, start: int, values: torch.Tensor) -> None:
+        """Takes its part of numbers [start, start + len(values)), and refuses it if it is wrong."""
+        first, end = max(start, self.start), min(start + len(values), self.start + len(self.values))
+        if first >= end:
+            return
+        mine, values = self.values[first - self.start : end - self.start], values[first - start : end - start]
+        if not self.is_second_head:
+            mine.copy_(values)
+            self.check(mine)
+        elif not all(torch.equal(a.to(b.device, b.dtype), b) for a, b in _side_by_side(values, mine)):
+            raise _wrong_tensor(
+                self.name,
+                "differs from the embedding, but config.json says tie_word_embeddings=true",
+                f"set tie_word_embeddings to false, or drop {TIED_HEAD}",
+            )
+
+    def check(self, values: torch.Tensor) -> None:
+        """Refuses numbers that are not finite."""
+        # minimum and maximum pass NaN on, and need no memory: isfinite would take as much as the values
+        if not all(torch.isfinite(bound) for bound in values.aminmax()):
+            raise _wrong_tensor(self.name, "holds NaN or infinity", "use a checkpoint with finite weights")
 
 
-def _compare_tied_head(files: _OpenFiles, embedding: nn.Parameter) -> int:
-    """A tied checkpoint may hold the head a second time: it must be what was loaded as the embedding."""
-    try:
-        rows = files.rows(TIED_HEAD, *local_rows(embedding))
-    except Exception:
-        return _UNREADABLE
-    return _FINE if torch.equal(rows.to(embedding.device, embedding.dtype), local_shard(embedding)) else _NOT_TIED
+def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Pieces of tensors of one length that are small enough to be copied."""
+    return zip(*(tensor.split(_BUFFER_BYTES // _ALIGNMENT) for tensor in tensors), strict=True)
 
 
-class _OpenFiles:
-    """The folder's files, each opened once: opening parses the header, and mixtures have thousands of tensors."""
+def _shares(policy: PolicyModel, folder: ModelFolder) -> list[_Share]:
+    """One share of every stored tensor, in the same order on every rank."""
+    shares = []
+    for parameter, parts in _parts_by_parameter(policy, folder):
+        (start, end), shard = local_rows(parameter), local_shard(parameter)
+        for part in parts:
+            if part.expert is None:
+                shares.append(_Share(part.name, shard.view(-1), start * parameter.shape[1:].numel()))
+            elif start <= part.expert < end:
+                rows = shard[part.expert - start, part.start : part.end]
+                shares.append(_Share(part.name, rows.view(-1), 0))
+            else:
+                shares.append(_Share(part.name, shard.new_empty(0), 0))
+    if _has_second_head(policy, folder):
+        embedding = policy.hf.get_input_embeddings().weight
+        assert isinstance(embedding, nn.Parameter)
+        start = local_rows(embedding)[0] * embedding.shape[1]
+        shares.append(_Share(TIED_HEAD, local_shard(embedding).view(-1), start, is_second_head=True))
+    return shares
 
-    def __init__(self, folder: ModelFolder) -> None:
-        self._folder = folder
+
+def _read_shares(files: OpenTensors, shares: Sequence[_Share]) -> None:
+    """Reads this rank's shares alone."""
+    for share in shares:
+        if not len(share.values):
+            continue
+        if not share.is_second_head:
+            files.read(share.name, share.start, share.values)
+            share.check(share.values)
+            continue
+        dtype, end = files.dtype(share.name), share.start + len(share.values)
+        for start in range(share.start, end, step := _BUFFER_BYTES // dtype.itemsize):
+            values = torch.empty(min(step, end - start), dtype=dtype)
+            files.read(share.name, start, values)
+            share.take(start, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Numbers [start, start + count) of a share's tensor, at a place in a bucket."""
+
+    share: int
+    start: int
+    count: int
+    dtype: torch.dtype
+    place: int  # bytes
+
+    @property
+    def end(self) -> int:
+        """Where the next piece may lie."""
+        nbytes = self.count * self.dtype.itemsize
+        return self.place + nbytes + -nbytes % _ALIGNMENT
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """The numbers, a view of the bucket's bytes."""
+        return bucket[self.place : self.place + self.count * self.dtype.itemsize].view(self.dtype)
+
+
+def _receive_shares(
+    files: OpenTensors, shares: Sequence[_Share], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Collective: rank 0 reads every tensor, and all take their shares."""
+    errors: list[Exception] = []  # of this rank, which goes on keeping step with the others
+    memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
+    for pieces in _buckets(files, shares):
+        try:
+            for piece in pieces if dist.get_rank(group) == 0 and not errors else ():
+                files.read(shares[piece.share].name, piece.start, piece.of(memory))
+        except Exception as error:
+            errors.append(error)
+        dist.broadcast(memory[: pieces[-1].end], group_src=0, group=group)
+        try:
+            for piece in pieces if not errors else ():
+                shares[piece.share].take(piece.start, piece.of(memory))
+        except Exception as error:
+            errors.append(error)
+
+    def report() -> None:
+        if errors:
+            raise errors[0]
+
+    run_together(report, group)
+
+
+def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Piece]]:
+    """Every stored tensor once, cut to fit; the same on every rank."""
+    bucket: list[_Piece] = []
+    place = 0
+    for index, share in enumerate(shares):
+        dtype, start, numbers = files.dtype(share.name), 0, files.numbers(share.name)
+        while start < numbers:
+            count = min(numbers - start, (BUCKET_BYTES - place) // dtype.itemsize)
+            bucket.append(_Piece(index, start, count, dtype, place))
+            start, place = start + count, bucket[-1].end
+            if place == BUCKET_BYTES:
+                yield bucket
+                bucket, place = [], 0
+    if bucket:
+        yield bucket
+
+
+class OpenTensors:
+    """The folder's tensors as rows of numbers; each file is opened once, when it is first read."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
+        self._tensors = tensors
         self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, BinaryIO] = {}
 
-    def __enter__(self) -> _OpenFiles:
+    def __enter__(self) -> OpenTensors:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._open.clear()
         self._stack.close()
 
-    def rows(self, name: str, start: int, end: int) -> torch.Tensor:
-        """Rows [start, end) of a tensor, in its own dtype."""
-        path = Path(self._folder.tensors[name].file)
-        if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
-        rows: torch.Tensor = self._open[path].get_slice(name)[start:end]
-        return rows
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor as it is stored."""
+        return TORCH_DTYPES[self._tensors[name].dtype]
+
+    def numbers(self, name: str) -> int:
+        """How many a tensor has."""
+        return math.prod(self._tensors[name].shape)
+
+    def read(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fills `target`, [count], with numbers [start, start + count) of a tensor in row-major order.
+
+        Raises:
+            ModelError: its file cannot be read.
+        """
+        entry = self._tensors[name]
+        try:
+            if entry.file not in self._open:
+                self._open[entry.file] = self._stack.enter_context(entry.file.open("rb", buffering=0))
+            flat = replace(entry, shape=(self.numbers(name),))
+            read_rows(self._open[entry.file], flat, start, start + len(target), target, buffer_bytes=_BUFFER_BYTES)
+        except OSError as error:
+            problem = f"cannot be read from {entry.file} ({error.strerror or error})"
+            raise _wrong_tensor(name, problem, "copy the model folder again") from error
 
 
 def _wrong_tensor(name: str, problem: str, hint: str) -> ModelError:

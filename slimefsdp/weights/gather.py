@@ -45,23 +45,20 @@ def full_weights(
 @torch.no_grad()
 def _gather(bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype) -> Bucket:
     world_size = dist.get_world_size(group)
-    flat, rows_per_rank = [], []
-    for _, parameter in bucket:
-        local: torch.Tensor = parameter
-        if isinstance(parameter, DTensor):
-            local = parameter.to_local().to(parameter.device_mesh.device_type)
-        rows = -(-parameter.shape[0] // world_size)  # the last ranks may hold fewer rows, or none
-        padded = local.new_zeros((rows, *parameter.shape[1:]), dtype=dtype)
-        padded[: local.shape[0]] = local
-        flat.append(padded.reshape(-1))
-        rows_per_rank.append(rows)
-    mine = torch.cat(flat)
+    # the last ranks may hold fewer rows, or none
+    rows_per_rank = [-(-parameter.shape[0] // world_size) for _, parameter in bucket]
+    sizes = [rows * p.shape[1:].numel() for (_, p), rows in zip(bucket, rows_per_rank, strict=True)]
+    first = bucket[0][1]
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for (_, parameter), place in zip(bucket, mine.split(sizes), strict=True):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        place[: local.numel()].copy_(local.reshape(-1))
     everyone = mine.new_empty(world_size, mine.numel())
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
     full: Bucket = []
     offset = 0
-    for (name, parameter), rows in zip(bucket, rows_per_rank, strict=True):
-        size = rows * parameter.shape[1:].numel()
+    for (name, parameter), rows, size in zip(bucket, rows_per_rank, sizes, strict=True):
         parts = everyone[:, offset : offset + size]
         full.append((name, parts.reshape(world_size * rows, *parameter.shape[1:])[: parameter.shape[0]].contiguous()))
         offset += size

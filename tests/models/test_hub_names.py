@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.checkpoint.hugging_face import write_model_folder
+from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.models import read
 from slimefsdp.models.folder import SINGLE_FILE, SUPPORTED_MODELS, read_model_folder
 from slimefsdp.models.hub_names import hub_parts
@@ -54,12 +56,14 @@ def loaded(path: Path) -> Any:
 def shards_of_rank(rank: int, path: Path) -> tuple[dict[str, np.ndarray], list[str]]:
     """This rank's shards by name, and the tensors that were read for them."""
     opened: list[str] = []
-    rows = read._OpenFiles.rows
-    read._OpenFiles.rows = lambda files, name, start, end: opened.append(name) or rows(files, name, start, end)  # type: ignore[method-assign, func-returns-value]
-    try:
+    read_numbers = read.OpenTensors.read
+
+    def noted(files: read.OpenTensors, name: str, start: int, target: torch.Tensor) -> None:
+        opened.append(name)
+        read_numbers(files, name, start, target)
+
+    with patch.object(read.OpenTensors, "read", noted):
         policy = loaded(path)
-    finally:
-        read._OpenFiles.rows = rows  # type: ignore[method-assign]
     shards = {}
     for name, parameter in policy.named_weights():
         assert isinstance(parameter, DTensor)
@@ -169,7 +173,9 @@ def export_of_rank(rank: int, path: Path, out: Path) -> None:
     source = read_model_folder(path)
     buckets = list(full_weights(policy.named_weights(), dist.group.WORLD, dtype=torch.float32, bucket_bytes=4096))
     if rank == 0:
-        write_model_folder(out, buckets, source, max_shard_bytes=20_000)
+        tensors = [pair for bucket in buckets for pair in bucket]
+        specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+        write_model_folder(out, specs, tensors, source, max_shard_bytes=20_000)
         engine = build_for_sampling(path, torch.float32, CPU)
         receiver = WeightReceiver(list(engine.named_parameters()))
         receiver.begin(1, {name: tuple(tensor.shape) for bucket in buckets for name, tensor in bucket})

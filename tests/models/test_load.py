@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from slimefsdp.errors import ModelError
 from slimefsdp.models.folder import SINGLE_FILE, ModelFolder, read_model_folder
@@ -170,6 +170,17 @@ def test_tied_parameters_stay_one_parameter_when_they_get_memory_without_being_s
     materialise(policy, CPU)
     assert policy.has_tied_embeddings and "lm_head.weight" not in dict(policy.named_weights())
     assert {parameter.device for parameter in policy.parameters()} == {CPU}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_a_model_is_built_from_what_was_read_and_not_from_the_folder(tmp_path: Path, kind: str) -> None:
+    folder = read_model_folder(save_tiny_model(tmp_path, kind))
+    ours = build_policy(replace(folder, path=Path("/nowhere")), torch.float32).hf.config.to_dict()
+    theirs = AutoConfig.from_pretrained(tmp_path).to_dict()
+    # dropout is switched off in what is built
+    changed = {name for name in theirs if ours[name] != theirs[name]}
+    assert all("drop" in name or "_pdrop" in name for name in changed - {"_name_or_path"}), changed
+    assert ours.keys() == theirs.keys() and ours["model_type"] == kind
 
 
 # ---------------------------------------------------------------- refused while reading, by all ranks alike
