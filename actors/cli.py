@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `slimefsdp replay` and `slimefsdp plan`.
+"""The command line: `slimefsdp train`, `slimefsdp replay`, `slimefsdp plan` and `slimefsdp convert`.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.cluster import check_machine, connect, disconnect
+from actors.convert_command import add_convert_arguments, convert_command
 from actors.plan_command import add_plan_arguments, plan_command
 from actors.rollout.prompts import check_answers, read_jsonl
+from actors.run_folder import RunFolder
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
+from slimefsdp.checkpoint.lock import FolderLock
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
@@ -54,10 +57,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse ends a list of plain arguments at the first option: settings behind `--batch FILE` come back as unknown
-    strays = [argument for argument in rest if argument.startswith("-") or "=" not in argument]
+    takes_settings = hasattr(options, "overrides")
+    strays = [item for item in rest if item.startswith("-") or "=" not in item or not takes_settings]
     if strays:
         parser.error(f"unrecognized arguments: {' '.join(strays)}")
-    options.overrides += rest
+    if takes_settings:
+        options.overrides += rest
     return options
 
 
@@ -75,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="schedule, balance, traffic and memory, without running anything")
     add_plan_arguments(plan)
     plan.set_defaults(run=plan_command)
+    convert = commands.add_parser("convert", help="models between Hugging Face, DCP and checkpoint folders, offline")
+    add_convert_arguments(convert)
+    convert.set_defaults(run=convert_command)
     return parser
 
 
@@ -116,6 +124,13 @@ def _check_folders(config: RunConfig) -> None:
             raise ConfigError(
                 f"{field}={folder} cannot be made in {existing}", field=field, hint="choose another folder"
             )
+    FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
+    if config.checkpoint.resume and not RunFolder(run_dir).checkpoint_steps:
+        raise ConfigError(
+            f"run.dir={run_dir} holds no checkpoint to resume from",
+            field="run.dir",
+            hint="name the folder of a run that wrote one (checkpoint.interval_steps), or set checkpoint.resume=false",
+        )
     if (run_dir / "metrics.jsonl").exists() and not config.checkpoint.resume:
         raise ConfigError(
             f"run.dir={run_dir} holds an earlier run",

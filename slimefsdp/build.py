@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,19 +15,21 @@ from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.attention.strategy import Attention
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import CostModel
-from slimefsdp.errors import ModelError
+from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.loss.objective import LossName, Objective
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.models.load import load_policy
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.optim.build import build_optimizer
+from slimefsdp.optim.build import build_optimizer, undecayed_names
 from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.optim.updater import Updater
-from slimefsdp.parallel.agree import all_equal, run_together
+from slimefsdp.parallel.agree import all_equal, run_on_first, run_together
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
+from slimefsdp.parallel.residency import Residency
 from slimefsdp.phase import cost_model_of
+from slimefsdp.reference import ColocatedReference
 
 Role = Literal["actor", "ref"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -91,7 +94,9 @@ def set_matmul_precision(config: RunConfig) -> None:
 
 
 def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
-    """Collective: the model folder of a role. Each rank reads its own copy, and all refuse it or none.
+    """Collective: the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
+
+    Where rank 0 reads, the others know what is in the folder, and have none of its files.
 
     Raises:
         ModelError: it is malformed, or of an architecture that cannot be trained here.
@@ -107,25 +112,42 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
         found.append(read_model_folder(path, field=field, with_weights=with_weights))
         check_architecture(found[0], field=field)
 
-    run_together(read, group)
-    return found[0]
+    if config.model.read == "every_rank":
+        run_together(read, group)
+        return found[0]
+    run_on_first(read, group)
+    sent: list[ModelFolder | None] = [found[0] if found else None]
+    dist.broadcast_object_list(sent, group_src=0, group=group)
+    assert sent[0] is not None
+    return found[0] if found else replace(sent[0], extra_files=())
 
 
-def policy_for(config: RunConfig, folder: ModelFolder, mesh: Mesh) -> PolicyModel:
+def policy_for(
+    config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh, *, cpu_offload: bool = False
+) -> PolicyModel:
     """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
+
+    What does not train is frozen: model.frozen of an actor, all of a reference.
+
+    Args:
+        cpu_offload: keep the shards on the host, whatever fsdp.cpu_offload says.
 
     Raises:
         ModelError: on every rank alike.
-        ConfigError: fsdp.wrap_layers names no module of it, or model.compile lacks a compiler.
+        ConfigError: fsdp.wrap_layers or model.frozen names nothing in it, or model.compile lacks a compiler.
     """
     cost = cost_for(config, folder, mesh.group)
-    return load_policy(
+    how = parallelism_of(config, mesh.device)
+    policy = load_policy(
         folder,
         mesh,
-        parallelism_of(config, mesh.device),
+        replace(how, cpu_offload=how.cpu_offload or cpu_offload),
         attention_for=partial(attention_for, config, mesh, cost),
         random_seed=None if folder.has_weights else config.run.seed,
+        frozen=(config.model.frozen or ()) if role == "actor" else (),
+        read_by=config.model.read,
     )
+    return policy.requires_grad_(False) if role == "ref" else policy
 
 
 def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
@@ -156,35 +178,44 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
     return Attention(choice, mesh.cp_group, config.attention.kernel, cost)
 
 
-def reference_for(config: RunConfig, vocab_size: int, mesh: Mesh) -> PolicyModel:
-    """Collective: the colocated reference model, frozen.
+def reference_for(config: RunConfig, vocab_size: int, mesh: Mesh, residency: Residency) -> ColocatedReference:
+    """The colocated reference, not loaded yet.
 
     Args:
         vocab_size: of the policy.
-
-    Raises:
-        ModelError: on every rank alike; also when its vocabulary is another one.
     """
-    folder = folder_for(config, "ref", mesh.group)
-    if folder.vocab_size != vocab_size:
-        raise ModelError(
-            f"the reference has a vocabulary of {folder.vocab_size}, the policy of {vocab_size}",
-            field="reference.path",
-            hint="choose a reference with the policy's vocabulary",
-        )
-    return policy_for(config, folder, mesh).requires_grad_(False)
+
+    def load() -> PolicyModel:
+        if config.reference.placement == "group":
+            raise ConfigError(
+                "reference.placement=group, and this Trainer has no such group",
+                field="reference.placement",
+                hint="give ref_log_probs in the batch, use a WorkerGroup, or set reference.placement=colocated",
+            )
+        folder = folder_for(config, "ref", mesh.group)
+        if folder.vocab_size != vocab_size:
+            raise ModelError(
+                f"the reference has a vocabulary of {folder.vocab_size}, the policy of {vocab_size}",
+                field="reference.path",
+                hint="choose a reference with the policy's vocabulary",
+            )
+        return policy_for(config, "ref", folder, mesh, cpu_offload=config.reference.offload == "fsdp")
+
+    return ColocatedReference(load, residency, sleeps=config.reference.offload == "sleep")
 
 
 def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
     """The optimiser with its schedule, at update 0."""
     settings = config.optim
     optimizer = build_optimizer(
-        policy.named_weights(),
+        policy.trained_weights(),
         settings.name,
+        settings.implementation,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
+        undecayed=undecayed_names(policy.hf),
     )
     schedule = partial(
         learning_rate,
@@ -198,7 +229,7 @@ def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
     scaling = LossScale(precision.loss_scale_init, precision.loss_scale_growth_interval)
     return Updater(
         optimizer,
-        policy.named_weights(),
+        policy.trained_weights(),
         schedule,
         max_grad_norm=settings.max_grad_norm,
         max_skipped=settings.max_skipped_updates,

@@ -84,6 +84,43 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def a_group_of_its_own_has_nothing_to_make_room_for(self) -> RunConfig:
+        if self.reference.placement == "group" and "offload" in self.reference.model_fields_set:
+            raise ValueError(
+                f"reference.offload={self.reference.offload} is for a reference beside the policy; remove it, "
+                "or set reference.placement=colocated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_reference_that_nothing_reads_is_not_updated(self) -> RunConfig:
+        if self.reference.update_interval_steps is not None and not self.needs_reference:
+            raise ValueError(
+                f"reference.update_interval_steps={self.reference.update_interval_steps} updates a model that "
+                "loss.kl_coefficient=0 never asks; remove it, or raise loss.kl_coefficient"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_reference_group_can_be_restored_at_every_checkpoint(self) -> RunConfig:
+        updates, saves = self.reference.update_interval_steps, self.checkpoint.interval_steps
+        if self.reference.placement == "group" and updates is not None and saves is not None and saves % updates:
+            raise ValueError(
+                f"checkpoint.interval_steps={saves} is no multiple of reference.update_interval_steps={updates}: no "
+                "checkpoint holds the reference of a group of its own, which equals the policy at its updates; "
+                "make it a multiple, or set reference.placement=colocated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def cpu_offload_keeps_no_reference_on_the_device(self) -> RunConfig:
+        if self.fsdp.cpu_offload and self.reference.offload == "none":
+            raise ValueError(
+                "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def a_group_of_its_own_leaves_auto_a_number(self) -> RunConfig:
         if self.mesh.dp == "auto" and self.reference.placement == "group" and self.reference.dp is None:
             raise ValueError(

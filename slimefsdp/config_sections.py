@@ -52,6 +52,13 @@ def _class_names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _name_patterns(value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
+        raise _broken_rule("must be a list of name patterns", "write it like ['model.embed_tokens.*', '*.mlp.*']")
+    return tuple(value)
+
+
 def _count_or_auto(value: Any) -> Any:
     """One answer for what would otherwise be refused twice, as a number and as a word."""
     if value != "auto" and type(value) is not int:
@@ -83,7 +90,18 @@ class RunSettings(Settings):
     steps: PositiveInt | None = Field(None, description="steps of the loop: rollout batches, or updates under sft")
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
     export_dir: PathSetting | None = Field(None, description="write a Hugging Face folder here after the last step")
+    export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
+        "auto", description="of the tensors in run.export_dir; auto: that of the master weights"
+    )
     wandb_project: str | None = Field(None, min_length=1, description="also log to this Weights & Biases project")
+
+    @model_validator(mode="after")
+    def export_dtype_belongs_to_an_export(self) -> RunSettings:
+        if self.export_dtype != "auto" and self.export_dir is None:
+            raise ValueError(
+                f"run.export_dtype={self.export_dtype} does nothing without run.export_dir; set that, or remove it"
+            )
+        return self
 
 
 class ModelSettings(Settings):
@@ -94,6 +112,16 @@ class ModelSettings(Settings):
         "folder",
         description="random: draw the weights from run.seed by transformers' own rules, the same on every mesh; "
         "model.path then needs config.json and the tokenizer alone",
+    )
+    read: Literal["every_rank", "first_rank"] = Field(
+        "every_rank",
+        description="who reads model.path and reference.path; first_rank: rank 0 reads the folder and sends each rank "
+        "its rows; the others need no copy of it",
+    )
+    frozen: Annotated[tuple[str, ...], BeforeValidator(_name_patterns)] | None = Field(
+        None,
+        description="patterns like `*.mlp.*` of parameter names, as `group.describe()` lists them: these parameters "
+        "keep their values, and take no gradient and no optimiser state; null: all are trained",
     )
     activation_checkpointing: Annotated[Literal["none", "full", "selective"], BeforeValidator(_switch_or_name)] = Field(
         "none",
@@ -131,6 +159,14 @@ class ReferenceSettings(Settings):
     )
     dp: PositiveInt | None = Field(
         None, description="data ranks of its own group (placement: group); default: the actor's mesh"
+    )
+    offload: Literal["sleep", "fsdp", "none"] = Field(
+        "sleep",
+        description="where it is between uses (placement: colocated); sleep: its shards go to the host and come back "
+        "whole; fsdp: they stay there, and units are gathered from the host; none: on the device",
+    )
+    update_interval_steps: PositiveInt | None = Field(
+        None, description="it takes the policy's weights after every so many steps; null: it keeps its own"
     )
 
 
@@ -265,6 +301,9 @@ class OptimSettings(Settings):
     """Optimiser and schedule; counted in optimiser updates, not rollouts."""
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
+    implementation: Literal["foreach", "fused"] = Field(
+        "foreach", description="fused: one kernel for a whole AdamW update, where foreach has one for each operation"
+    )
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
         (0.9, 0.95), description="momentum, second moment; each in [0, 1)"
@@ -285,6 +324,15 @@ class OptimSettings(Settings):
             raise ValueError(
                 f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
                 f"optim.total_updates={self.total_updates}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def only_adamw_is_fused(self) -> OptimSettings:
+        if self.name == "sgd" and self.implementation == "fused":
+            raise ValueError(
+                "optim.implementation=fused has no kernel for the sharded parameters of optim.name=sgd; "
+                "use foreach, or adamw"
             )
         return self
 
@@ -330,7 +378,12 @@ class CheckpointSettings(Settings):
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; null: none are written")
     keep_last: PositiveInt = Field(2, description="older ones are removed")
-    resume: bool = Field(False, description="continue from the newest verified one")
+    resume: bool = Field(False, description="continue from the newest verified one; an error where there is none")
+    async_save: bool = Field(
+        False,
+        description="save() returns once this rank's state is copied to host buffers; writing, hashing and the commit "
+        "go on in the background, one save at a time",
+    )
 
 
 class ClusterSettings(Settings):

@@ -21,6 +21,8 @@ RPCS: dict[str, Literal["first", "all"]] = {
     "update_weights": "first",
     "update_ref": "first",
     "save": "first",
+    "finish_save": "first",
     "load": "first",
+    "restored": "first",
     "export_hf": "first",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.exclusive import Turn, exclusive
 from slimefsdp.inputs import agreed_plan, check_together, first_epoch_packs, training_inputs
 from slimefsdp.loss.objective import LossName, TokenInputs
 from slimefsdp.metrics import MetricSums, mean_over_updates
@@ -29,7 +31,8 @@ from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.parallel.mesh import Mesh
-from slimefsdp.parallel.residency import TAGS, Residency, Tag, tensors_of_model, tensors_of_optimizer
+from slimefsdp.parallel.offload import prefer_expandable_segments
+from slimefsdp.parallel.residency import TAGS, Residency, Tag, allocator_state
 from slimefsdp.reports import (
     Description,
     GradientHealth,
@@ -38,9 +41,10 @@ from slimefsdp.reports import (
     Memory,
     MemoryReport,
     ReplicaCheck,
+    Restored,
     SyncReport,
 )
-from slimefsdp.state import export_model, load_checkpoint, save_checkpoint
+from slimefsdp.state import Checkpoints, export_model
 from slimefsdp.update import accumulate_gradients, log_probs_of_packs
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
@@ -55,26 +59,34 @@ class Trainer:
     """
 
     def __init__(self, config: RunConfig, role: Role = "actor", *, device: torch.device) -> None:
+        prefer_expandable_segments(device)
         torch.manual_seed(config.run.seed + dist.get_rank())
         build.set_matmul_precision(config)
         if role == "actor":
             config = config.with_ranks(dist.get_world_size())
+        self.turn = Turn()
         self.config = config
         self.role = role
         self.mesh: Mesh = build.mesh_for(config, role, device)
         self.folder = build.folder_for(config, role, self.mesh.group)
-        self.policy = build.policy_for(config, self.folder, self.mesh)
+        self.policy = build.policy_for(config, role, self.folder, self.mesh)
         self._cost = self.policy.attention.cost  # what plans are balanced by
-        self.reference: PolicyModel | None = None
-        self._reference_follows = False  # since update_ref its weights are no folder's: checkpoints hold them
-        self._residency = Residency(self._tensors, pin_memory=build.is_host_memory_pinned(config, device))
+        self._residency = Residency(device, self.mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
+        self._residency.models["parameters"] = self.policy
+        self._reference = build.reference_for(config, self.folder.vocab_size, self.mesh, self._residency)
         self.receiver = WeightReceiver(self.policy.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
-            self.policy.requires_grad_(False)
             return
         self.updater = build.updater_for(config, self.policy)
+        self._residency.optimizer = self.updater.optimizer
+        self._checkpoints = Checkpoints(config, self.folder, self.mesh)
         if config.needs_reference and config.reference.placement == "colocated":
-            self._load_reference()
+            self._reference.load()
+
+    @property
+    def reference(self) -> PolicyModel | None:
+        """The colocated reference model; None while nobody has needed it."""
+        return self._reference.model
 
     @property
     def updates_taken(self) -> int:
@@ -83,6 +95,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ log-probs and training
 
+    @exclusive
     def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
         """Log-probs and entropies of every response token, masked ones too.
 
@@ -100,6 +113,7 @@ class Trainer:
         values = self._log_probs(model, batch, plan, trained_only=False).float().numpy()
         return LogProbs(log_probs=values[0], entropy=values[1])
 
+    @exclusive
     def train_step(self, batch: RolloutBatch, plan: Plan | None = None) -> dict[str, float]:
         """The whole update phase over one rollout batch; returns metrics averaged over its updates.
 
@@ -116,7 +130,7 @@ class Trainer:
         self._check(batch, loss)
         plan = plan or phase.plan_training(self.config, batch, self._cost)
         plan = agreed_plan(self.config, plan, batch, self.mesh.group)
-        self.wake_up(("parameters",))
+        self._residency.wake_up(("parameters",))
         self.updater.optimizer.zero_grad(set_to_none=True)  # what a failed or abandoned update left
         inputs = self._token_inputs(batch, plan, loss)
         reports = []
@@ -127,6 +141,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         return mean_over_updates(reports) | phase.phase_metrics(self.config, plan, batch, seconds, self._cost)
 
+    @exclusive
     def forward_backward(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
     ) -> dict[str, float]:
@@ -145,12 +160,13 @@ class Trainer:
         if loss not in ("policy", "sft"):
             raise ConfigError(f"loss={loss!r} is not a loss", field="loss", hint="use policy or sft")
         self._check(batch, loss)
-        self.wake_up(("parameters",))
+        self._residency.wake_up(("parameters",))
         plan = self._plan_everything(batch)
         weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
         inputs = self._token_inputs(batch, plan, loss)
         return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
 
+    @exclusive
     def optimizer_step(self) -> dict[str, float]:
         """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
 
@@ -158,24 +174,27 @@ class Trainer:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
         """
         self._require_actor("optimizer_step")
-        self.wake_up(("parameters", "optimizer"))
+        self._residency.wake_up(("parameters", "optimizer"))
         return self.updater.step(self.mesh.group)
 
     # ------------------------------------------------------------------ residency
 
+    @exclusive
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
-        self._reshard()
-        return self._residency.sleep(tags)
+        return replace(self._residency.sleep(tags), **allocator_state(self.mesh.device))
 
+    @exclusive
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
-        self._reshard()  # also after a call that failed: no copy outlives the weights it was gathered from
-        return self._residency.wake_up(tags)
+        return replace(self._residency.wake_up(tags), **allocator_state(self.mesh.device))
 
     def memory(self) -> Memory:
         """Bytes held on this rank."""
-        return self._residency.memory(self.mesh.device)
+        memory = self._residency.memory()
+        if self.role != "actor":
+            return memory
+        return replace(memory, host_buffers=memory.host_buffers + self._checkpoints.host_bytes)
 
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""
@@ -183,15 +202,17 @@ class Trainer:
 
     # ------------------------------------------------------------------ looking inside
 
+    @exclusive
     def describe(self) -> Description:
         """The sharded units of the model: sizes, dtypes and layout, as this rank holds them; no collective."""
         reshard(self.policy)
         axes = {"dp_replicate": self.mesh.dp_replicate, "dp": self.mesh.dp, "cp": self.mesh.cp}
         return describe_model(self.policy, axes)
 
+    @exclusive
     def check_sync(self) -> ReplicaCheck:
         """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
-        self.wake_up()
+        self._residency.wake_up(TAGS)
         models = {"": self.policy} | ({} if self.reference is None else {"reference.": self.reference})
         tensors: list[tuple[str, torch.Tensor]] = []
         for prefix, model in models.items():
@@ -202,7 +223,7 @@ class Trainer:
             tensors += optimizer_tensors(self.policy, self.updater.optimizer)
             numbers = {**self.updater.progress(), "next_lr": self.updater.next_lr}
         found = compare_replicas(tensors, numbers, self.mesh.group)
-        self._residency.sleep(("reference",))
+        self._reference.rest()
         return found
 
     def gradient_health(self) -> GradientHealth:
@@ -218,13 +239,14 @@ class Trainer:
 
     # ------------------------------------------------------------------ weights and state
 
+    @exclusive
     def update_weights(self, receivers: Sequence[Receiver]) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
         Raises:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
-        self.wake_up(("parameters",))
+        self._residency.wake_up(("parameters",))
         return stream_weights(
             self.policy.named_weights(),
             receivers,
@@ -234,6 +256,7 @@ class Trainer:
             shard_group=self.mesh.shard_group,
         )
 
+    @exclusive
     def update_ref(self) -> None:
         """Makes the colocated reference model equal to the actor, shard to shard.
 
@@ -241,41 +264,46 @@ class Trainer:
             StateError: the reference is a group of its own, which is a receiver of `update_weights`, or of another
                 architecture.
         """
-        if self.reference is None:
-            raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
-        self.wake_up(("parameters", "reference"))
-        if not self.policy.is_like(self.reference):
-            raise StateError(
-                "update_ref() on a reference of another architecture",
-                field="reference.path",
-                hint="leave reference.path out, or name a model of the policy's own configuration",
-            )
-        with torch.no_grad():
-            for frozen, trained in zip(self.reference.parameters(), self.policy.parameters(), strict=True):
-                frozen.copy_(trained)
-        self._reference_follows = True
-        self._residency.sleep(("reference",))
+        self._residency.wake_up(("parameters",))
+        self._reference.follow(self.policy)
 
+    @exclusive
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
 
+        With `checkpoint.async_save` it returns once the state is copied: `finish_save` waits for the rest.
+
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written.
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
         """
         self._require_actor("save")
-        self.wake_up(("parameters", "optimizer"))
-        folder = save_checkpoint(
-            self.config,
+        self._residency.wake_up(("parameters", "optimizer"))
+        folder = self._checkpoints.save(
             step,
-            self._saved_weights(self._reference_follows),
+            self.policy.named_weights() + self._reference.saved_weights(),
             self.updater,
-            self.mesh,
-            reference_follows=self._reference_follows,
+            reference_follows=self._reference.follows,
             loop_state=loop_state,
         )
-        self._residency.sleep(("reference",))
+        self._reference.rest()
         return folder
 
+    @exclusive
+    def finish_save(self) -> Path | None:
+        """Waits until the save in the background is on disk; returns its folder, None if there was none.
+
+        Raises:
+            CheckpointError: it could not be written; the earlier checkpoints stand.
+        """
+        self._require_actor("finish_save")
+        return self._checkpoints.finish()
+
+    def restored(self) -> Restored | None:
+        """What the last `load` took and passed over; None before the first one."""
+        self._require_actor("restored")
+        return self._checkpoints.restored
+
+    @exclusive
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
 
@@ -283,41 +311,34 @@ class Trainer:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
         self._require_actor("load")
-        self.wake_up(("parameters", "optimizer"))
-        info = load_checkpoint(
-            self.config, step, lambda info: self._saved_weights(info["reference_follows"]), self.updater, self.mesh
+        self._residency.wake_up(("parameters", "optimizer"))
+        info = self._checkpoints.load(
+            step,
+            lambda info: self.policy.named_weights() + self._reference.weights_to_load(info["reference_follows"]),
+            self.updater,
         )
-        self._reference_follows = info["reference_follows"]
-        self._residency.sleep(("reference",))
+        self._reference.rest()
         return dict(info["loop_state"])
 
-    def export_hf(self, path: str | Path) -> Path:
-        """Writes the weights, in the master dtype, as a folder that `AutoModelForCausalLM.from_pretrained` opens.
+    @exclusive
+    def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
+        """Writes the weights as a folder that `AutoModelForCausalLM.from_pretrained` opens.
+
+        Args:
+            dtype: of the tensors, e.g. `bfloat16`; None: the master dtype.
 
         Raises:
-            CheckpointError: the folder exists already, or cannot be written.
+            ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
+                infinite in `dtype`.
         """
         if not isinstance(path, str | Path):
             raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
-        self.wake_up(("parameters",))
-        export_model(self.policy, self.folder, Path(path), dtype=build.master_dtype(self.config), mesh=self.mesh)
+        self._residency.wake_up(("parameters",))
+        master = build.master_dtype(self.config)
+        export_model(self.policy, self.folder, Path(path), dtype=master, mesh=self.mesh, export_dtype=dtype)
         return Path(path)
 
     # ------------------------------------------------------------------ inside
-
-    def _require_reference(self) -> None:
-        if self.reference is None and self.config.reference.placement == "group":
-            raise ConfigError(
-                "reference.placement=group, and this Trainer has no such group",
-                field="reference.placement",
-                hint="give ref_log_probs in the batch, use a WorkerGroup, or set reference.placement=colocated",
-            )
-        if self.reference is None:
-            self._load_reference()
-
-    def _load_reference(self) -> None:
-        self.reference = build.reference_for(self.config, self.folder.vocab_size, self.mesh)
-        self._residency.sleep(("reference",))
 
     def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
         check_together(self.config, batch, self.folder, loss, self.mesh.group)
@@ -332,18 +353,14 @@ class Trainer:
     def _log_probs(self, model: str, batch: RolloutBatch, plan: Plan, *, trained_only: bool) -> torch.Tensor:
         """[2, R] log-probs and entropies, by the packs of the plan's first epoch."""
         packs = first_epoch_packs(plan, self.mesh.data_rank)
-        if model == "ref" and self.role == "actor":
-            self._require_reference()
-        colocated = model == "ref" and self.role == "actor"
-        policy = self.reference if colocated else self.policy
-        assert policy is not None
-        self.wake_up(("reference",) if colocated else ("parameters",))
-        values = log_probs_of_packs(
-            policy, batch, packs, self.mesh, temperature=self.config.rollout.temperature, trained_only=trained_only
-        )
-        if colocated:  # between uses its shards live on the host
-            self._residency.sleep(("reference",))
-        return values
+        temperature = self.config.rollout.temperature
+        is_colocated = model == "ref" and self.role == "actor"
+        if not is_colocated:
+            self._residency.wake_up(("parameters",))
+        with self._reference.awake() if is_colocated else nullcontext(self.policy) as policy:
+            return log_probs_of_packs(
+                policy, batch, packs, self.mesh, temperature=temperature, trained_only=trained_only
+            )
 
     def _token_inputs(self, batch: RolloutBatch, plan: Plan, loss: LossName) -> TokenInputs:
         return training_inputs(
@@ -368,27 +385,3 @@ class Trainer:
             loss_scale=self.updater.loss_scale,
         )
         return sums.reduce(self.mesh.group)
-
-    def _reshard(self) -> None:
-        for model in (self.policy, self.reference):
-            if model is not None:
-                reshard(model)
-
-    def _tensors(self, tag: Tag) -> list[torch.Tensor]:
-        if tag == "optimizer":
-            tensors = tensors_of_optimizer(self.updater.optimizer) if self.role == "actor" else []
-        else:
-            model = self.policy if tag == "parameters" else self.reference
-            tensors = [] if model is None else tensors_of_model(model)
-        # what fsdp.cpu_offload keeps on the host is where sleep would put it
-        return [tensor for tensor in tensors if tensor.device.type == self.mesh.device.type]
-
-    def _saved_weights(self, with_reference: bool) -> list[tuple[str, torch.nn.Parameter]]:
-        """What a checkpoint holds, awake; collective if the reference is asked for and not loaded yet."""
-        named = self.policy.named_weights()
-        if with_reference:
-            self._require_reference()
-            assert self.reference is not None
-            self.wake_up(("reference",))
-            named += [(f"reference.{name}", parameter) for name, parameter in self.reference.named_weights()]
-        return named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class PlainStep:
 
     def __init__(self, path: Path, config: RunConfig, dtype: torch.dtype) -> None:
         self.model = plain_model(path, dtype)
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in config.model.frozen or ()))
         self.config = config
         optim = config.optim
         assert optim.weight_decay == 0 and optim.schedule == "constant", "not written out here"
@@ -107,9 +110,10 @@ class PlainStep:
         return losses
 
     def step(self) -> None:
-        norm = torch.stack([p.grad.double().square().sum() for p in self.model.parameters()]).sum().sqrt()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        norm = torch.stack([p.grad.double().square().sum() for p in trained]).sum().sqrt()
         if norm > self.config.optim.max_grad_norm:
-            for parameter in self.model.parameters():
+            for parameter in trained:
                 parameter.grad.mul_(self.config.optim.max_grad_norm / norm)
         self.optimizer.step()
         self.optimizer.zero_grad()

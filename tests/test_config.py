@@ -77,6 +77,10 @@ BAD_OVERRIDES = {
     "fsdp.wrap_layers=Qwen3MLP": ["fsdp.wrap_layers='Qwen3MLP'", "list of module class names", "[Qwen3DecoderLayer"],
     "fsdp.wrap_layers=[]": ["fsdp.wrap_layers=[]", "list of module class names"],
     "fsdp.wrap_layers=[a.b]": ["fsdp.wrap_layers=['a.b']", "list of module class names"],
+    "model.frozen='*.mlp.*'": ["model.frozen='*.mlp.*'", "list of name patterns", "['model.embed_tokens.*'"],
+    "model.frozen=[]": ["model.frozen=[]", "list of name patterns"],
+    "model.frozen=[' ']": ["model.frozen=[' ']", "list of name patterns"],
+    "model.frozen=[3]": ["model.frozen=[3]", "list of name patterns"],
     "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full', 'keep_parameters' or 'replicate'"],
     "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none', 'full' or 'selective'"],
     "optim.lr=": ["optim.lr=null", NUMBER, "1e-6"],
@@ -137,7 +141,7 @@ BAD_OVERRIDES = {
     "optim={}": ["optim.total_updates is required", "add it"],
     # unknown names
     "mesh.dpp=3": ["mesh.dpp=3 is not a setting", "did you mean mesh.dp?"],
-    "optim.learnig_rate=3": ["optim.learnig_rate=3 is not a setting", "use one of betas, eps, log_layer_norms, lr, "],
+    "optim.learnig_rate=3": ["optim.learnig_rate=3 is not a setting", "use one of betas, eps, implementation, log_"],
     "optim.max_grad_nrm=1": ["did you mean optim.max_grad_norm"],
     "lr=3": ["lr=3 is not a setting", "did you mean optim.lr?"],
     "optim.temperature=1": ["optim.temperature=1 is not a setting", "did you mean rollout.temperature"],
@@ -221,12 +225,23 @@ def test_every_setting_refuses_the_wrong_type_under_its_own_name(section):
 
 
 # the name of a validator, settings it accepts, settings it refuses, and what it then says
+_REFERENCE_GROUP = {
+    "reference__placement": "group",
+    "reference__update_interval_steps": 5,
+    "loss__kl_coefficient": 0.1,
+}
 RULES = [
     (
         "every_nth_layer_belongs_to_activation_checkpointing",
         {"model__activation_checkpointing": True, "model__checkpoint_every_n_layers": 2},
         {"model__activation_checkpointing": False, "model__checkpoint_every_n_layers": 2},
         ["model.checkpoint_every_n_layers=2", "model.activation_checkpointing=none", "remove it"],
+    ),
+    (
+        "export_dtype_belongs_to_an_export",
+        {"run__export_dtype": "bfloat16", "run__export_dir": "x"},
+        {"run__export_dtype": "bfloat16"},
+        ["run.export_dtype=bfloat16", "without run.export_dir", "remove it"],
     ),
     (
         "compiled_layers_are_recomputed_whole",
@@ -265,6 +280,12 @@ RULES = [
         ["optim.warmup_updates=10", "optim.total_updates=10", "lower"],
     ),
     (
+        "only_adamw_is_fused",
+        {"optim__implementation": "fused"},
+        {"optim__implementation": "fused", "optim__name": "sgd"},
+        ["optim.implementation=fused", "optim.name=sgd", "use foreach"],
+    ),
+    (
         "a_constant_schedule_has_no_floor",
         {"optim__schedule": "cosine", "optim__min_lr_ratio": 0.1},
         {"optim__schedule": "constant", "optim__min_lr_ratio": 0.1},
@@ -281,6 +302,30 @@ RULES = [
         {"algorithm": "sft", "batch__samples_per_update": 4},
         {"algorithm": "sft", "reference__path": "r"},
         ["reference.path='r' is not read", "remove it, or set algorithm=grpo"],
+    ),
+    (
+        "a_group_of_its_own_has_nothing_to_make_room_for",
+        {"reference__offload": "sleep"},
+        {"reference__placement": "group", "reference__offload": "sleep"},
+        ["reference.offload=sleep", "remove it", "set reference.placement=colocated"],
+    ),
+    (
+        "a_reference_that_nothing_reads_is_not_updated",
+        {"reference__update_interval_steps": 5, "loss__kl_coefficient": 0.1},
+        {"reference__update_interval_steps": 5},
+        ["reference.update_interval_steps=5", "loss.kl_coefficient=0", "remove it"],
+    ),
+    (
+        "a_reference_group_can_be_restored_at_every_checkpoint",
+        {**_REFERENCE_GROUP, "checkpoint__interval_steps": 10},
+        {**_REFERENCE_GROUP, "checkpoint__interval_steps": 7},
+        ["checkpoint.interval_steps=7", "reference.update_interval_steps=5", "make it a multiple"],
+    ),
+    (
+        "cpu_offload_keeps_no_reference_on_the_device",
+        {"reference__offload": "fsdp", "fsdp__cpu_offload": True},
+        {"reference__offload": "none", "fsdp__cpu_offload": True},
+        ["reference.offload=none", "fsdp.cpu_offload=true", "remove one"],
     ),
     (
         "reference_group_size_belongs_to_a_group",

@@ -35,10 +35,11 @@ DOORS = {
 }
 # a part may import its own layer and those before it; the library's parts are the names below slimefsdp/
 LAYERS = (
-    ("config_messages", "config_sections", "errors", "reports", "surface", "yaml_file"),
+    ("config_messages", "config_sections", "errors", "exclusive", "reports", "surface", "yaml_file"),
     ("data", "loss"),
     ("attention", "parallel"),
     ("checkpoint", "config", "footprint", "metrics", "models", "optim", "phase", "simulate", "update", "weights"),
+    ("reference",),
     ("build", "inputs", "state"),
     ("trainer",),
     ("replay",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 import torch
@@ -12,35 +12,57 @@ from torch import nn
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     name: Literal["adamw", "sgd"],
+    implementation: Literal["foreach", "fused"] = "foreach",
     *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    undecayed: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum betas[0], with decay on matrices only (not on norms, biases and embeddings).
+    """AdamW, or SGD with momentum betas[0]. The optimiser's state exists at once, as zeros.
 
-    The optimiser's state exists at once, as zeros.
+    Args:
+        named_parameters: those that are trained.
+        implementation: fused is for AdamW alone: torch has no fused SGD of sharded parameters.
+        undecayed: names of those that weight decay leaves alone.
     """
-    decayed: list[nn.Parameter] = []
-    undecayed: list[nn.Parameter] = []
-    for parameter_name, parameter in named_parameters:
-        is_matrix = parameter.ndim >= 2 and "embed" not in parameter_name
-        (decayed if is_matrix else undecayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
-    # asked for by name: by default torch loops over sharded parameters one by one
+    named = list(named_parameters)
+    groups = [
+        {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay},
+        {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0},
+    ]
+    # either is asked for by name: by default torch loops over sharded parameters one by one
+    how = {implementation: True}
     optimizer: torch.optim.Optimizer
     if name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], foreach=True)
+        optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
     else:
-        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True)
-    for parameter in [*decayed, *undecayed]:
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
+    # The fused kernel reads its step counts on the device, as slices of one allocation; the foreach one on the host,
+    # where a device scalar would cost it a synchronisation per parameter.
+    device = named[0][1].device if implementation == "fused" else torch.device("cpu")
+    steps = torch.zeros(len(named), dtype=torch.float32, device=device)
+    for (_, parameter), step in zip(named, steps, strict=True):
         # zeros are what both would start from at their first step; made now, there is one state to save and load
         state = optimizer.state[parameter]
         if name == "sgd":
             state["momentum_buffer"] = torch.zeros_like(parameter)
         else:
-            state["step"] = torch.tensor(0.0)  # on the host: a device scalar would cost a synchronisation per parameter
+            state["step"] = step
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def undecayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that weight decay leaves alone: vectors, biases and embeddings, a tied head among them.
+
+    Vectors are norms, attention sinks and most biases; a mixture's biases are matrices, and known by their name.
+    """
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in embeddings
+    }

@@ -21,7 +21,7 @@ class Updater:
 
     Args:
         optimizer: over the parameters.
-        named_parameters: whose gradients are clipped together, in model order.
+        named_parameters: those that are trained, whose gradients are clipped together, in model order.
         schedule: update number, counted from 0, to learning rate.
         max_grad_norm: the global L2 norm that gradients are scaled down to.
         max_skipped: this many non-finite norms in a row are an error.

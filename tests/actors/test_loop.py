@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ray.util import placement_group_table
 from transformers import AutoModelForCausalLM
 
-from actors.loop import train
+from actors.loop import _restore_reference_group, train
 from actors.progress import GRPO_COLUMNS
 from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import PromptStream, read_jsonl
@@ -19,7 +20,7 @@ from actors.rollout.rewards import sorted_digits
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError
 from tests.actors.test_worker_group import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +122,55 @@ def test_a_broken_run_ends_its_processes_and_resumes_without_a_trace(
     monkeypatch.undo()
     train(make_run("broken", checkpoint={"interval_steps": 2, "resume": True}))
     assert [bits(row) for row in rows_of(broken)] == expected
+
+
+@pytest.mark.slow
+def test_a_supervised_run_is_extended_as_if_it_had_been_longer(cluster: None, example: Path, tmp_path: Path) -> None:
+    def run(name: str, steps: int, *more: str) -> RunConfig:
+        folder = tmp_path / name
+        overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}", "mesh.dp=1", *more]
+        overrides += [f"run.dir={folder}", f"run.export_dir={folder / f'model_{steps}'}", "run.export_dtype=bfloat16"]
+        overrides += [f"run.steps={steps}", "batch.samples_per_update=4", "checkpoint.interval_steps=2"]
+        return load_config(ROOT / "configs" / "sort_digits_sft.yaml", [*overrides, "cluster.max_ranks_per_core=64"])
+
+    configs = run("straight", 5), run("extended", 3), run("extended", 5, "checkpoint.resume=true")
+    for config in configs:
+        train(config)
+    straight, *_, extended = ([bits(row) for row in rows_of(config)] for config in configs)
+    assert extended == straight and len(straight) == 5
+    folder = tmp_path / "extended"
+    assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000005"]
+    assert not (folder / "batches").exists(), "its data are batches already"
+    exported = [AutoModelForCausalLM.from_pretrained(config.run.export_dir, dtype="auto") for config in configs]
+    assert {parameter.dtype for model in exported for parameter in model.parameters()} == {torch.bfloat16}
+    assert load_config(folder / "settings.yaml").run.steps == 5
+    assert load_config(folder / "settings.1.yaml").run.steps == 3
+
+
+class GroupWithReference:
+    """What the loop asks of a worker group whose reference is a group of its own."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+    def update_ref(self) -> None:
+        self.updates += 1
+
+
+@pytest.mark.parametrize(("step", "interval", "updates"), [(0, 4, 0), (3, 4, 0), (8, 4, 1), (8, None, 0)])
+def test_a_reference_group_is_restored_where_it_equals_the_policy(
+    step: int, interval: int | None, updates: int
+) -> None:
+    group: Any = GroupWithReference()
+    _restore_reference_group(group, step, interval)
+    assert group.updates == updates
+
+
+def test_a_reference_group_that_equals_an_earlier_policy_cannot_be_restored() -> None:
+    group: Any = GroupWithReference()
+    with pytest.raises(CheckpointError, match="that of step 8, which is in no checkpoint"):
+        _restore_reference_group(group, 10, 4)
+    assert group.updates == 0
 
 
 def test_a_run_that_lacks_a_setting_starts_nothing(make_run: Any) -> None:

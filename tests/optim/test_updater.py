@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from slimefsdp.errors import StateError
 from slimefsdp.optim.build import build_optimizer
 from slimefsdp.optim.loss_scale import LossScale
+from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.optim.updater import Updater
 from tests.rank_pool import RankPool
 
@@ -227,6 +229,35 @@ def test_resuming_in_the_middle_of_an_interval_changes_nothing(ranks: RankPool) 
         assert rest["state"] == {
             "updates_taken": 2, "skipped_in_a_row": 0, "loss_scale": 8.0, "finite_in_a_row": 2
         }  # fmt: skip
+
+
+def rates(rank: int, schedule: str) -> tuple[list[float], list[float]]:
+    """The learning rates of eight updates in one go, and with two changes of process; the fourth is skipped."""
+
+    def fresh() -> Rank:
+        one = Rank()
+        one.updater._schedule = partial(
+            learning_rate, peak=0.3, schedule=schedule, warmup_updates=2, total_updates=7, min_ratio=0.1
+        )
+        return one
+
+    def step(one: Rank, seed: int) -> float:
+        return one.step(seed, spoil=("lm_head.weight", 0, math.nan) if seed == 3 else None)["lr"]
+
+    whole = fresh()
+    straight, found, state = [step(whole, seed) for seed in range(8)], [], fresh().updater.progress()
+    for seeds in (range(3), range(3, 5), range(5, 8)):
+        one = fresh()
+        one.updater.restore(json.loads(json.dumps(state)))
+        found += [step(one, seed) for seed in seeds]
+        state = one.updater.progress()
+    return straight, found
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_the_learning_rates_of_a_resumed_run_are_those_of_a_straight_one(ranks: RankPool, schedule: str) -> None:
+    for straight, found in ranks.run(2, rates, schedule):
+        assert found == straight and straight[3] == straight[4] and len(set(straight)) >= 2
 
 
 def from_an_older_state(rank: int) -> tuple[float, int, Any]:

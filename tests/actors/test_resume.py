@@ -1,0 +1,203 @@
+"""A run whose processes were all killed goes on from its own records as if nothing had happened, on any mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.loop import train
+from actors.run_folder import RecordedBatches, settings_text
+from slimefsdp.config import RunConfig, load_config
+from slimefsdp.data.rollout import RolloutBatch
+from tests.actors.test_loop import bits, rows_of
+from tests.actors.test_worker_group import wait_until
+
+ROOT = Path(__file__).parents[2]
+STEPS, INTERVAL, BROKEN_IN = 7, 3, 5  # the process dies in step 5, counted from 0: steps 3 and 4 are on record
+SAMPLES = 16  # of a step
+JUDGE = '''
+import os, time
+from pathlib import Path
+
+def variety(record, response, finished):
+    """Counts its calls in a file, and stands still at one of them if asked to."""
+    calls = Path(os.environ["JUDGE_CALLS"])
+    with calls.open("a") as file:
+        file.write(".")
+    if str(calls.stat().st_size) == os.environ.get("JUDGE_STOPS_AT"):
+        calls.with_suffix(".stopped").touch()
+        time.sleep(600)
+    return {"reward": len(set(response)) / 10, "exact": float(response == record["answer"])}
+'''
+
+
+class Runs:
+    """Runs of one file of settings, each in a folder of its own."""
+
+    def __init__(self, folder: Path, make_config: Any, example: Path) -> None:
+        self.folder = folder
+        (folder / "judge.py").write_text(JUDGE)
+        (folder / "heldout.jsonl").write_text("\n".join((example / "heldout.jsonl").read_text().splitlines()[:8]))
+        config = make_config(
+            run={"steps": STEPS, "seed": 5},
+            batch={"samples_per_update": 8},
+            optim={"schedule": "cosine", "warmup_updates": 3, "total_updates": 2 * STEPS},
+            loss={"kl_coefficient": 0.1},
+            reference={"update_interval_steps": 2},
+            data={"train": str(example / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+            rollout={
+                "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
+                "reward": "judge:variety",
+            },
+            evaluation={"interval_steps": 4},
+            checkpoint={"interval_steps": INTERVAL},
+        )  # fmt: skip
+        (folder / "run.yaml").write_text(settings_text(config))
+
+    def config(self, name: str, *overrides: str) -> RunConfig:
+        own = [f"run.dir={self.folder / name}", f"run.export_dir={self.folder / name / 'model'}"]
+        return load_config(self.folder / "run.yaml", [*own, *overrides])
+
+    def start(self, name: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+        """`slimefsdp train` in processes of its own: driver and Ray in one group, without which no rank lives on."""
+        command = [sys.executable, "-m", "actors.cli", "train", str(self.folder / "run.yaml")]
+        command += [f"run.dir={self.folder / name}", f"run.export_dir={self.folder / name / 'model'}", *overrides]
+        path = os.pathsep.join(map(str, (self.folder, ROOT)))
+        calls = {"JUDGE_CALLS": str(self.folder / f"{name}.calls")}
+        return subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path, **calls, **environment}, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def model(self, name: str) -> str:
+        return hashlib.sha256((self.folder / name / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def runs(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        runs = Runs(tmp_path_factory.mktemp("resume"), make_config, example)
+        patch.syspath_prepend(str(runs.folder))
+        patch.setenv("JUDGE_CALLS", str(runs.folder / "here.calls"))
+        yield runs
+
+
+@pytest.fixture(scope="module")
+def doomed(runs: Runs) -> Iterator[subprocess.Popen[str]]:
+    """A run that will stand still while it judges a batch; its cluster is its own, and it begins before the others."""
+    calls_before = 8 + SAMPLES * BROKEN_IN + 8  # held-out prompts before the run and after step 4, and whole steps
+    process = runs.start("killed", JUDGE_STOPS_AT=str(calls_before + 3))
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: None, runs: Runs, doomed: subprocess.Popen[str]) -> list[dict[str, float]]:
+    """The rows of a run without interruption."""
+    config = runs.config("straight")
+    train(config)
+    return rows_of(config)
+
+
+@pytest.fixture(scope="module")
+def killed(runs: Runs, doomed: subprocess.Popen[str]) -> Path:
+    """The folder of a run whose processes were killed while a batch was being judged."""
+    stopped = runs.folder / "killed.stopped"
+    wait_until(lambda: stopped.exists() or doomed.poll() is not None, timeout_s=250)
+    os.killpg(doomed.pid, signal.SIGKILL)
+    printed = doomed.communicate()[0]
+    assert stopped.exists(), printed
+    return runs.folder / "killed"
+
+
+def copy_of(killed: Path, name: str) -> None:
+    shutil.copytree(killed, killed.parent / name)
+
+
+def after(step: int, rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [row for row in rows if row["step"] > step]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_killed_run_goes_on_to_the_same_losses_and_the_same_model(
+    runs: Runs, straight: list[dict[str, float]], killed: Path
+) -> None:
+    expected = [bits(row) for row in straight]
+    assert [row["reference_updated"] for row in straight[1:]] == [0, 1, 0, 1, 0, 1, 0]
+    rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert [bits(row) for row in rows] == expected[: BROKEN_IN + 1]
+    assert sorted(path.name for path in (killed / "batches").glob("step_*")) == [f"step_{n:08d}" for n in range(5)]
+    assert sorted(path.name for path in (killed / "checkpoints").glob("step_*")) == ["step_00000000", "step_00000003"]
+    copy_of(killed, "resumed")
+    process = runs.start("resumed", "checkpoint.resume=true")
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == 0, printed
+    assert f"resuming at step {INTERVAL} of {STEPS}" in printed and "step_00000003" in printed
+    assert [bits(row) for row in rows_of(runs.config("resumed"))] == expected
+    assert runs.model("resumed") == runs.model("straight")
+    # the recorded steps were not judged again; after them come two steps and two evaluations
+    assert (runs.folder / "resumed.calls").stat().st_size == (STEPS - BROKEN_IN) * SAMPLES + 2 * 8
+    kept = sorted(path.name for path in (runs.folder / "resumed" / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000006", "step_00000007"]
+    assert [path.name for path in (runs.folder / "resumed" / "batches").glob("step_*")] == ["step_00000006"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_another_mesh_trains_on_the_same_batches(runs: Runs, straight: list[dict[str, float]], killed: Path) -> None:
+    copy_of(killed, "elsewhere")
+    config = runs.config("elsewhere", "mesh.dp=1", "mesh.cp=2", "checkpoint.resume=true", f"run.steps={BROKEN_IN}")
+    train(config)
+    found, expected = after(INTERVAL, rows_of(config)), after(INTERVAL, straight)[: BROKEN_IN - INTERVAL]
+    for row, same in zip(found, expected, strict=True):
+        assert row["rollout/reward"] == same["rollout/reward"] and row["weight_version"] == same["weight_version"]
+        for metric in ("loss", "grad_norm", "kl_ref", "entropy"):
+            assert row[metric] == pytest.approx(same[metric], rel=1e-5, abs=1e-7), metric
+    assert any(row["loss"] != same["loss"] for row, same in zip(found, expected, strict=True)), "another mesh indeed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_is_damaged_is_passed_over_and_sampled_anew_to_the_same_losses(
+    runs: Runs, straight: list[dict[str, float]], killed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy_of(killed, "damaged")
+    for name in ("batches/step_00000004/batch.safetensors", "checkpoints/step_00000003/rank_00000.safetensors"):
+        file = runs.folder / "damaged" / name
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    # and what was recorded of other weights is no batch of this step
+    recorded = RecordedBatches(runs.folder / "damaged" / "batches")
+    found = recorded.read(3)
+    assert found is not None and isinstance(found[0], RolloutBatch)
+    recorded.write(3, found[0].replace(weight_version=99), found[1])
+    with pytest.warns(UserWarning) as caught:
+        train(runs.config("damaged", "checkpoint.resume=true"))
+    printed = capsys.readouterr().err
+    assert "checkpoint passed over" in printed and "step_00000003" in printed and f"at step 0 of {STEPS}" in printed
+    warned = [str(warning.message) for warning in caught if "recorded batch" in str(warning.message)]
+    assert len(warned) == 2 and "step 3" in warned[0] and "step_00000004" in warned[1], warned
+    assert [bits(row) for row in rows_of(runs.config("damaged"))] == [bits(row) for row in straight]
+    assert runs.model("damaged") == runs.model("straight")
+
+
+def test_the_settings_of_the_script_that_shows_it_are_accepted() -> None:
+    script = (ROOT / "scripts" / "resume_elsewhere.sh").read_text().replace("$run", "runs/x")
+    overrides = re.findall(r"\b[a-z]+\.[a-z_]+=[\w./]+", script)
+    config = load_config(ROOT / "configs" / "sort_digits_grpo.yaml", overrides)
+    assert config.checkpoint.resume and config.mesh.cp == 2 and len(overrides) == 9
+    config.check_ready_to_train()
