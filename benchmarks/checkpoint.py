@@ -38,10 +38,10 @@ from slimefsdp.config import config_from_dict  # noqa: E402
 from slimefsdp.parallel.mesh import start_process_group  # noqa: E402
 
 MODEL = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 5,
+    "vocab_size": 10240,
+    "hidden_size": 768,
+    "intermediate_size": 2304,
+    "num_hidden_layers": 6,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 64,

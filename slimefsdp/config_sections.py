@@ -381,8 +381,8 @@ class CheckpointSettings(Settings):
     resume: bool = Field(False, description="continue from the newest verified one; an error where there is none")
     async_save: bool = Field(
         False,
-        description="save() returns once this rank's state is copied to host buffers; writing, hashing and the commit "
-        "go on in the background, one save at a time",
+        description="save() returns at once: copying to host buffers, writing, hashing and the commit go on in the "
+        "background, one save at a time; the next update waits for the copy",
     )
 
 

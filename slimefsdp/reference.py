@@ -55,7 +55,7 @@ class ColocatedReference:
 
     def rest(self) -> None:
         """Ends a use."""
-        if self._sleeps:
+        if self._sleeps and self.model is not None:
             self._residency.sleep(("reference",))
 
     def follow(self, policy: PolicyModel) -> None:

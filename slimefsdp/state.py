@@ -37,12 +37,19 @@ EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
 
 # of the optimiser's settings, those that do not belong to the schedule or the update rule
 _NO_SCHEDULE = {"name", "implementation", "log_layer_norms", "max_skipped_updates"}
+_VERSIONS = {
+    "slimefsdp": slimefsdp.__version__,
+    "torch": torch.__version__,
+    "transformers": version("transformers"),
+    "python": platform.python_version(),
+}
 
 
 class Checkpoints:
     """One rank's checkpoints under `run.dir`; every rank makes the same calls.
 
-    With `checkpoint.async_save`, `save` returns once the rank's state is copied, and the next call waits for the rest.
+    With `checkpoint.async_save`, `save` returns at once: whoever changes the state waits until it is copied
+    (`wait_for_copy`), and the next call for the rest.
 
     Args:
         folder: the policy's.
@@ -90,12 +97,7 @@ class Checkpoints:
             "config": self._config.model_dump(mode="json"),
             "identity": self._identity,
             "mesh": self._axes,
-            "versions": {
-                "slimefsdp": slimefsdp.__version__,
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
-                "python": platform.python_version(),
-            },
+            "versions": _VERSIONS,
         }
         return save_training_state(
             store,
@@ -114,6 +116,11 @@ class Checkpoints:
     def host_bytes(self) -> int:
         """Bytes of the host buffers that saves in the background keep."""
         return 0 if self._background is None else self._background.host_bytes
+
+    def wait_for_copy(self) -> None:
+        """For whoever is about to change, move or free what the save in the background still copies."""
+        if self._background is not None:
+            self._background.wait_for_copy()
 
     def finish(self) -> Path | None:
         """Waits until the save in the background is on disk; returns its folder, None if there was none.

@@ -175,6 +175,7 @@ class Trainer:
         """
         self._require_actor("optimizer_step")
         self._residency.wake_up(("parameters", "optimizer"))
+        self._checkpoints.wait_for_copy()
         return self.updater.step(self.mesh.group)
 
     # ------------------------------------------------------------------ residency
@@ -182,6 +183,8 @@ class Trainer:
     @exclusive
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
+        if self.role == "actor":
+            self._checkpoints.wait_for_copy()
         return replace(self._residency.sleep(tags), **allocator_state(self.mesh.device))
 
     @exclusive
@@ -271,7 +274,7 @@ class Trainer:
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
 
-        With `checkpoint.async_save` it returns once the state is copied: `finish_save` waits for the rest.
+        With `checkpoint.async_save` it returns at once, and holds this moment all the same: `finish_save` waits for it.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
@@ -285,6 +288,8 @@ class Trainer:
             reference_follows=self._reference.follows,
             loop_state=loop_state,
         )
+        if self._reference.follows:
+            self._checkpoints.wait_for_copy()  # of the reference, which goes to rest
         self._reference.rest()
         return folder
 

@@ -1,7 +1,8 @@
-"""Saving while training goes on: a copy of the rank's state is taken at once, a thread writes it."""
+"""Saving while training goes on: a thread copies the rank's state, before it can change, and writes it."""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,9 +32,12 @@ class BackgroundSave:
         self._buffers: dict[str, torch.Tensor] = {}  # kept: a page's first use costs more than copying into it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._running: Future[Path] | None = None
+        self._is_copied = threading.Event()  # nothing more is read of the tensors that training changes
+        self._is_copied.set()
+        self._moment: torch.cuda.Event | None = None  # of the call, in the order of the device's work
 
-    def copies(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
-        """The same shares in host buffers, which the next call overwrites.
+    def buffers_for(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        """Shares of the same shapes in host memory, which the next call gives away again.
 
         Raises:
             ResourceError: there is no host memory for them.
@@ -41,13 +45,7 @@ class BackgroundSave:
         assert self._running is None
         for name in self._buffers.keys() - tensors.keys():
             del self._buffers[name]
-        copies = {
-            name: replace(tensor, local=self._buffer(name, tensor.local).copy_(tensor.local, non_blocking=True))
-            for name, tensor in tensors.items()
-        }
-        if any(tensor.local.device.type == "cuda" for tensor in tensors.values()):
-            torch.cuda.synchronize()
-        return copies
+        return {name: replace(tensor, local=self._buffer(name, tensor.local)) for name, tensor in tensors.items()}
 
     @property
     def host_bytes(self) -> int:
@@ -55,10 +53,34 @@ class BackgroundSave:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def start(self, write: Callable[[], Path]) -> None:
-        """Runs `write` in the thread; `finish` has its result or error."""
+        """Runs `write`, which calls `copy` first, in the thread; `finish` has its result or error."""
         assert self._running is None
+        self._is_copied.clear()
+        if torch.cuda.is_initialized():
+            self._moment = torch.cuda.Event()
+            self._moment.record()
         self._running = self._thread.submit(write)
         self._running.add_done_callback(_report_failure)
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, ShardedTensor], buffers: Mapping[str, ShardedTensor]) -> None:
+        """In the thread: fills the buffers with the tensors as they are now; those who change them wait for it."""
+        device = next((tensor.local.device for tensor in tensors.values() if tensor.local.device.type == "cuda"), None)
+        side = None if device is None else torch.cuda.Stream(device)
+        try:
+            with torch.cuda.stream(side):  # None: nothing
+                if side is not None and self._moment is not None:
+                    side.wait_event(self._moment)
+                for name, tensor in tensors.items():
+                    buffers[name].local.copy_(tensor.local, non_blocking=True)
+            if side is not None:
+                side.synchronize()
+        finally:
+            self._is_copied.set()
+
+    def wait_for_copy(self) -> None:
+        """For whoever is about to change, move or free what is being saved."""
+        self._is_copied.wait()
 
     def finish(self) -> Path | None:
         """Waits for the save that runs; what it returned, None if there is none. Its error is raised, once."""

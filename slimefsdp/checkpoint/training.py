@@ -68,7 +68,8 @@ def save_training_state(
     Args:
         info: JSON about the run, the same on every rank.
         writes_tensors: of all ranks that hold the same rows, one; the others write their generators alone.
-        background: takes a copy of the state now and writes it later; its `finish` has returned since its last save.
+        background: copies the state and writes it later; its `finish` has returned since its last save. Before tensors
+            change, the caller waits for its copy.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write; the earlier checkpoints stand. With `background`,
@@ -89,10 +90,14 @@ def save_training_state(
     if background is None:
         return _write(store, step, tensors, state, info, group=group, keep_last=keep_last)
     copies: dict[str, ShardedTensor] = {}
-    run_together(lambda: copies.update(background.copies(tensors)), group)
+    run_together(lambda: copies.update(background.buffers_for(tensors)), group)
     info = json.loads(json_bytes(info, "info"))  # the caller may change its own
-    write = partial(_write, store, step, copies, state, info, group=background.group, keep_last=keep_last)
-    background.start(write)
+
+    def copy_and_write() -> Path:
+        run_together(lambda: background.copy(tensors, copies), background.group)
+        return _write(store, step, copies, state, info, group=background.group, keep_last=keep_last)
+
+    background.start(copy_and_write)
     return store.final_path(step)
 
 
@@ -214,14 +219,22 @@ def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, Sharde
     """This rank's rows of every parameter (`model.*`) and optimiser tensor (`optimizer.*`), as views."""
     tensors: dict[str, ShardedTensor] = {}
     for name, parameter in named:
-        tensors[f"model.{name}"] = _shard(parameter)
+        start = _first_row(parameter)
+        tensors[f"model.{name}"] = _shard(parameter, start)
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer.{name}.{key}"] = _shard(value)
+            # what is sharded there is sharded as the parameter is
+            tensors[f"optimizer.{name}.{key}"] = _shard(value, start if isinstance(value, DTensor) else 0)
     return tensors
 
 
-def _shard(tensor: torch.Tensor) -> ShardedTensor:
-    if not isinstance(tensor, DTensor):
-        return ShardedTensor(tensor.detach(), tuple(tensor.shape), 0)
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return ShardedTensor(tensor.to_local().detach(), tuple(tensor.shape), offset[0])
+def _shard(tensor: torch.Tensor, start: int) -> ShardedTensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return ShardedTensor(local.detach(), tuple(tensor.shape), start)
+
+
+def _first_row(parameter: nn.Parameter) -> int:
+    """The first row of dim 0 that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0]

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.checkpoint import atomic, training
 from slimefsdp.checkpoint.atomic import LATEST
+from slimefsdp.checkpoint.background import BackgroundSave
 from slimefsdp.checkpoint.lock import LOCK, FolderLock
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError
@@ -92,8 +94,14 @@ def test_a_save_gathers_no_parameter(folder: Path, ranks: RankPool, tmp_path: Pa
 # ---------------------------------------------------------------------- in the background
 
 
-def save_then_go_on(rank: int, config: RunConfig) -> dict[str, Any]:
-    """Nothing of the save is written before everything that could disturb it has happened."""
+def save_then_go_on(rank: int, config: RunConfig, first: str) -> dict[str, Any]:
+    """Copying begins late, and nothing is written before everything that could disturb it has happened."""
+    copy = BackgroundSave.copy
+
+    def late_copy(*args: Any) -> None:
+        time.sleep(0.3)
+        copy(*args)
+
     trainer = Trainer(config, device=CPU)
     trainer.train_step(fresh_batch(1))
     may_write = threading.Event()
@@ -102,36 +110,43 @@ def save_then_go_on(rank: int, config: RunConfig) -> dict[str, Any]:
     np.random.seed(rank)
     loop_state = {"cursor": 1}
     at_save = fingerprint(trainer.policy)
+    BackgroundSave.copy = late_copy
     path = trainer.save(1, loop_state)
+    returned_before_copying = not trainer._checkpoints._background._is_copied.is_set()
     drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
     loop_state["cursor"] = 2
     too_early = path.exists()
     copied = trainer.memory().host_buffers >= sum(p.to_local().nbytes * 3 for p in trainer.policy.parameters())
+    if first == "sleep":
+        trainer.sleep()
+        trainer.wake_up()
     loss = trainer.train_step(fresh_batch(2))["loss"]
-    trainer.sleep()
-    trainer.wake_up()
     later = fingerprint(trainer.policy)
     may_write.set()
     finished = [trainer.finish_save(), trainer.finish_save()]
     atomic.at_point = lambda point: None
+    BackgroundSave.copy = copy
     trainer.save(2)
     restored_state = trainer.load(1)  # waits for the save of step 2
     again = [torch.rand(1).item(), random.random(), np.random.rand()]
-    return {"too_early": too_early, "copied": copied, "finished": finished == [path, None],
+    return {"too_early": too_early, "copied": copied, "at_once": returned_before_copying,
+            "finished": finished == [path, None],
             "moved_on": later != at_save, "restored": fingerprint(trainer.policy) == at_save,
             "loop_state": restored_state, "drawn": drawn == again, "draws": drawn, "loss": loss,
             "loss_again": trainer.train_step(fresh_batch(2))["loss"]}  # fmt: skip
 
 
+@pytest.mark.parametrize("first", ["update", "sleep"])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_save_in_the_background_holds_the_moment_of_the_call(
-    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+    folder: Path, ranks: RankPool, tmp_path: Path, dp: int, first: str
 ) -> None:
     config = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, checkpoint={"async_save": True})
-    results = ranks.run(dp, save_then_go_on, config)
+    results = ranks.run(dp, save_then_go_on, config, first)
     for result in results:
         assert (
             result["copied"]
+            and result["at_once"]
             and not result["too_early"]
             and result["finished"]
             and result["moved_on"]
