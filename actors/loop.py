@@ -27,7 +27,7 @@ Metrics = dict[str, float]
 # settings that a recorded batch follows from, through the samples or through the weights that were sampled
 _DECIDING: Any = {
     "run": {"seed"}, "data": {"train"}, "rollout": True, "batch": {"samples_per_update"}, "loss": True, "optim": True,
-    "precision": True, "reference": {"update_interval_steps"},
+    "precision": True, "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
 
 
@@ -165,7 +165,9 @@ class RolloutLoop:
 
     def _recorded(self, step: int) -> tuple[RolloutBatch, Metrics] | None:
         """What `_sampled` recorded of this step, if it can stand for sampling anew from the weights as they are."""
-        found = None if self._recorded_batches is None else self._recorded_batches.read(step)
+        if self._recorded_batches is None or not self._config.checkpoint.resume:
+            return None
+        found = self._recorded_batches.read(step)
         if found is None:
             return None
         batch, notes = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +32,7 @@ SECOND_ARGUMENT: dict[str, tuple[str, tuple[Any, ...]]] = {
     "train_step": ("plan", (None,)),
     "forward_backward": ("loss", ("policy", "sft")),
 }
+SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 
 
 class WorkerGroup:
@@ -151,7 +153,9 @@ class WorkerGroup:
         return answers
 
     def shutdown(self) -> None:
-        """Ends all processes of the group and of its reference group; idempotent."""
+        """Ends all processes of the group and of its reference group, after a save in the background; idempotent."""
+        if self._workers and self.role == "actor" and self.config.checkpoint.async_save:
+            self._finish_running_save()
         if self.reference_group is not None:
             self.reference_group.shutdown()
         for worker in self._workers:
@@ -159,6 +163,15 @@ class WorkerGroup:
         if self._workers:
             release(self._placement)
         self._workers = []
+
+    def _finish_running_save(self) -> None:
+        """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
+        with self._order:
+            refs = [worker.call.remote("finish_save", (), {}) for worker in self._workers]
+        try:
+            CallFuture(refs, name="finish_save", timeout_s=SAVE_GRACE_S, first_only=True).result()
+        except Exception as error:
+            warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
     def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
         self._require_workers(name)

@@ -78,6 +78,10 @@ def summary(ranks: int, state_bytes: int, rounds: list[Times]) -> dict[str, Any]
     cpu = {name: statistics.median(times[name][1] for times in rounds) for name in rounds[0]}
     ratios = {
         "async save() until it returns / sync save()": wall["async save until it returns"] / wall["save"],
+        "what an optimizer_step() right after async save() waits / sync save()": (
+            wall["optimizer_step right after async save"] - wall["optimizer_step alone"]
+        )
+        / wall["save"],
         "CPU seconds, async in all / sync": cpu["async save until it is finished"] / cpu["save"],
         "save() / torch.save": wall["save"] / wall["torch.save"],
         "save() / dcp.save": wall["save"] / wall["dcp.save"],
@@ -152,6 +156,13 @@ def one_round(number: int, rank: int, folder: Path, trainers: Any, state: Any, l
     timed("save", lambda: trainers["sync"].save(number))
     start = timed("async save until it returns", lambda: trainers["async"].save(number))
     timed("async save until it is finished", trainers["async"].finish_save, start)
+    # the worst that can follow: an update that has nothing to compute first, and waits for the copy
+    trainers["async"].save(number)
+    set_gradients(trainers["async"])
+    timed("optimizer_step right after async save", trainers["async"].optimizer_step)
+    trainers["async"].finish_save()
+    set_gradients(trainers["async"])
+    timed("optimizer_step alone", trainers["async"].optimizer_step)
     timed("torch.save", torch_save)
     timed("dcp.save", lambda: dcp.save(state, checkpoint_id=shared))
     timed("load", lambda: trainers["sync"].load(number))
@@ -163,6 +174,12 @@ def one_round(number: int, rank: int, folder: Path, trainers: Any, state: Any, l
         shutil.rmtree(shared)
     dist.barrier()
     return times
+
+
+def set_gradients(trainer: Any) -> None:
+    """As a backward pass leaves them."""
+    for parameter in trainer.policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def make_trainer(folder: Path, ranks: int, name: str) -> Any:

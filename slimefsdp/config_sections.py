@@ -116,7 +116,7 @@ class ModelSettings(Settings):
     read: Literal["every_rank", "first_rank"] = Field(
         "every_rank",
         description="who reads model.path and reference.path; first_rank: rank 0 reads the folder and sends each rank "
-        "its rows; the others need no copy of it",
+        "its rows; the other ranks need no copy of it",
     )
     frozen: Annotated[tuple[str, ...], BeforeValidator(_name_patterns)] | None = Field(
         None,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from slimefsdp.errors import StateError
+from slimefsdp.errors import SlimeError, StateError
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.residency import Residency
 
@@ -26,6 +26,7 @@ class ColocatedReference:
     def __init__(self, load: Callable[[], PolicyModel], residency: Residency, *, sleeps: bool) -> None:
         self.model: PolicyModel | None = None
         self.follows = False  # since an update its weights are no folder's: checkpoints hold them
+        self._next: PolicyModel | None = None  # what takes its place when a checkpoint is loaded
         self._load = load
         self._residency = residency
         self._sleeps = sleeps
@@ -49,12 +50,22 @@ class ColocatedReference:
         """
         self.load()
         assert self.model is not None
-        self._residency.wake_up(("reference",))
-        yield self.model
+        with self.resting():
+            self._residency.wake_up(("reference",))
+            yield self.model
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Collective: whoever wakes it inside need not put it to rest."""
+        try:
+            yield
+        except SlimeError:  # raised by all ranks alike; after any other error the group is lost
+            self.rest()
+            raise
         self.rest()
 
     def rest(self) -> None:
-        """Ends a use."""
+        """Collective: ends a use."""
         if self._sleeps and self.model is not None:
             self._residency.sleep(("reference",))
 
@@ -80,27 +91,34 @@ class ColocatedReference:
         self.follows = True
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Collective: what a checkpoint holds of it, awake until the next `rest`; nothing, unless it followed."""
-        if not self.follows:
-            return []
+        """Collective: what a checkpoint holds of it, awake; nothing, unless it followed."""
+        return self._awake_weights() if self.follows else []
+
+    def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
+        """Collective: what a checkpoint fills of it, awake. Until `loaded` everything can still be as it was.
+
+        Args:
+            follows: as it was when the checkpoint was written; where not, it will have the weights of its folder again.
+
+        Raises:
+            ConfigError, ModelError: as `load`.
+        """
+        self._next = None
+        if follows:
+            self.load()
+            return self._awake_weights()
+        if self.follows:
+            self._next = self._load()
+        return []
+
+    def loaded(self, follows: bool) -> None:
+        """What `weights_to_load` was asked for is filled."""
+        if self._next is not None:
+            self._residency.drop("reference")
+            self.model = self._residency.models["reference"] = self._next
+        self.follows, self._next = follows, None
+
+    def _awake_weights(self) -> list[tuple[str, nn.Parameter]]:
         assert self.model is not None
         self._residency.wake_up(("reference",))
         return [(f"reference.{name}", parameter) for name, parameter in self.model.named_weights()]
-
-    def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
-        """Collective: what a checkpoint fills of it, awake until the next `rest`.
-
-        Args:
-            follows: as it was when the checkpoint was written; where not, it gets the weights of its folder again.
-
-        Raises:
-            ConfigError, ModelError: as `load`; the model is read on its next use.
-        """
-        if self.follows and not follows:
-            self.follows, self.model = False, None
-            self._residency.drop("reference")
-            self.load()
-        elif follows:
-            self.load()
-        self.follows = follows
-        return self.saved_weights()

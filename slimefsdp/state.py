@@ -18,7 +18,7 @@ from slimefsdp.build import is_host_memory_pinned, master_dtype
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.background import BackgroundSave
 from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES, write_model_folder
-from slimefsdp.checkpoint.identity import architecture_of, check_identity, differences
+from slimefsdp.checkpoint.identity import architecture_of, check_identity, check_info, differences
 from slimefsdp.checkpoint.manifest import io_reported
 from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.checkpoint.training import Named, load_training_state, save_training_state
@@ -57,6 +57,7 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, folder: ModelFolder, mesh: Mesh) -> None:
         self.restored: Restored | None = None  # of the last load
+        self._warnings: list[str] = []  # about it
         self._config = config
         self._mesh = mesh
         self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
@@ -149,7 +150,11 @@ class Checkpoints:
         self.finish()
 
         def accept(info: dict[str, Any], file: Path) -> Named:
-            run_together(lambda: check_identity(info.get("identity", {}), self._identity, file), self._mesh.group)
+            def check() -> None:
+                check_info(info, file)
+                check_identity(info["identity"], self._identity, file)
+
+            run_together(check, self._mesh.group)
             return named_for(info)
 
         loaded = load_training_state(
@@ -165,20 +170,18 @@ class Checkpoints:
         self.restored = Restored(
             loaded.step, str(loaded.folder), loaded.skipped, loaded.ranks, dict(loaded.info["mesh"])
         )
-        if dist.get_rank(self._mesh.group) == 0:
-            self._warn_of_differences(loaded.info)
+        own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
+        self._warnings = [f"checkpoint passed over: {reason}" for reason in loaded.skipped]
+        if changed := differences(loaded.info["config"].get("optim", {}), own):
+            self._warnings.append(f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}")
+        if changed := differences(loaded.info["mesh"], self._axes):
+            self._warnings.append(f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}")
         return loaded.info
 
-    def _warn_of_differences(self, info: dict[str, Any]) -> None:
-        own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
-        if changed := differences(info["config"]["optim"], own):
-            warnings.warn(
-                f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}", stacklevel=3
-            )
-        if changed := differences(info["mesh"], self._axes):
-            warnings.warn(
-                f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}", stacklevel=3
-            )
+    def warn_of_load(self) -> None:
+        """Says on rank 0 what is odd about the last load; when no collective follows, as a warning may be an error."""
+        for message in self._warnings if dist.get_rank(self._mesh.group) == 0 else ():
+            warnings.warn(message, stacklevel=4)
 
     def _store(self) -> CheckpointStore:
         if self._config.run.dir is None:

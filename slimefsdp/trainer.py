@@ -281,16 +281,16 @@ class Trainer:
         """
         self._require_actor("save")
         self._residency.wake_up(("parameters", "optimizer"))
-        folder = self._checkpoints.save(
-            step,
-            self.policy.named_weights() + self._reference.saved_weights(),
-            self.updater,
-            reference_follows=self._reference.follows,
-            loop_state=loop_state,
-        )
-        if self._reference.follows:
-            self._checkpoints.wait_for_copy()  # of the reference, which goes to rest
-        self._reference.rest()
+        with self._reference.resting():
+            folder = self._checkpoints.save(
+                step,
+                self.policy.named_weights() + self._reference.saved_weights(),
+                self.updater,
+                reference_follows=self._reference.follows,
+                loop_state=loop_state,
+            )
+            if self._reference.follows:
+                self._checkpoints.wait_for_copy()  # of the reference, which goes to rest
         return folder
 
     @exclusive
@@ -317,12 +317,14 @@ class Trainer:
         """
         self._require_actor("load")
         self._residency.wake_up(("parameters", "optimizer"))
-        info = self._checkpoints.load(
-            step,
-            lambda info: self.policy.named_weights() + self._reference.weights_to_load(info["reference_follows"]),
-            self.updater,
-        )
-        self._reference.rest()
+        with self._reference.resting():
+            info = self._checkpoints.load(
+                step,
+                lambda info: self.policy.named_weights() + self._reference.weights_to_load(info["reference_follows"]),
+                self.updater,
+            )
+            self._reference.loaded(info["reference_follows"])
+        self._checkpoints.warn_of_load()
         return dict(info["loop_state"])
 
     @exclusive

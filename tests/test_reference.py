@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import ModelError, StateError
+from slimefsdp.errors import CheckpointError, ModelError, StateError
 from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.trainer import Trainer
 from tests.rank_pool import RankPool
@@ -142,17 +143,20 @@ def lost_folder(rank: int, config: RunConfig, batch: RolloutBatch, reference: Pa
     if torch.distributed.get_rank() == 0:
         (reference / "config.json").rename(reference / "away.json")
     torch.distributed.barrier()
-    errors = [error_of(trainer.load), error_of(lambda: trainer.compute_log_probs(batch, "ref"))]
+    followed = trainer.compute_log_probs(batch, "ref").log_probs
+    error = error_of(trainer.load)
     kept = fingerprint(trainer.policy) == weights
+    kept = kept and np.array_equal(trainer.compute_log_probs(batch, "ref").log_probs, followed)
+    kept = kept and trainer.memory().asleep == ("reference",)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         (reference / "away.json").rename(reference / "config.json")
     torch.distributed.barrier()
     trainer.load()
-    return [*errors, kept, trainer.train_step(batch)["kl_ref"]]
+    return [error, kept, trainer.train_step(batch)["kl_ref"]]
 
 
-def test_a_reference_whose_folder_is_gone_fails_the_load_before_it_changes_the_policy(
+def test_a_reference_whose_folder_is_gone_fails_the_load_before_anything_changes(
     folder: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     reference = save_tiny_model(tmp_path / "ref", tie_word_embeddings=True, vocab_size=97, intermediate_size=55)
@@ -160,9 +164,43 @@ def test_a_reference_whose_folder_is_gone_fails_the_load_before_it_changes_the_p
         folder, mesh={"dp": 2}, loss={"kl_coefficient": 0.1}, reference={"path": str(reference)},
         run={"dir": str(tmp_path)},
     )  # fmt: skip
-    for *errors, kept, kl in ranks.run(2, lost_folder, config, fresh_batch(), reference):
-        assert [type(error) for error in errors] == [ModelError, ModelError] and kept
+    for error, kept, kl in ranks.run(2, lost_folder, config, fresh_batch(), reference):
+        assert isinstance(error, ModelError) and kept
         assert kl == 0.0  # the folder holds the policy's first weights, and so did the checkpoint
+
+
+def refused_by_its_tensors(rank: int, config: RunConfig, other: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    Trainer(other, device=CPU).save(1)  # more parameters are trained there: found out when reads are planned
+    trainer = Trainer(config, device=CPU)
+    trainer.train_step(batch)
+    trainer.update_ref()
+    trainer.train_step(batch)
+
+    def state() -> tuple[Any, ...]:
+        moments = [value for state in trainer.updater.optimizer.state.values() for value in state.values()]
+        return (
+            fingerprint(trainer.policy),
+            [(v.to_local() if isinstance(v, DTensor) else v).clone().numpy().tobytes() for v in moments],
+            trainer.updater.progress(),
+            trainer.compute_log_probs(batch, "ref").log_probs.tobytes(),
+        )
+
+    before = state()
+    error = error_of(trainer.load)
+    asleep = trainer.memory().asleep
+    trainer.sleep(("reference",))
+    return {"error": error, "unchanged": state() == before, "asleep": asleep, "follows": trainer._reference.follows}
+
+
+def test_a_load_that_is_refused_late_changes_neither_policy_nor_moments_nor_reference(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    sections = {"mesh": {"dp": 2}, "loss": {"kl_coefficient": 0.1}, "run": {"dir": str(tmp_path)}}
+    other = settings(folder, **sections)
+    config = settings(folder, **sections, model={"path": str(folder), "frozen": ["*.mlp.*"]})
+    for result in ranks.run(2, refused_by_its_tensors, config, other, fresh_batch()):
+        assert isinstance(result["error"], CheckpointError) and "mlp" in str(result["error"])
+        assert result["unchanged"] and result["follows"] and result["asleep"] == ("reference",)
 
 
 def update_without_a_reference(rank: int, config: RunConfig) -> list[Any]:

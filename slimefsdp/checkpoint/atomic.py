@@ -78,7 +78,8 @@ class CheckpointStore:
         self.lock()
         at_point("begin")
         with io_reported(temporary, "save"):
-            _sync_folder(self.root.parent)
+            for parent in (self.root.parent, self.root.parent.parent):  # which may be new, as run.dir is
+                _sync_folder(parent)
             for torn in self.root.glob(f"{_TMP}step_*"):
                 shutil.rmtree(torn)
             for replaced in self.root.glob(f"{_REPLACED}step_*"):

@@ -55,19 +55,23 @@ class BackgroundSave:
     def start(self, write: Callable[[], Path]) -> None:
         """Runs `write`, which calls `copy` first, in the thread; `finish` has its result or error."""
         assert self._running is None
-        self._is_copied.clear()
         if torch.cuda.is_initialized():
             self._moment = torch.cuda.Event()
             self._moment.record()
-        self._running = self._thread.submit(write)
+        self._is_copied.clear()
+        try:
+            self._running = self._thread.submit(write)
+        except BaseException:
+            self._is_copied.set()
+            raise
         self._running.add_done_callback(_report_failure)
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, ShardedTensor], buffers: Mapping[str, ShardedTensor]) -> None:
         """In the thread: fills the buffers with the tensors as they are now; those who change them wait for it."""
-        device = next((tensor.local.device for tensor in tensors.values() if tensor.local.device.type == "cuda"), None)
-        side = None if device is None else torch.cuda.Stream(device)
         try:
+            device = next((t.local.device for t in tensors.values() if t.local.device.type == "cuda"), None)
+            side = None if device is None else torch.cuda.Stream(device)
             with torch.cuda.stream(side):  # None: nothing
                 if side is not None and self._moment is not None:
                     side.wait_event(self._moment)

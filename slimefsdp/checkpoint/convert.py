@@ -10,12 +10,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slimefsdp.checkpoint.dcp import read_saved, write_dcp_folder
 from slimefsdp.checkpoint.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
 from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES, write_model_folder
+from slimefsdp.checkpoint.identity import architecture_of, check_identity, check_info
+from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.checkpoint.saved_weights import SavedWeights, find_checkpoint
 from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.errors import CheckpointError
@@ -147,6 +150,8 @@ def checkpoint_to_hugging_face(
             raise CheckpointError(f"{folder} does not say which model it is of", field="--like", hint="give --like")
         like = Path(path)
     model = read_model_folder(like, field="--like", with_weights=False)
+    check_info(manifest.info, folder / MANIFEST)
+    _require_same_model(manifest.info["identity"].get("config.json", {}), model, folder / MANIFEST, note)
     policy, saved = build_policy(model, torch.float32), SavedWeights(folder)
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}
     held = {name: spec.shape for name, spec in saved.specs.items()}
@@ -161,6 +166,15 @@ def checkpoint_to_hugging_face(
 
     write_model_folder(target, specs, tensors(), model, dtype=dtype)
     return specs
+
+
+def _require_same_model(saved: dict[str, Any], model: ModelFolder, file: Path, note: Note) -> None:
+    """Equal shapes do not make an equal model: rope_theta, norms and windows are compared too."""
+    own = architecture_of(model.config)
+    both = saved.keys() & own.keys()
+    check_identity({name: saved[name] for name in both}, {name: own[name] for name in sorted(both)}, file)
+    if one_sided := sorted(saved.keys() ^ own.keys()):  # by another release of transformers, which knows other defaults
+        note(f"not compared, since one of the two configurations lacks them: {', '.join(one_sided)}")
 
 
 def _embedding_name(policy: PolicyModel) -> str | None:

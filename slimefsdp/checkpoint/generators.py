@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from slimefsdp.errors import CheckpointError
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
@@ -24,17 +27,29 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Sets the global generators to where `generator_states` found them; one that was not saved stays."""
-    torch.set_rng_state(torch.from_numpy(_array(states["cpu"], np.uint8)))
-    if "python" in states:
-        version, numbers, next_gauss = states["python"]
-        random.setstate((version, tuple(_array(numbers, np.uint32).tolist()), next_gauss))
-    if "numpy" in states:
-        name, keys, position, has_gauss, cached = states["numpy"]
-        np.random.set_state((name, _array(keys, np.uint32), position, has_gauss, cached))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"], np.uint8)), device)
+def restore_generators(states: Any, device: torch.device, source: Path) -> None:
+    """Sets the global generators to where `generator_states` found them; one that was not saved stays.
+
+    Raises:
+        CheckpointError: naming `source`; this is nothing that `generator_states` gave.
+    """
+    try:
+        torch.set_rng_state(torch.from_numpy(_array(states["cpu"], np.uint8)))
+        if "python" in states:
+            version, numbers, next_gauss = states["python"]
+            random.setstate((version, tuple(_array(numbers, np.uint32).tolist()), next_gauss))
+        if "numpy" in states:
+            name, keys, position, has_gauss, cached = states["numpy"]
+            np.random.set_state((name, _array(keys, np.uint32), position, has_gauss, cached))
+        if device.type == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(torch.from_numpy(_array(states["cuda"], np.uint8)), device)
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(
+            f"generators in {source} cannot be understood: {error!r}",
+            field="generators",
+            hint="load another checkpoint",
+            phase="load",
+        ) from error
 
 
 def _text(array: np.ndarray) -> str:

@@ -43,6 +43,23 @@ def architecture_of(model_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model_config.items() if key not in _WITHOUT_EFFECT and not key.startswith("_")}
 
 
+def check_info(info: Mapping[str, Any], file: Path) -> None:
+    """Whether what a checkpoint says of itself has the entries that a load reads.
+
+    Raises:
+        CheckpointError: naming the first one that is missing or of another type, and `file`.
+    """
+    kinds = dict.fromkeys(("identity", "mesh", "config", "loop_state"), dict)
+    for name, kind in {**kinds, "reference_follows": bool, "updates_taken": int, "skipped_in_a_row": int}.items():
+        if type(info.get(name)) is not kind:
+            raise CheckpointError(
+                f"{name} is {info.get(name, _ABSENT)!r:.100} in {file}, not of type {kind.__name__}",
+                field=name,
+                hint="load a checkpoint that this version wrote",
+                phase="load",
+            )
+
+
 def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> None:
     """Whether values saved under one identity can be loaded under another; nested mappings are compared key by key.
 

@@ -69,3 +69,13 @@ class FolderLock:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             warnings.warn(f"{self._folder} cannot be locked: make sure that one run alone writes it", stacklevel=4)
+
+
+def _forget_in_child() -> None:
+    """A forked process shares the open files, and would keep the locks alive after their owner."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

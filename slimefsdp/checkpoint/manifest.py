@@ -79,7 +79,13 @@ def json_bytes(value: Any, what: str) -> bytes:
         raise CheckpointError(f"{what} is not JSON: {error}", field=what, hint="pass plain JSON values") from error
     if not survives:
         raise CheckpointError(f"{what} changes when read back from JSON", field=what, hint="use lists and string keys")
-    return text.encode()
+    if len(raw := text.encode()) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{what} is {len(raw)} bytes of JSON, {MAX_JSON_BYTES} are the limit",
+            field=what,
+            hint="keep large data in files of its own, and their names here",
+        )
+    return raw
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:
@@ -135,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
     if type(version) is int and version > SCHEMA_VERSION:
         raise damaged(path, f"has schema version {version}, this program knows up to {SCHEMA_VERSION}")
     try:
-        files = tuple(FileRecord(str(f["name"]), int(f["bytes"]), str(f["sha256"])) for f in document["files"])
+        files = tuple(FileRecord(str(f["name"]), whole(f["bytes"]), str(f["sha256"])) for f in document["files"])
         manifest = Manifest(document["step"], document["info"], files)
         is_as_written = _render(manifest) == raw and type(manifest.step) is int and isinstance(manifest.info, dict)
     except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
@@ -171,6 +177,13 @@ def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
     for record, digest in zip(mine, digests, strict=True):
         if digest != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
+
+
+def whole(value: Any) -> int:
+    """A size or count that JSON holds; ValueError if it is none."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.100} is no whole number from 0 to 2^63")
+    return value
 
 
 def damaged(path: Path, problem: str) -> CheckpointError:

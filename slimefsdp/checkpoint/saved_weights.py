@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from slimefsdp.checkpoint.atomic import CheckpointStore
-from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, io_reported, read_json
+from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, io_reported, read_json, whole
 from slimefsdp.checkpoint.sharded import writing_ranks
 from slimefsdp.checkpoint.tensor_file import TORCH_DTYPES, TensorSpec, read_rows
 from slimefsdp.errors import CheckpointError, ModelError
@@ -82,12 +82,12 @@ class SavedWeights:
                     if not key.startswith(_PREFIX) or key.startswith(_REFERENCE):
                         continue
                     name, entry = key.removeprefix(_PREFIX), entries[key]
-                    spec = TensorSpec(name, TORCH_DTYPES[piece["dtype"]], tuple(map(int, piece["global_shape"])))
-                    shape = (int(piece["rows"]), *spec.shape[1:]) if spec.shape else ()
+                    spec = TensorSpec(name, TORCH_DTYPES[piece["dtype"]], tuple(map(whole, piece["global_shape"])))
+                    shape = (whole(piece["rows"]), *spec.shape[1:]) if spec.shape else ()
                     if (entry.dtype, entry.shape) != (piece["dtype"], shape) or spec != self.specs.get(name, spec):
                         raise _refused(f"tensor {short(key)} is not what {index_file.name} says", tensor_file)
                     self.specs[name] = spec
-                    self._rows.setdefault(name, []).append(_Rows(int(piece["start"]), entry))
+                    self._rows.setdefault(name, []).append(_Rows(whole(piece["start"]), entry))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise _refused(f"contradicts {tensor_file.name}: {error!r}", index_file) from error
             except ModelError as error:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from slimefsdp.checkpoint import atomic
-from slimefsdp.checkpoint.manifest import io_reported, json_bytes, leave_seal, read_json, write_sealed
+from slimefsdp.checkpoint.manifest import io_reported, json_bytes, leave_seal, read_json, whole, write_sealed
 from slimefsdp.checkpoint.tensor_file import DTYPE_NAMES, TensorFileWriter, TensorSpec, read_rows
 from slimefsdp.errors import CheckpointError, ModelError
 from slimefsdp.models.safetensors_header import TensorEntry, read_header
@@ -189,7 +189,7 @@ def _read_pieces(path: Path) -> dict[str, _Piece]:
     index, _ = read_json(path)
     try:
         return {
-            name: _Piece(str(p["dtype"]), tuple(map(int, p["global_shape"])), int(p["start"]), int(p["rows"]))
+            name: _Piece(str(p["dtype"]), tuple(map(whole, p["global_shape"])), whole(p["start"]), whole(p["rows"]))
             for name, p in index["tensors"].items()
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:

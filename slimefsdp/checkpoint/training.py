@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -127,8 +126,6 @@ def load_training_state(
     verify = partial(_verified_together, store, group)
     if step == "latest":
         manifest, folder, skipped = first_verified(store.root, folders, skipped, verify)
-        for reason in skipped if dist.get_rank(group) == 0 else []:
-            warnings.warn(f"checkpoint passed over: {reason}", stacklevel=2)
     else:
         (folder,) = folders
         manifest = verify(folder)
@@ -147,7 +144,7 @@ def load_training_state(
         for part in reads:
             part.fill()
         if restores_generators:
-            restore_generators(state["generators"], device)
+            restore_generators(state.get("generators"), device, folder)
 
     run_together(plan, group)
     run_together(fill, group)
@@ -183,6 +180,10 @@ def _write(
         run_on_first(commit, group)
     except CheckpointError:  # which all ranks raise, so nobody writes there any more
         run_on_first(lambda: store.abandon(step), group)
+        raise
+    except Exception:  # alike, or because a rank is gone, which no collective should follow
+        if rank == 0:
+            store.abandon(step)
         raise
     return store.final_path(step)
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from actors.calls import CallFuture
 from actors.placement import reserve
 from actors.worker_group import WorkerGroup
+from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import (
@@ -412,6 +413,16 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     pid = health[0].pid
     assert wait_until(lambda: isinstance(doomed.health()[1], WorkerDied))
     assert isinstance(doomed.health()[0], Health) and doomed.health()[0].pid == pid
+
+
+@pytest.mark.slow
+def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config: Any, tmp_path: Path) -> None:
+    config = make_config(run={"dir": str(tmp_path)}, checkpoint={"async_save": True})
+    group = WorkerGroup.launch(config)
+    for step in range(1, 4):
+        folder = group.save(step)
+    group.shutdown()
+    assert CheckpointStore(folder.parent).newest_verified()[:2] == (3, folder)
 
 
 # ------------------------------------------------------------------ other meshes

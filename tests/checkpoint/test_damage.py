@@ -13,6 +13,7 @@ import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,86 @@ def hostile_pickles(before: Path) -> Iterator[Damage]:
     yield "pickle", LATEST, lambda path: path.write_bytes(hostile)
 
 
+def reseal(folder: Path) -> None:
+    """Makes manifest.json vouch for the files as they are now."""
+    document = json.loads((folder / MANIFEST).read_text())
+    del document["sha256"]
+    for record in document["files"]:
+        data = (folder / record["name"]).read_bytes()
+        record |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    rewrite(folder, document)
+
+
+def rewrite(folder: Path, document: dict[str, Any]) -> None:
+    own = hashlib.sha256((json.dumps(document, indent=1) + "\n").encode()).hexdigest()
+    (folder / MANIFEST).write_text(json.dumps(document | {"sha256": own}, indent=1) + "\n")
+
+
+def forge_info(folder: Path, name: str, value: Any) -> None:
+    document = json.loads((folder / MANIFEST).read_text())
+    del document["sha256"]
+    document["info"].pop(name) if value is None else document["info"].update({name: value})
+    rewrite(folder, document)
+
+
+def forge_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "rank_00000.json"
+    index = json.loads(path.read_text())
+    edit(index)
+    path.write_text(json.dumps(index))
+    reseal(folder)
+
+
+FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
+    **{f"no {name}": (partial(forge_info, name=name, value=None), name) for name in ("identity", "mesh", "config")},
+    "identity is a list": (partial(forge_info, name="identity", value=[1]), "identity"),
+    "updates are text": (partial(forge_info, name="updates_taken", value="3"), "updates_taken"),
+    "rows without end": (
+        lambda folder: forge_index(folder, lambda index: next(iter(index["tensors"].values())).update(rows=1e999)),
+        "rank_00000.json",
+    ),
+    "rows before the first": (
+        lambda folder: forge_index(folder, lambda index: next(iter(index["tensors"].values())).update(start=-4)),
+        "rank_00000.json",
+    ),
+    "a generator of another kind": (
+        lambda folder: forge_index(folder, lambda index: index["state"]["generators"].update(numpy=["MT19937"])),
+        "generators",
+    ),
+}
+
+
+def load_forgeries(rank: int, config: RunConfig, store: Path) -> dict[str, tuple[Any, bool]]:
+    """What each forgery of the only checkpoint leads to, and whether the trainer goes on as if nothing had been."""
+    trainer = Trainer(config, device=CPU)
+    trainer.train_step(fresh_batch())
+    trainer.save(NEWEST)
+    newest, found = store / f"step_{NEWEST:08d}", {}
+    before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    for name, (forge, _) in FORGERIES.items():
+        weights = digest(trainer)
+        if rank == 0:
+            forge(newest)
+        torch.distributed.barrier()
+        found[name] = error_of(trainer.load), digest(trainer) == weights
+        torch.distributed.barrier()
+        if rank == 0:
+            for file, data in before.items():
+                (newest / file).write_bytes(data)
+        torch.distributed.barrier()
+    trainer.load()
+    return found
+
+
+def test_a_well_sealed_forgery_is_a_typed_error_on_all_ranks_that_changes_no_weight(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)})
+    for found in ranks.run(2, load_forgeries, config, tmp_path / "checkpoints"):
+        for name, (error, unchanged) in found.items():
+            assert isinstance(error, CheckpointError) and FORGERIES[name][1] in str(error) and unchanged, (name, error)
+
+
 @pytest.mark.parametrize(
     ("dp", "damages", "count"),
     [
@@ -180,13 +261,7 @@ def load_what_an_attacker_wrote(rank: int, config: RunConfig, store: Path) -> tu
         newest = store / f"step_{NEWEST:08d}"
         hostile = pickle.dumps(Payload(store.with_name("code_was_run")))
         (newest / "rank_00000.safetensors").write_bytes(hostile)
-        document = json.loads((newest / MANIFEST).read_text())
-        del document["sha256"]
-        for record in document["files"]:
-            if record["name"] == "rank_00000.safetensors":
-                record |= {"bytes": len(hostile), "sha256": hashlib.sha256(hostile).hexdigest()}
-        digest_of_it = hashlib.sha256((json.dumps(document, indent=1) + "\n").encode()).hexdigest()
-        (newest / MANIFEST).write_text(json.dumps(document | {"sha256": digest_of_it}, indent=1) + "\n")
+        reseal(newest)
     torch.distributed.barrier()
     return error_of(trainer.load), digest(trainer) == before
 

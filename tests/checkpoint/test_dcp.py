@@ -360,9 +360,11 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(
     source, small = load_file(tmp_path / "1" / SINGLE_FILE), load_file(tmp_path / "earlier" / SINGLE_FILE)
     assert all(torch.equal(small[name], source[name].bfloat16()) for name in source)
     other = save_tiny_model(tmp_path / "other")
+    elsewhere = save_tiny_model(tmp_path / "elsewhere", "qwen3_moe", tie_word_embeddings=True, rms_norm_eps=1e-3)
     for asked, like, error, words in (
         (torn, None, CheckpointError, "rank_00000.safetensors"),
-        (first, other, CheckpointError, "lacks 'model.layers.0.mlp.gate_proj.weight' and 6 more"),
+        (first, other, CheckpointError, "model_type is qwen3_moe"),
+        (first, elsewhere, CheckpointError, "rms_norm_eps is 1e-06 in .*, but 0.001"),
         (first, tmp_path, ModelError, "config.json"),
         (tmp_path, None, CheckpointError, "no whole checkpoint"),
     ):

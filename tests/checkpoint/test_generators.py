@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,9 +24,9 @@ def test_every_generator_goes_on_where_it_stood_also_between_the_two_halves_of_a
     np.random.standard_normal()
     saved = json.loads(json.dumps(generator_states(CPU)))
     first, second = draws(), draws()
-    restore_generators(saved, CPU)
+    restore_generators(saved, CPU, Path())
     assert draws() == first and draws() == second
-    restore_generators(saved, CPU)  # the states were not consumed
+    restore_generators(saved, CPU, Path())  # the states were not consumed
     assert draws() == first != second
 
 
@@ -34,5 +35,5 @@ def test_a_generator_that_was_not_saved_stays() -> None:
     del saved["python"], saved["numpy"]
     random.seed(5)
     expected = random.Random(5).random()
-    restore_generators(saved, CPU)
+    restore_generators(saved, CPU, Path())
     assert random.random() == expected

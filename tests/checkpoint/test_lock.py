@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -74,3 +75,30 @@ def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointError, match="Not a directory"):
         FolderLock(tmp_path / "file" / "run").acquire()
+
+
+FORK = """
+import os, sys, time
+from pathlib import Path
+from slimefsdp.checkpoint.lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire()
+if not os.fork():
+    print("held", flush=True)  # by its parent, when the child is on its way
+time.sleep(600)
+"""
+
+
+def test_a_forked_child_does_not_keep_the_lock_of_a_parent_that_is_killed(tmp_path: Path):
+    # a group of its own, so that the child can be ended too
+    parent = subprocess.Popen(
+        [sys.executable, "-c", FORK, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == "held\n"
+        parent.kill()
+        parent.wait()
+        os.killpg(parent.pid, 0)  # the child is alive
+        FolderLock(tmp_path).acquire()
+        FolderLock(tmp_path).release()
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)

@@ -104,24 +104,39 @@ def save_then_go_on(rank: int, config: RunConfig, first: str) -> dict[str, Any]:
 
     trainer = Trainer(config, device=CPU)
     trainer.train_step(fresh_batch(1))
+    if trainer.reference is not None:
+        trainer.update_ref()
+
+    def state() -> list[str]:
+        models = [trainer.policy, *([] if trainer.reference is None else [trainer.reference])]
+        trainer.wake_up()
+        return [fingerprint(model) for model in models]
+
     may_write = threading.Event()
     atomic.at_point = lambda point: (may_write.wait(60), None)[1]
     random.seed(rank)
     np.random.seed(rank)
     loop_state = {"cursor": 1}
-    at_save = fingerprint(trainer.policy)
+    at_save = state()
     BackgroundSave.copy = late_copy
     path = trainer.save(1, loop_state)
-    returned_before_copying = not trainer._checkpoints._background._is_copied.is_set()
+    # a reference that followed goes to rest when the call ends, so it is copied by then
+    at_once = trainer._checkpoints._background._is_copied.is_set() == (trainer.reference is not None)
     drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
     loop_state["cursor"] = 2
     too_early = path.exists()
-    copied = trainer.memory().host_buffers >= sum(p.to_local().nbytes * 3 for p in trainer.policy.parameters())
+    buffers = trainer._checkpoints.host_bytes
+    moments = sum(
+        p.to_local().nbytes * 3 if p.requires_grad else p.to_local().nbytes for p in trainer.policy.parameters()
+    )
+    copied = buffers >= moments if trainer.mesh.is_first_copy else buffers == 0
     if first == "sleep":
         trainer.sleep()
         trainer.wake_up()
     loss = trainer.train_step(fresh_batch(2))["loss"]
-    later = fingerprint(trainer.policy)
+    if trainer.reference is not None:
+        trainer.update_ref()
+    later = state()
     may_write.set()
     finished = [trainer.finish_save(), trainer.finish_save()]
     atomic.at_point = lambda point: None
@@ -129,20 +144,34 @@ def save_then_go_on(rank: int, config: RunConfig, first: str) -> dict[str, Any]:
     trainer.save(2)
     restored_state = trainer.load(1)  # waits for the save of step 2
     again = [torch.rand(1).item(), random.random(), np.random.rand()]
-    return {"too_early": too_early, "copied": copied, "at_once": returned_before_copying,
+    return {"too_early": too_early, "copied": copied, "at_once": at_once,
             "finished": finished == [path, None],
-            "moved_on": later != at_save, "restored": fingerprint(trainer.policy) == at_save,
+            "moved_on": later != at_save, "restored": state() == at_save,
             "loop_state": restored_state, "drawn": drawn == again, "draws": drawn, "loss": loss,
             "loss_again": trainer.train_step(fresh_batch(2))["loss"]}  # fmt: skip
 
 
+SPREADS: dict[str, dict[str, Any]] = {
+    "one rank": {"mesh": {"dp": 1}},
+    "two shards": {"mesh": {"dp": 2}},
+    "two copies": {"mesh": {"dp_replicate": 2}},
+    "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
+    "a part is frozen": {
+        "mesh": {"dp": 1, "cp": 2}, "model": {"frozen": ["*.mlp.*"]},
+        "optim": {"implementation": "fused", "total_updates": 10},
+    },
+    "a reference that followed": {"mesh": {"dp": 2}, "loss": {"kl_coefficient": 0.1}},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("first", ["update", "sleep"])
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("spread", SPREADS)
 def test_a_save_in_the_background_holds_the_moment_of_the_call(
-    folder: Path, ranks: RankPool, tmp_path: Path, dp: int, first: str
+    folder: Path, ranks: RankPool, tmp_path: Path, spread: str, first: str
 ) -> None:
-    config = settings(folder, mesh={"dp": dp}, run={"dir": str(tmp_path)}, checkpoint={"async_save": True})
-    results = ranks.run(dp, save_then_go_on, config, first)
+    sections = {**SPREADS[spread], "model": {"path": str(folder), **SPREADS[spread].get("model", {})}}
+    config = settings(folder, **sections, run={"dir": str(tmp_path)}, checkpoint={"async_save": True})
+    results = ranks.run(config.ranks, save_then_go_on, config, first)
     for result in results:
         assert (
             result["copied"]
@@ -154,7 +183,7 @@ def test_a_save_in_the_background_holds_the_moment_of_the_call(
         )
         assert result["loop_state"] == {"cursor": 1} and result["drawn"]
         assert result["loss"] == result["loss_again"]
-    assert dp == 1 or all(a != b for a, b in zip(results[0]["draws"], results[1]["draws"], strict=True))
+    assert len(results) == 1 or all(a != b for a, b in zip(results[0]["draws"], results[1]["draws"], strict=True))
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == [LOCK, LATEST, "step_00000001", "step_00000002"]
 
