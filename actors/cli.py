@@ -124,24 +124,29 @@ def _check_folders(config: RunConfig) -> None:
             raise ConfigError(
                 f"{field}={folder} cannot be made in {existing}", field=field, hint="choose another folder"
             )
-    FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
     if config.checkpoint.resume and not RunFolder(run_dir).checkpoint_steps:
         raise ConfigError(
             f"run.dir={run_dir} holds no checkpoint to resume from",
             field="run.dir",
             hint="name the folder of a run that wrote one (checkpoint.interval_steps), or set checkpoint.resume=false",
         )
-    if (run_dir / "metrics.jsonl").exists() and not config.checkpoint.resume:
+    FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
+    metrics = run_dir / "metrics.jsonl"
+    # without a row nothing was trained: a run that ended while it started may start again
+    if not config.checkpoint.resume and metrics.exists() and metrics.stat().st_size:
         raise ConfigError(
             f"run.dir={run_dir} holds an earlier run",
             field="run.dir",
-            hint="choose another run.dir, remove it, or set checkpoint.resume=true",
+            hint="choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints",
         )
     if export_dir is None:
         return
     if export_dir.exists() and any(export_dir.iterdir()):
         raise ConfigError(
-            f"run.export_dir={export_dir} is not empty", field="run.export_dir", hint="choose another folder"
+            f"run.export_dir={export_dir} is not empty",
+            field="run.export_dir",
+            hint="choose another folder"
+            + (", and raise run.steps if the run has ended already" if config.checkpoint.resume else ""),
         )
     if export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
         raise ConfigError(

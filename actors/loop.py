@@ -20,7 +20,7 @@ from actors.run_folder import RecordedBatches, RunFolder
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, ConfigError
 
 Metrics = dict[str, float]
 
@@ -199,6 +199,7 @@ class RolloutLoop:
         return (
             f"{config.algorithm.upper()} on {config.ranks} FSDP2 ranks: {what} "
             f"in {config.run.steps} steps, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
+            + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
 
     def _generate(
@@ -260,10 +261,24 @@ def _resume(config: RunConfig, group: WorkerGroup, prompts: PromptStream, log: M
     if not config.checkpoint.resume:
         return 0
     state = group.load("latest")
-    step = int(state["step"])
+    if type(state.get("step")) is not int or type(state.get("prompts")) is not dict:
+        raise CheckpointError(
+            f"the checkpoint in {config.run.dir} has no loop_state of this loop",
+            field="run.dir",
+            hint="name the folder of a run of `slimefsdp train`",
+        )
+    step = state["step"]
+    if config.run.steps is not None and step > config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps} is below the checkpoint's step {step}",
+            field="run.steps",
+            hint="raise run.steps, or begin another run",
+        )
     found = group.restored()
     for reason in found.skipped:
         print(f"checkpoint passed over: {reason}", file=sys.stderr)
+    for difference in found.differences:
+        print(f"resuming: {difference}", file=sys.stderr)
     print(f"resuming at step {step} of {config.run.steps}, from {found.path}", file=sys.stderr)
     prompts.restore(state["prompts"])
     log.truncate_after(step if step else -1)  # a run that begins again at 0 evaluates again, too

@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import shutil
 import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from slimefsdp.checkpoint.atomic import CheckpointStore
+from slimefsdp.checkpoint.atomic import CheckpointStore, remove
 from slimefsdp.checkpoint.lock import FolderLock
 from slimefsdp.checkpoint.manifest import Seal, io_reported, leave_seal, write_synced
 from slimefsdp.config import RunConfig
@@ -63,7 +62,7 @@ class RunFolder:
         """
         text, file = settings_text(config), self.path / SETTINGS
         with io_reported(file, "train"):
-            if file.exists() and file.read_text() != text:
+            if file.is_file() and file.read_bytes() != text.encode():
                 numbered = (self.path / f"settings.{number}.yaml" for number in itertools.count(1))
                 file.rename(next(path for path in numbered if not path.exists()))
             temporary = self.path / f".{SETTINGS}.tmp"
@@ -122,7 +121,7 @@ class RecordedBatches:
             if old < step:
                 folder = self._store.path_of(old)
                 with io_reported(folder, "train"):
-                    shutil.rmtree(folder)
+                    remove(folder)
 
 
 def settings_text(config: RunConfig) -> str:

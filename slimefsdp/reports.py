@@ -83,6 +83,7 @@ class Restored:
     skipped: tuple[str, ...]  # why each checkpoint that would have come before it was not taken
     ranks: int  # that wrote it
     mesh: dict[str, int]  # theirs: axis -> size
+    differences: tuple[str, ...]  # between what was saved and this run, in words
 
 
 @dataclass(frozen=True)

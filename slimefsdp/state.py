@@ -23,7 +23,7 @@ from slimefsdp.checkpoint.manifest import io_reported
 from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.checkpoint.training import Named, load_training_state, save_training_state
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.updater import Updater
@@ -57,7 +57,6 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, folder: ModelFolder, mesh: Mesh) -> None:
         self.restored: Restored | None = None  # of the last load
-        self._warnings: list[str] = []  # about it
         self._config = config
         self._mesh = mesh
         self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
@@ -67,6 +66,7 @@ class Checkpoints:
             "config.json": architecture_of(folder.config),
             "master_dtype": str(master_dtype(config)).removeprefix("torch."),
             "optim.name": config.optim.name,
+            "model.frozen": sorted(config.model.frozen or ()),
         }
         self._background: BackgroundSave | None = None
         if config.checkpoint.async_save:
@@ -88,6 +88,10 @@ class Checkpoints:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
+        if loop_state is not None and type(loop_state) is not dict:
+            raise CheckpointError(
+                f"loop_state is a {type(loop_state).__name__}", field="loop_state", hint="give a dict of plain JSON"
+            )
         store = self._store()
         self.finish()
         info = {
@@ -168,19 +172,30 @@ class Checkpoints:
         )
         updater.restore(loaded.info)
         self.restored = Restored(
-            loaded.step, str(loaded.folder), loaded.skipped, loaded.ranks, dict(loaded.info["mesh"])
+            step=loaded.step,
+            path=str(loaded.folder),
+            skipped=loaded.skipped,
+            ranks=loaded.ranks,
+            mesh=dict(loaded.info["mesh"]),
+            differences=tuple(self._differences(loaded.info)),
         )
-        own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
-        self._warnings = [f"checkpoint passed over: {reason}" for reason in loaded.skipped]
-        if changed := differences(loaded.info["config"].get("optim", {}), own):
-            self._warnings.append(f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}")
-        if changed := differences(loaded.info["mesh"], self._axes):
-            self._warnings.append(f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}")
         return loaded.info
+
+    def _differences(self, info: dict[str, Any]) -> Iterator[str]:
+        own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
+        if changed := differences(info["config"].get("optim", {}), own):
+            yield f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}"
+        if changed := differences(info["mesh"], self._axes):
+            yield f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}"
 
     def warn_of_load(self) -> None:
         """Says on rank 0 what is odd about the last load; when no collective follows, as a warning may be an error."""
-        for message in self._warnings if dist.get_rank(self._mesh.group) == 0 else ():
+        if self.restored is None or dist.get_rank(self._mesh.group) != 0:
+            return
+        for message in (
+            *(f"checkpoint passed over: {why}" for why in self.restored.skipped),
+            *self.restored.differences,
+        ):
             warnings.warn(message, stacklevel=4)
 
     def _store(self) -> CheckpointStore:

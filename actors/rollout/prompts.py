@@ -163,6 +163,13 @@ class PromptStream:
         Raises:
             CheckpointError: the state is of another seed or number of records, where it would name other prompts.
         """
+        place = [state.get(key) for key in ("seed", "records", "epoch", "offset")]
+        if not all(type(value) is int and value >= 0 for value in place) or state["offset"] > state["records"]:
+            raise CheckpointError(
+                f"{state!r:.200} is no place in the prompts",
+                field="prompts",
+                hint="resume from a checkpoint of this loop",
+            )
         for key in ("seed", "records"):
             if state[key] != self.state()[key]:
                 raise CheckpointError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,12 +81,14 @@ class CheckpointStore:
         with io_reported(temporary, "save"):
             for parent in (self.root.parent, self.root.parent.parent):  # which may be new, as run.dir is
                 _sync_folder(parent)
+            if (self.root / LATEST).is_dir():
+                raise damaged(self.root / LATEST, "is a folder")
             for torn in self.root.glob(f"{_TMP}step_*"):
-                shutil.rmtree(torn)
+                remove(torn)
             for replaced in self.root.glob(f"{_REPLACED}step_*"):
                 final = self.root / replaced.name.removeprefix(_REPLACED)
                 if final.exists():
-                    shutil.rmtree(replaced)
+                    remove(replaced)
                 else:  # the writer died between moving it aside and moving the new one in
                     replaced.rename(final)
             at_point("begin: earlier leftovers are gone")
@@ -138,7 +141,7 @@ class CheckpointStore:
             _sync_folder(self.root)
             at_point("commit: the pointer is in place")
             if replaced.exists():
-                shutil.rmtree(replaced)
+                remove(replaced)
                 at_point("commit: the earlier save of the step is removed")
         return final
 
@@ -201,16 +204,16 @@ class CheckpointStore:
             doomed = self.temporary_path(step)  # a kill halfway leaves what the next `begin` clears, not a torn step
             with io_reported(doomed, "prune"):
                 if doomed.exists():
-                    shutil.rmtree(doomed)
+                    remove(doomed)
                 folders[step].rename(doomed)
                 at_point("prune: a checkpoint is moved aside")
-                shutil.rmtree(doomed)
+                remove(doomed)
                 at_point("prune: a checkpoint is removed")
         return sorted(removed)
 
     def _folders(self) -> dict[int, Path]:
         with io_reported(self.root, "load"):
-            names = {path.name for path in self.root.iterdir()} if self.root.exists() else set()
+            names = {path.name for path in self.root.iterdir() if path.is_dir()} if self.root.exists() else set()
         found: dict[int, Path] = {}
         for prefix in (_REPLACED, ""):  # a step moved aside counts only while nothing has taken its place
             for name in names:
@@ -225,6 +228,8 @@ class CheckpointStore:
             return None, []
         pointer = self.root / LATEST
         try:
+            if not stat.S_ISREG(pointer.lstat().st_mode):  # a pipe would block
+                return None, [damaged(pointer, "is no plain file")]
             with pointer.open("rb") as file:
                 content = file.read(100).decode(errors="replace").strip()
         except OSError as error:
@@ -259,6 +264,14 @@ def first_verified(
         hint="point it at the folder of an earlier run, or start a new run in an empty folder",
         phase="load",
     )
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with all that is in it, or whatever else has its name; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _step_name(step: int) -> str:

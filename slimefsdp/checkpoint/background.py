@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp.checkpoint.sharded import ShardedTensor
-from slimefsdp.errors import ResourceError
+from slimefsdp.errors import PeerFailed, ResourceError, SlimeError
 
 
 class BackgroundSave:
@@ -32,6 +32,7 @@ class BackgroundSave:
         self._buffers: dict[str, torch.Tensor] = {}  # kept: a page's first use costs more than copying into it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._running: Future[Path] | None = None
+        self.is_lost = False  # the group's collectives no longer match: no save can follow
         self._is_copied = threading.Event()  # nothing more is read of the tensors that training changes
         self._is_copied.set()
         self._moment: torch.cuda.Event | None = None  # of the call, in the order of the device's work
@@ -87,9 +88,23 @@ class BackgroundSave:
         self._is_copied.wait()
 
     def finish(self) -> Path | None:
-        """Waits for the save that runs; what it returned, None if there is none. Its error is raised, once."""
+        """Waits for the save that runs; what it returned, None if there is none. Its error is raised, once.
+
+        Raises:
+            PeerFailed: ranks did not finish it together. What its `write` raises.
+        """
         running, self._running = self._running, None
-        return None if running is None else running.result()
+        try:
+            return None if running is None else running.result()
+        except SlimeError:
+            raise
+        except Exception as error:
+            self.is_lost = True
+            raise PeerFailed(
+                f"the save in the background did not end: {error}",
+                field="checkpoint.async_save",
+                hint="look at what ended another rank or held its disk up, then start the group anew",
+            ) from error
 
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(name)

@@ -74,6 +74,8 @@ def _chunk(saved: SavedTensor, chunk: Chunk) -> torch.Tensor:
         message = f"{chunk.file}: tensor {short(saved.name)} {problem}"
         return CheckpointError(message, field="path", hint="copy the folder again, whole", phase="load")
 
+    if chunk.file.exists() and not chunk.file.is_file():  # a pipe would block
+        raise refused("lies in no plain file")
     with io_reported(chunk.file, "load"), chunk.file.open("rb") as stream:
         if chunk.start + chunk.nbytes > os.fstat(stream.fileno()).st_size:
             raise refused(f"lies beyond the file's end, at bytes {chunk.start} to {chunk.start + chunk.nbytes}")
@@ -82,12 +84,12 @@ def _chunk(saved: SavedTensor, chunk: Chunk) -> torch.Tensor:
             tensor = torch.load(section, map_location="cpu", weights_only=True)
         except Exception as error:  # the bytes can be anything
             raise refused(f"cannot be read: {type(error).__name__}: {short(str(error))}") from error
-    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.device.type != "cpu":
         raise refused(f"is a {type(tensor).__name__}, not a plain tensor")
     if (tensor.dtype, tuple(tensor.shape)) != (saved.dtype, chunk.sizes):
         found, wanted = f"{tensor.dtype} {list(tensor.shape)}", f"{saved.dtype} {list(chunk.sizes)}"
         raise refused(f"is {found} there, and {wanted} by the folder's metadata")
-    return tensor
+    return tensor.resolve_conj().resolve_neg()  # a view's sign is in no byte of its memory
 
 
 class _Section(io.RawIOBase):

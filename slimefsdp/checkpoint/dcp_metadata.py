@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import pickletools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from slimefsdp.errors import CheckpointError
 from slimefsdp.models.safetensors_header import short
 
 METADATA_FILE = ".metadata"
+MAX_CHUNKS = 8192  # of a tensor: more than anybody's ranks; every two of them are compared
 MAX_METADATA_BYTES = 1 << 30
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
@@ -64,6 +66,8 @@ def read_dcp_folder(path: Path) -> DcpFolder:
     """
     file = path / METADATA_FILE
     with io_reported(file, "load"):
+        if not file.is_file() and file.exists():  # a pipe would block
+            raise _damaged(file, "is no plain file")
         if file.stat().st_size > MAX_METADATA_BYTES:
             raise _damaged(file, f"has more than {MAX_METADATA_BYTES} bytes")
         with file.open("rb") as stream:
@@ -137,11 +141,21 @@ def _records(file: Path, stream: BinaryIO) -> Any:
             return _KNOWN[module, name]
 
     try:
+        _refuse_bombs(file, stream)
+        stream.seek(0)
         return Reader(stream).load()
     except CheckpointError:
         raise
     except Exception as error:  # a pickle can fail in any way
         raise _damaged(file, f"cannot be read: {type(error).__name__}: {short(str(error))}") from error
+
+
+def _refuse_bombs(file: Path, stream: BinaryIO) -> None:
+    """A few bytes of pickle can ask for gigabytes of memo, or for keys that take years to hash."""
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+        is_far = opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > count
+        if opcode.name == "DUP" or is_far:
+            raise _damaged(file, f"has the instruction {opcode.name} where torch writes none")
 
 
 def _tensor(
@@ -160,6 +174,8 @@ def _tensor(
         if math.prod(sizes):
             place = _place(file, name, places.get((name, offsets)))
             chunks.append(Chunk(offsets, sizes, *place))
+    if len(chunks) > MAX_CHUNKS:
+        raise _damaged(file, f"cuts tensor {short(name)} into {len(chunks)} chunks; {MAX_CHUNKS} are the limit")
     if not _fill(shape, chunks):
         raise _damaged(file, f"has chunks of tensor {short(name)} that do not make up its shape {list(shape)}")
     return SavedTensor(name, dtype, shape, tuple(chunks))
@@ -187,8 +203,10 @@ def _fill(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
         return False
     starts = torch.tensor([chunk.offsets for chunk in chunks]).view(len(chunks), len(shape))
     ends = starts + torch.tensor([chunk.sizes for chunk in chunks]).view(len(chunks), len(shape))
-    overlap = (starts[:, None] < ends[None]) & (starts[None] < ends[:, None])  # [chunks, chunks, dims]
-    return int(overlap.all(-1).sum()) == len(chunks)  # each with itself
+    overlap = torch.ones(len(chunks), len(chunks), dtype=torch.bool)
+    for start, end in zip(starts.T, ends.T, strict=True):  # one dim at a time
+        overlap &= (start[:, None] < end[None]) & (start[None] < end[:, None])
+    return int(overlap.sum()) == len(chunks)  # each with itself
 
 
 def _state(record: Any) -> Mapping[str, Any]:

@@ -51,9 +51,10 @@ def check_info(info: Mapping[str, Any], file: Path) -> None:
     """
     kinds = dict.fromkeys(("identity", "mesh", "config", "loop_state"), dict)
     for name, kind in {**kinds, "reference_follows": bool, "updates_taken": int, "skipped_in_a_row": int}.items():
-        if type(info.get(name)) is not kind:
+        if type(info.get(name)) is not kind or (kind is int and info[name] < 0):
+            what = "count" if kind is int else kind.__name__
             raise CheckpointError(
-                f"{name} is {info.get(name, _ABSENT)!r:.100} in {file}, not of type {kind.__name__}",
+                f"{name} is {info.get(name, _ABSENT)!r:.100} in {file}, which is no {what}",
                 field=name,
                 hint="load a checkpoint that this version wrote",
                 phase="load",
@@ -74,7 +75,7 @@ def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path)
             raise CheckpointError(
                 f"{name} is {there} in {file}, but {here} in this run",
                 field=name,
-                hint="load a checkpoint of the same model, master dtype and optimiser",
+                hint="load a checkpoint of the same model, master dtype, optimiser and frozen parameters",
                 phase="load",
             )
 

@@ -38,7 +38,7 @@ class FolderLock:
                     return
                 self.release()  # somebody removed the folder: the lock on what is gone protects nothing
             self._folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             try:
                 self._lock(descriptor)
                 os.ftruncate(descriptor, 0)

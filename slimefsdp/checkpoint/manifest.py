@@ -24,6 +24,7 @@ from slimefsdp.errors import CheckpointError
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_JSON_BYTES = 64 << 20  # far above any honest index; keeps an altered file from filling the memory
+MAX_DEPTH = 64  # of JSON; deeper nesting fails in one library after another, each in its own way
 _SIDECAR = ".sha256"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -72,6 +73,10 @@ def io_reported(path: Path, phase: str) -> Iterator[None]:
 
 def json_bytes(value: Any, what: str) -> bytes:
     """`value` as strict JSON; CheckpointError if it would not come back equal (NaN, tuples, integer keys, tensors)."""
+    if _is_deeper(value, MAX_DEPTH):
+        raise CheckpointError(
+            f"{what} is nested more than {MAX_DEPTH} deep", field=what, hint="keep it flat: lists and dicts of values"
+        )
     try:
         text = json.dumps(value, indent=1, allow_nan=False) + "\n"
         survives = json.loads(text) == value
@@ -103,7 +108,8 @@ def read_json(path: Path) -> tuple[Any, bytes]:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write the file and wait until the disk has it."""
-    with path.open("wb") as file:
+    path.unlink(missing_ok=True)  # what is there may be a link that leads elsewhere
+    with path.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -161,7 +167,7 @@ def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
 
     CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256. OSError.
     """
-    present = {path.name for path in folder.iterdir()} - {MANIFEST}
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(".nfs")} - {MANIFEST}
     if odd := sorted(present ^ {record.name for record in manifest.files}):
         raise damaged(folder / odd[0], "is not in the manifest" if odd[0] in present else "is missing")
     for record in manifest.files:
@@ -177,6 +183,16 @@ def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
     for record, digest in zip(mine, digests, strict=True):
         if digest != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items]
+        if not level:
+            return False
+    return True
 
 
 def whole(value: Any) -> int:
@@ -200,7 +216,15 @@ def _collect_digests(folder: Path) -> tuple[FileRecord, ...]:
     """One record per sealed file; the digest files themselves are removed, they do not belong to the checkpoint."""
     records = []
     for name in sorted({path.name.removesuffix(_SIDECAR) for path in folder.iterdir()}):
-        assert _PLAIN_NAME.fullmatch(name) and name != MANIFEST, name
+        if name.startswith(".nfs"):
+            continue  # what NFS keeps of a file that was removed while open
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+            raise CheckpointError(
+                f"{folder / name} was put there by somebody else",
+                field=name,
+                hint="keep other programs out of the folder",
+                phase="save",
+            )
         path, sidecar = folder / name, folder / (name + _SIDECAR)
         seal = _SEAL.fullmatch(sidecar.read_text() if sidecar.exists() else "")
         if not seal or int(seal[2]) != path.stat().st_size:

@@ -20,7 +20,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         CheckpointError: `path` is taken, or the disk refused. Nothing is left at `path` or beside it, also when the
             block raises.
     """
-    target = Path(path).expanduser().resolve()
+    target = _resolved(path)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         require_free_folder(target)
@@ -40,7 +40,7 @@ def new_folder(path: str | Path) -> Iterator[Path]:
 
 def require_free_folder(path: str | Path) -> None:
     """Raises CheckpointError unless `path` is absent or an empty folder: what is there is never overwritten."""
-    target = Path(path).expanduser().resolve()
+    target = _resolved(path)
     if target.is_dir():
         taken = next((child.name for child in target.iterdir()), None)
         if taken is not None:
@@ -54,6 +54,13 @@ def require_free_folder(path: str | Path) -> None:
     else:
         return
     raise CheckpointError(message, field="path", hint="choose another folder, or one inside it")
+
+
+def _resolved(path: str | Path) -> Path:
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # no such user, a link that leads to itself, a zero byte
+        raise CheckpointError(f"{str(path)!r} is no path: {error}", field="path", hint="name a folder") from error
 
 
 def _fsync(path: Path) -> None:

@@ -92,7 +92,8 @@ class TensorFileWriter:
         wanted = self._left[-1] if self._left else None
         if found != wanted:
             raise _refused(self._path, name, f"is {found}, but {wanted or 'the end of the file'} comes next")
-        for piece in _pieces(tensor.detach(), _CHUNK_BYTES // tensor.dtype.itemsize):
+        # a view's sign is in no byte of its memory
+        for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _CHUNK_BYTES // tensor.dtype.itemsize):
             on_host = piece.cpu().contiguous()  # named, so that it outlives the view of its memory
             self._append(_memory(on_host))
         self._left.pop()

@@ -80,6 +80,12 @@ def save_training_state(
         if type(step) is not int or step < 0:
             raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
         json_bytes(info, "info")
+        if background is not None and background.is_lost:
+            raise CheckpointError(
+                "no save in the background can follow one that ranks did not end together",
+                field="checkpoint.async_save",
+                hint="start the group anew and load, or save with checkpoint.async_save=false",
+            )
         if dist.get_rank(group) == 0:
             store.lock()
 
@@ -138,6 +144,12 @@ def load_training_state(
     def plan() -> None:
         reads.extend(plan_reads(folder, _tensors(named, optimizer)))
         state.update(read_rank_state(folder, dist.get_rank(group)) or {})
+        if restores_generators:  # tried now, when nothing has changed, and put back
+            present = generator_states(device)
+            try:
+                restore_generators(state.get("generators"), device, folder)
+            finally:
+                restore_generators(present, device, folder)
         writers.append(writing_ranks(folder))
 
     def fill() -> None:
@@ -191,6 +203,8 @@ def _write(
 def _choices(store: CheckpointStore, step: int | Literal["latest"]) -> tuple[list[Path], list[CheckpointError]]:
     if step == "latest":
         return store.candidates()
+    if type(step) is not int:
+        raise CheckpointError(f"step={step!r} is not a step", field="step", hint='give a number, or "latest"')
     return [store.path_of(step)], []
 
 

@@ -150,6 +150,8 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
         ModelError: naming the first thing that cannot.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelError(f"rope_parameters={short(rope)} in {file}", field=field, hint="restore the model's own value")
     kinds = [value.get("rope_type", value.get("type")) for value in (rope, *rope.values()) if isinstance(value, dict)]
     refused: dict[str, Any] = {
         "rope_type": next((kind for kind in kinds if kind in _PACK_DEPENDENT_ROPE), None),

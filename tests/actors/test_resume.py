@@ -12,14 +12,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from actors import loop
 from actors.loop import train
 from actors.run_folder import RecordedBatches, settings_text
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.reports import Restored
 from tests.actors.test_loop import bits, rows_of
 from tests.actors.test_worker_group import wait_until
 
@@ -201,3 +205,20 @@ def test_the_settings_of_the_script_that_shows_it_are_accepted() -> None:
     config = load_config(ROOT / "configs" / "sort_digits_grpo.yaml", overrides)
     assert config.checkpoint.resume and config.mesh.cp == 2 and len(overrides) == 9
     config.check_ready_to_train()
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "words"),
+    [
+        ({"step": 14, "prompts": {}}, ConfigError, "run.steps=12 is below the checkpoint's step 14"),
+        ({"cursor": 14}, CheckpointError, "no loop_state of this loop"),
+    ],
+)
+def test_a_checkpoint_from_elsewhere_or_beyond_the_end_is_refused(
+    make_config: Any, tmp_path: Path, state: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    config = make_config(run={"dir": str(tmp_path), "steps": 12}, checkpoint={"resume": True})
+    restored = Restored(14, "step_00000014", (), 2, {}, ("optim.lr is 1 (saved: 2)",))
+    group: Any = SimpleNamespace(load=lambda step: state, restored=lambda: restored)
+    with pytest.raises(error, match=words):
+        loop._resume(config, group, None, None)  # type: ignore[arg-type]

@@ -212,3 +212,57 @@ def test_a_save_killed_before_any_of_its_disk_operations_leaves_the_old_or_the_n
             break
     assert survived and kill_at > 8  # the loop reached the end of an undisturbed save
     assert outcomes == ({("old",), ("new",)} if earlier else {("new",)})
+
+
+def test_a_linked_or_misnamed_entry_neither_stops_a_save_nor_is_followed(tmp_path):
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    store = CheckpointStore(root)
+    save(store, 1)
+    (root / "step_00000001").rename(elsewhere)
+    (root / "step_00000001").symlink_to(elsewhere)
+    assert store.newest_verified()[0] == 1  # a checkpoint of another run, to start from
+    (root / "step_00000009").write_text("a file")
+    (root / ".tmp_step_00000004").symlink_to(elsewhere)
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    (root / f".{LATEST}.tmp").symlink_to(victim)
+    save(store, 2)
+    save(store, 3)
+    assert store.prune(1) == [1, 2] and store.steps() == [3]
+    assert store.verify(elsewhere).step == 1  # what the link led to is still there
+    assert victim.read_text() == "untouched" and (root / LATEST).read_text() == "step_00000003\n"
+
+
+def test_a_pointer_that_is_a_pipe_is_passed_over_and_one_that_is_a_folder_refuses_the_save(tmp_path):
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    (tmp_path / LATEST).unlink()
+    os.mkfifo(tmp_path / LATEST)
+    step, _, skipped = store.newest_verified()
+    assert step == 1 and "no plain file" in skipped[0].message
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).mkdir()
+    with pytest.raises(CheckpointError, match="latest is a folder"):
+        store.begin(2)
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / LOCK).symlink_to(victim)
+    with pytest.raises(CheckpointError, match=LOCK):
+        CheckpointStore(tmp_path / "store").lock()
+    assert victim.read_text() == "untouched"
+
+
+def test_a_strangers_file_is_named_and_what_nfs_leaves_is_not_counted(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for name in ("a b", ".nfs0001"):
+        write_sealed(store.begin(1) / "a.bin", b"x")
+        (store.temporary_path(1) / name).write_text("x")
+        if name == "a b":
+            with pytest.raises(CheckpointError, match="a b was put there by somebody else"):
+                store.commit(1, {})
+        else:
+            assert store.verify(store.commit(1, {})).step == 1

@@ -12,7 +12,7 @@ import torch
 
 from slimefsdp.checkpoint.background import BackgroundSave
 from slimefsdp.checkpoint.sharded import ShardedTensor
-from slimefsdp.errors import ResourceError
+from slimefsdp.errors import PeerFailed, ResourceError
 
 NO_GROUP = None  # copying needs none
 
@@ -38,7 +38,7 @@ def test_whoever_changes_the_state_waits_for_the_copy_also_of_one_that_fails() -
         background.copy(tensors, {})  # a buffer is missing
         return Path("step_1")
 
-    for tensors, error in (({}, None), ({"weight": share(torch.zeros(2))}, KeyError)):
+    for tensors, error in (({}, None), ({"weight": share(torch.zeros(2))}, PeerFailed)):
         background.start(partial(write, tensors))
         waiting = threading.Thread(target=background.wait_for_copy)
         waiting.start()
@@ -50,6 +50,7 @@ def test_whoever_changes_the_state_waits_for_the_copy_also_of_one_that_fails() -
         with pytest.raises(error) if error else nullcontext():
             background.finish()
         may_copy.clear()
+    assert background.is_lost  # its collectives no longer match those of its peers
 
 
 def test_copies_are_of_their_moment_and_their_memory_is_used_again() -> None:

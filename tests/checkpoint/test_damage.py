@@ -206,6 +206,7 @@ def load_forgeries(rank: int, config: RunConfig, store: Path) -> dict[str, tuple
     trainer.save(NEWEST)
     newest, found = store / f"step_{NEWEST:08d}", {}
     before = {path.name: path.read_bytes() for path in newest.iterdir()}
+    trainer.train_step(fresh_batch())  # so that a load would change something
     for name, (forge, _) in FORGERIES.items():
         weights = digest(trainer)
         if rank == 0:

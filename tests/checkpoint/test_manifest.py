@@ -13,9 +13,11 @@ import pytest
 
 from slimefsdp.checkpoint.manifest import (
     MANIFEST,
+    MAX_DEPTH,
     MAX_JSON_BYTES,
     Manifest,
     check_files,
+    json_bytes,
     read_manifest,
     write_manifest,
     write_sealed,
@@ -137,3 +139,17 @@ def test_a_newer_schema_is_refused_by_its_number(tmp_path):
     rewrite_manifest(folder, schema_version=2)
     with pytest.raises(CheckpointError, match="schema version 2"):
         verified(folder)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        value = {"k": [value]} if depth % 2 else {"k": value}
+    return value
+
+
+def test_what_is_nested_too_deep_is_refused_when_it_is_written() -> None:
+    assert json.loads(json_bytes(nested(MAX_DEPTH), "info")) == nested(MAX_DEPTH)
+    for depth in (MAX_DEPTH + 2, 100_000):
+        with pytest.raises(CheckpointError, match="loop_state is nested more than"):
+            json_bytes(nested(depth), "loop_state")

@@ -200,3 +200,10 @@ def test_no_copy_of_a_tensor_is_made(tmp_path, monkeypatch):
     assert target == (tensor.data_ptr(), tensor.nbytes)
     assert [address for address, _ in chunks] == [tensor.data_ptr() + i * (1 << 20) for i in range(16)]
     assert peak < 1 << 20
+
+
+def test_the_sign_of_a_negative_view_is_written(tmp_path: Path) -> None:
+    tensor = torch._neg_view(torch.randn(5))
+    with TensorFileWriter(tmp_path / "a.safetensors", [TensorSpec("x", tensor.dtype, (5,))]) as file:
+        file.write("x", tensor)
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["x"], tensor)
