@@ -166,9 +166,9 @@ class WorkerGroup:
 
     def _finish_running_save(self) -> None:
         """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
-        with self._order:
-            refs = [worker.call.remote("finish_save", (), {}) for worker in self._workers]
         try:
+            with self._order:
+                refs = [worker.call.remote("finish_save", (), {}) for worker in self._workers]
             CallFuture(refs, name="finish_save", timeout_s=SAVE_GRACE_S, first_only=True).result()
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
