@@ -13,7 +13,6 @@ Every rank seals the files that it writes before `commit` lists them in manifest
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import stat
@@ -29,6 +28,7 @@ from slimefsdp.checkpoint.manifest import (
     damaged,
     io_reported,
     read_manifest,
+    sync,
     write_manifest,
     write_synced,
 )
@@ -80,7 +80,7 @@ class CheckpointStore:
         at_point("begin")
         with io_reported(temporary, "save"):
             for parent in (self.root.parent, self.root.parent.parent):  # which may be new, as run.dir is
-                _sync_folder(parent)
+                sync(parent)
             if (self.root / LATEST).is_dir():
                 raise damaged(self.root / LATEST, "is a folder")
             for torn in self.root.glob(f"{_TMP}step_*"):
@@ -126,19 +126,19 @@ class CheckpointStore:
         at_point("commit")
         with io_reported(temporary, "save"):
             write_manifest(temporary, step, info)
-            _sync_folder(temporary)
+            sync(temporary)
             at_point("commit: the manifest is written")
             if final.exists():
                 final.rename(replaced)
                 at_point("commit: an earlier save of the step is moved aside")
             temporary.rename(final)
-            _sync_folder(self.root)
+            sync(self.root)
             at_point("commit: the folder has its name")
             pointer = self.root / f".{LATEST}.tmp"
             write_synced(pointer, f"{final.name}\n".encode())
             at_point("commit: the pointer is written")
             pointer.replace(self.root / LATEST)
-            _sync_folder(self.root)
+            sync(self.root)
             at_point("commit: the pointer is in place")
             if replaced.exists():
                 remove(replaced)
@@ -281,11 +281,3 @@ def _step_name(step: int) -> str:
 
 def _by_preference(folders: dict[int, Path], latest: int | None) -> list[int]:
     return sorted(folders, key=lambda step: (latest is not None and step > latest, -step))
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -115,6 +115,15 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_sealed(path: Path, data: bytes) -> None:
     """Write the file, wait until the disk has it, and seal it."""
     write_synced(path, data)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slimefsdp.checkpoint.manifest import sync
 from slimefsdp.errors import CheckpointError
 
 
@@ -27,9 +27,9 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for file in [*partial.iterdir(), partial]:
-            _fsync(file)
+            sync(file)
         partial.rename(target)  # fails if someone else filled the target meanwhile; replaces an empty folder
-        _fsync(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise CheckpointError(
             f"{target} could not be written: {error}", field="path", hint="check the space and the permissions there"
@@ -61,11 +61,3 @@ def _resolved(path: str | Path) -> Path:
         return Path(path).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a link that leads to itself, a zero byte
         raise CheckpointError(f"{str(path)!r} is no path: {error}", field="path", hint="name a folder") from error
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

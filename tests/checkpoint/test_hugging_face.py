@@ -312,7 +312,7 @@ def test_a_place_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path, so
         write(tmp_path / "file" / "out", [("a", torch.ones(1))], source)
 
 
-@pytest.mark.parametrize(("owner", "moment"), [(hugging_face, "_write_weights"), (new_folder, "_fsync")])
+@pytest.mark.parametrize(("owner", "moment"), [(hugging_face, "_write_weights"), (new_folder, "sync")])
 def test_the_final_name_appears_only_with_the_last_step(
     tmp_path: Path, source: ModelFolder, monkeypatch: pytest.MonkeyPatch, owner: ModuleType, moment: str
 ):
