@@ -13,8 +13,6 @@ in between; and one use of the reference under each `reference.offload`, with th
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import hashlib
 import json
 import os
@@ -39,6 +37,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.parallel.mesh import choose_device, start_process_group_from_environment
 from slimefsdp.trainer import Trainer
+from tests.process_resources import held_by_the_process
 
 WHAT = (
     "Trainer.sleep() and wake_up() of parameters, optimiser state and reference; bytes of rank 0, medians over cycles; "
@@ -218,15 +217,6 @@ def plain_copies(flat: torch.Tensor, host: torch.Tensor, device: torch.device) -
             lambda: new.append(torch.empty_like(flat).copy_(host, non_blocking=True)), device
         ),
     }
-
-
-def held_by_the_process() -> dict[str, int]:
-    """Without what Python and the C library could give back: free memory that they keep is no leak."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    files, threads = (len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
-    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), "files": files, "threads": threads}
 
 
 def seconds(action: Callable[[], Any], device: torch.device) -> float:

@@ -93,7 +93,7 @@ class Checkpoints:
                 f"loop_state is a {type(loop_state).__name__}", field="loop_state", hint="give a dict of plain JSON"
             )
         store = self._store()
-        self.finish()
+        run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
         info = {
             **updater.progress(),
             "weight_version": updater.updates_taken,
@@ -131,7 +131,7 @@ class Checkpoints:
         """Waits until the save in the background is on disk; returns its folder, None if there was none.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks alike.
+            CheckpointError: it could not be written; on all ranks alike. PeerFailed: a rank was lost meanwhile.
         """
         return None if self._background is None else self._background.finish()
 
@@ -151,7 +151,7 @@ class Checkpoints:
                 or the save before could not be written.
         """
         store = self._store()
-        self.finish()
+        run_together(self.finish, self._mesh.group)
 
         def accept(info: dict[str, Any], file: Path) -> Named:
             def check() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import hashlib
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.parallel.residency import TAGS
 from slimefsdp.trainer import Trainer
 from slimefsdp.weights.receive import WeightReceiver
+from tests.process_resources import held_by_the_process
 from tests.rank_pool import RankPool
 from tests.test_state import SPREADS, hex_losses
 from tests.test_trainer import CPU, error_of, fingerprint, fresh_batch, phases_then_weights, settings
@@ -123,15 +121,6 @@ def local_digest(trainer: Trainer) -> str:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             digest.update(local.detach().clone().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def held_by_the_process() -> dict[str, int]:
-    """Without what Python and the C library could give back: free memory that they keep is no leak."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    files, threads = (len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
-    return {"bytes": pages * os.sysconf("SC_PAGE_SIZE"), "files": files, "threads": threads}
 
 
 CYCLES, WARM_UP, STEP_EVERY = 200, 40, 20
