@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `slimefsdp replay`, `slimefsdp plan` and `slimefsdp convert`.
+"""The command line: `slimefsdp train`, `replay`, `plan`, `check` and `convert`.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.check_command import add_check_arguments, check_command, check_functions
 from actors.cluster import check_machine, connect, disconnect
 from actors.convert_command import add_convert_arguments, convert_command
 from actors.plan_command import add_plan_arguments, plan_command
@@ -24,6 +25,7 @@ from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
 from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.replay import add_arguments, json_text
+from slimefsdp.surface import ROLES
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="schedule, balance, traffic and memory, without running anything")
     add_plan_arguments(plan)
     plan.set_defaults(run=plan_command)
+    check = commands.add_parser(
+        "check", help="versions and devices, what there is to choose from, what settings choose"
+    )
+    add_check_arguments(check)
+    check.set_defaults(run=check_command)
     convert = commands.add_parser("convert", help="models between Hugging Face, DCP and checkpoint folders, offline")
     add_convert_arguments(convert)
     convert.set_defaults(run=convert_command)
@@ -90,7 +97,7 @@ def check_before_launch(config: RunConfig) -> None:
     """All that can be known to fail without starting anything.
 
     Raises:
-        SlimeError: of the class that fits: settings, model folder, data files, reward function, machine.
+        SlimeError: of the class that fits: settings, model folder, data files, functions of the user's own, machine.
     """
     config.check_ready_to_train()
     _check_models(config)
@@ -100,10 +107,7 @@ def check_before_launch(config: RunConfig) -> None:
         check_answers(records, config.data.train, field="data.train")
     if config.data.heldout is not None:
         read_jsonl(config.data.heldout, field="data.heldout")
-    if config.rollout.reward is not None:
-        from actors.rollout.rewards import load_reward
-
-        load_reward(config.rollout.reward)
+    check_functions(config)
     check_machine(config)
     try:
         _check_folders(config)
@@ -157,12 +161,10 @@ def _check_folders(config: RunConfig) -> None:
 
 
 def _check_models(config: RunConfig) -> None:
-    folders = [read_model_folder(config.model.path, with_weights=config.model.init == "folder")]
-    check_architecture(folders[0])
-    if config.reference.path is not None:
-        folders.append(read_model_folder(config.reference.path, field="reference.path"))
-        check_architecture(folders[1], field="reference.path")
-    for folder in folders:
+    for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
+        with_weights = field != "model.path" or config.model.init == "folder"
+        folder = read_model_folder(path, field=field, with_weights=with_weights)
+        check_architecture(folder, field=field)
         shape = AttentionShape.of_dimensions(ModelDimensions.from_config(folder.config))
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
         if config.mesh.cp > 1:

@@ -18,14 +18,16 @@ def processes_needed(config: RunConfig) -> int:
 def _processes_beside_the_actor(config: RunConfig) -> int:
     if config.algorithm == "sft":
         return 0
-    return config.rollout.engines + (config.reference_ranks if config.reference.placement == "group" else 0)
+    reference = config.reference_ranks if config.reference.placement == "group" else 0
+    critic = config.critic_ranks if config.critic.placement == "group" else 0
+    return config.rollout.engines + reference + critic
 
 
 def with_cluster_ranks(config: RunConfig) -> RunConfig:
     """The settings with mesh.dp=auto resolved by the connected cluster, or as they are when it is a number.
 
-    On GPUs the actor group takes all that reference group and engines leave. On CPUs, where ranks share cores, it takes
-    one rank a core as far as the mesh divides them, at least one data rank.
+    On GPUs the actor group takes all that engines, reference and critic group leave. On CPUs, where ranks share cores,
+    it takes one rank a core as far as the mesh divides them, at least one data rank.
 
     Raises:
         ConfigError: what is left is no multiple of mesh.dp_replicate x mesh.cp. ResourceError: nothing is left.
@@ -44,7 +46,7 @@ def with_cluster_ranks(config: RunConfig) -> RunConfig:
     gpus, others = int(total.get("GPU", 0)), _processes_beside_the_actor(config)
     if gpus <= others:
         raise ResourceError(
-            f"mesh.dp=auto: engines and reference group need {others} GPUs, the cluster has {gpus}: none is left",
+            f"mesh.dp=auto: engines and other groups need {others} GPUs, the cluster has {gpus}: none is left",
             field="mesh.dp",
             hint="use fewer engines, or a larger cluster",
         )

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from actors.curves import draw_curves
 from actors.metrics_log import MetricsLog, read_metrics
 from actors.progress import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
-from actors.rollout.engine import EnginePool, Sampled, encode_demonstrations
-from actors.rollout.prompts import PromptStream, Record, check_answers, read_jsonl
-from actors.rollout.rewards import RewardFunction, load_reward
+from actors.rollout.collect import Collector, Metrics, timed
+from actors.rollout.engine import EnginePool, encode_demonstrations
+from actors.rollout.prompts import PromptStream, check_answers, read_jsonl
 from actors.run_folder import RecordedBatches, RunFolder
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError
-
-Metrics = dict[str, float]
-
-# settings that a recorded batch follows from, through the samples or through the weights that were sampled
-_DECIDING: Any = {
-    "run": {"seed"}, "data": {"train"}, "rollout": True, "batch": {"samples_per_update"}, "loss": True, "optim": True,
-    "precision": True, "reference": {"path", "update_interval_steps"},
-}  # fmt: skip
 
 
 def train(config: RunConfig) -> str:
@@ -90,99 +81,95 @@ def train(config: RunConfig) -> str:
 
 
 class RolloutLoop:
-    """One step: sample from the engines, reward, train, send the weights back."""
+    """One step: sample from the engines, reward, train policy and critic, send the policy's weights back."""
 
     columns = GRPO_COLUMNS
 
     def __init__(
         self, config: RunConfig, group: WorkerGroup, engines: EnginePool, recorded: RecordedBatches | None = None
     ) -> None:
-        assert config.data.train is not None and config.rollout.reward is not None
         self._config = config
         self._group = group
         self._engines = engines
-        self._recorded_batches = recorded
-        self._version = -1  # of the engines' weights, and of the trainer's between steps
-        self._reward: RewardFunction = load_reward(config.rollout.reward)
-        self.prompts = PromptStream(read_jsonl(config.data.train, field="data.train"), config.run.seed)
-        heldout = config.data.heldout
-        self._heldout: list[Record] = read_jsonl(heldout, field="data.heldout") if heldout else []
+        self._collector = Collector(config, engines, recorded)
+        self._version = -1  # of the engines' weights
+        self._engines_are_behind = True
+
+    @property
+    def prompts(self) -> PromptStream:
+        return self._collector.prompts
 
     def before_training(self, *, evaluates: bool) -> Metrics:
         """First weights to the engines; held-out metrics of the policy as it is, if asked for."""
-        self._version = self._group.update_weights(self._engines.receivers).version
-        return self._evaluate(0) if evaluates else {}
+        self._rest_critic()
+        self._update_engines()
+        return self._collector.evaluate(0) if evaluates else {}
 
     def step(self, step: int) -> Metrics:
         """One rollout batch, trained on; held-out metrics where they are due.
 
-        A step that an earlier process had begun trains on the batch it had recorded, and asks no engine for samples.
+        A batch with nothing to train on leaves the weights as they are.
         """
-        seconds: Metrics = {"generate": 0.0, "reward": 0.0}
-        batch, scores = self._recorded(step) or self._sampled(step, seconds)
-        with _timed(seconds, "train"):
-            metrics = self._group.train_step(batch)
-        with _timed(seconds, "sync"):
-            self._version = self._group.update_weights(self._engines.receivers).version
-        metrics |= scores
-        metrics["weight_version"] = float(self._version)
+        seconds: Metrics = {"generate": 0.0, "reward": 0.0, "train": 0.0, "sync": 0.0}
+        batch, scores = self._collector.collect(step, self._version, seconds)
+        metrics: Metrics = {"updates": 0.0}
+        if batch is not None:
+            metrics |= self._trained(step, batch, seconds)
+        self._engines_are_behind |= metrics["updates"] > 0
         interval = self._config.evaluation.interval_steps
         is_last = step + 1 == self._config.run.steps
-        if interval is not None and (is_last or _is_due(step + 1, interval)):
-            with _timed(seconds, "evaluate"):
-                metrics |= self._evaluate(step + 1)
+        evaluates = interval is not None and (is_last or _is_due(step + 1, interval))
+        if self._engines_are_behind and (evaluates or _is_due(step + 1, self._config.rollout.sync_interval_steps)):
+            with timed(seconds, "sync"):
+                self._update_engines()
+        metrics |= scores
+        metrics["weight_version"] = float(self._version)
+        if evaluates:
+            with timed(seconds, "evaluate"):
+                metrics |= self._collector.evaluate(step + 1)
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
 
-    def _sampled(self, step: int, seconds: Metrics) -> tuple[RolloutBatch, Metrics]:
-        """A new batch and the metrics of its samples, recorded for a run that may have to repeat the step."""
-        settings = self._config.rollout
-        records = self.prompts.take(settings.prompts_per_step)
-        with _timed(seconds, "generate"):
-            version, samples = self._generate(records, settings.samples_per_prompt, (1, step))
-        with _timed(seconds, "reward"):
-            scores = self._scores(records, samples)
-        batch = RolloutBatch.from_samples(
-            [
-                {
-                    "tokens": sample.tokens,
-                    "response_length": sample.response_length,
-                    "rollout_log_probs": sample.log_probs,
-                    "reward": score["reward"],
-                    "group_id": sample.prompt,
-                }
-                for sample, score in zip(samples, scores, strict=True)
-            ],
-            temperature=settings.temperature,
-            weight_version=version,
-        )
-        metrics = _means(scores, "rollout/")
-        metrics["rollout/response_length"] = sum(sample.response_length for sample in samples) / len(samples)
-        metrics["rollout/truncated"] = sum(not sample.finished for sample in samples) / len(samples)
-        if self._recorded_batches is not None:
-            notes = {"metrics": metrics, "prompts": self.prompts.state(), "settings": self._deciding_settings()}
-            self._recorded_batches.write(step, batch, notes)
-        return batch, metrics
+    def _trained(self, step: int, batch: RolloutBatch, seconds: Metrics) -> Metrics:
+        """The metrics of what a step trains: the policy, and under PPO the critic, which may be alone at first."""
+        group, critic, settings = self._group, self._group.critic, self._config.critic
+        if critic is None:
+            with timed(seconds, "train"):
+                return dict(group.train_step(batch))
+        metrics: Metrics = {}
+        with timed(seconds, "critic"):
+            if self._config.has_kl_in_reward:
+                batch = self._with_log_probs(batch)
+            batch = batch.replace(values=critic.compute_values(batch))
+            self._rest_critic()
+        if step >= settings.pretrain_steps + settings.warmup_steps:
+            with timed(seconds, "train"):
+                metrics |= group.train_step(batch)
+        # after the policy, whose KL coefficient may move; the values of the batch are those before either was trained
+        targets: Metrics = {"gae_lambda": 1.0} if step < settings.pretrain_steps else {}
+        if self._config.has_kl_in_reward and "kl_coefficient" in metrics:
+            targets["kl_coefficient"] = metrics["kl_coefficient"]
+        with timed(seconds, "critic"):
+            found = critic.train_step(batch, **targets)
+            self._rest_critic()
+        return metrics | {f"critic/{name}": value for name, value in found.items()}
 
-    def _recorded(self, step: int) -> tuple[RolloutBatch, Metrics] | None:
-        """What `_sampled` recorded of this step, if it can stand for sampling anew from the weights as they are."""
-        if self._recorded_batches is None or not self._config.checkpoint.resume:
-            return None
-        found = self._recorded_batches.read(step)
-        if found is None:
-            return None
-        batch, notes = found
-        if (batch.weight_version, notes["settings"]) != (self._version, self._deciding_settings()):
-            warnings.warn(
-                f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights or settings",
-                stacklevel=2,
-            )
-            return None
-        self.prompts.restore(notes["prompts"])
-        return batch, notes["metrics"]
+    def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
+        """With the log-probs of policy and reference before the phase, from which both roles take the KL."""
+        group, old = self._group, batch.rollout_log_probs
+        if self._config.loss.old_log_probs != "rollout":
+            old = group.compute_log_probs(batch).log_probs
+        reference = (group.reference_group or group).compute_log_probs(batch, "ref").log_probs
+        return batch.replace(old_log_probs=old, ref_log_probs=reference)
 
-    def _deciding_settings(self) -> dict[str, Any]:
-        # which of the engines draws a sample makes no difference to it
-        return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": {"engines"}})
+    def _update_engines(self) -> None:
+        self._version = self._group.update_weights(self._engines.receivers).version
+        self._engines_are_behind = False
+
+    def _rest_critic(self) -> None:
+        """Frees the device of a critic beside the policy until it is needed again."""
+        settings = self._config.critic
+        if self._group.critic is not None and (settings.placement, settings.offload) == ("colocated", "sleep"):
+            self._group.critic.sleep()
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
         """The run in one line."""
@@ -192,7 +179,7 @@ class RolloutLoop:
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         what = (
             f"held-out sampled {key.removeprefix('eval/')} {values[0]:.3f} -> {values[-1]:.3f} "
-            f"({len(self._heldout)} prompts x {config.evaluation.samples_per_prompt} samples)"
+            f"({len(self._collector.heldout)} prompts x {config.evaluation.samples_per_prompt} samples)"
             if len(values) > 1
             else f"reward {rows[0].get('rollout/reward', 0.0):.3f} -> {rows[-1].get('rollout/reward', 0.0):.3f}"
         )
@@ -201,22 +188,6 @@ class RolloutLoop:
             f"in {config.run.steps} steps, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
-
-    def _generate(
-        self, records: Sequence[Record], per_prompt: int, purpose: tuple[int, int]
-    ) -> tuple[int, list[Sampled]]:
-        prompts = [record["prompt"] for record in records]
-        seed = (self._config.run.seed, *purpose)  # training and evaluation never share draws
-        return self._engines.generate(prompts, samples_per_prompt=per_prompt, seed=seed)
-
-    def _scores(self, records: Sequence[Record], samples: Sequence[Sampled]) -> list[Metrics]:
-        return [self._reward(records[sample.prompt], sample.text, sample.finished) for sample in samples]
-
-    def _evaluate(self, step: int) -> Metrics:
-        if self._config.evaluation.interval_steps is None:
-            return {}
-        _, samples = self._generate(self._heldout, self._config.evaluation.samples_per_prompt, (2, step))
-        return _means(self._scores(self._heldout, samples), "eval/")
 
 
 class SupervisedLoop:
@@ -242,7 +213,7 @@ class SupervisedLoop:
         """One update on the next `batch.samples_per_update` demonstrations."""
         seconds: Metrics = {}
         batch = RolloutBatch.from_samples(self.prompts.take(self._config.samples_per_step))
-        with _timed(seconds, "train"):
+        with timed(seconds, "train"):
             metrics: Metrics = self._group.train_step(batch)
         return metrics | {"seconds/train": seconds["train"]}
 
@@ -279,6 +250,8 @@ def _resume(config: RunConfig, group: WorkerGroup, prompts: PromptStream, log: M
         print(f"checkpoint passed over: {reason}", file=sys.stderr)
     for difference in found.differences:
         print(f"resuming: {difference}", file=sys.stderr)
+    if group.critic is not None:
+        group.critic.load(step)  # an error where there is none: a critic of another step would be another run
     print(f"resuming at step {step} of {config.run.steps}, from {found.path}", file=sys.stderr)
     prompts.restore(state["prompts"])
     log.truncate_after(step if step else -1)  # a run that begins again at 0 evaluates again, too
@@ -303,20 +276,12 @@ def _restore_reference_group(group: WorkerGroup, step: int, interval: int | None
 
 def _save(step: int, group: WorkerGroup, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:
     """A checkpoint from which `_resume` goes on; what the engines draw follows from run.seed and the step alone."""
+    if group.critic is not None:
+        group.critic.save(step)
+        group.critic.finish_save()  # so that no step of the policy is on disk without the critic's
     group.save(step, {"step": step, "prompts": loop.prompts.state()})
     folder.forget_old_batches()
 
 
 def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and step % interval == 0
-
-
-@contextmanager
-def _timed(seconds: Metrics, name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _means(scores: Sequence[Metrics], prefix: str) -> Metrics:
-    return {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}

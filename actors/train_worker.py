@@ -1,4 +1,4 @@
-"""One Ray actor: one process, one rank, one Trainer. It holds the environment and forwards; it computes nothing."""
+"""One Ray actor: one process, one rank, a Trainer for each role in it. It holds the environment and forwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainWorker:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.trainer: Any = None
+        self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
 
     def free_address(self) -> tuple[str, int]:
         """An address of this node, with a port that is free now; for rank 0."""
@@ -39,7 +39,6 @@ class TrainWorker:
         import torch
 
         from slimefsdp.parallel.mesh import choose_device, start_process_group
-        from slimefsdp.trainer import Trainer
 
         try:
             device = choose_device(config.mesh.device)
@@ -53,19 +52,37 @@ class TrainWorker:
                 port=port,
                 timeout_s=config.cluster.call_timeout_s,
             )
-            self.trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
         except Exception as error:
             self._failed(error, "start")
             raise
-        return int(self.trainer.folder.vocab_size)
+        return self.add_trainer(config, role)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The Trainer's method `name`; None where only rank 0's result is wanted and this is another rank."""
+    def add_trainer(self, config: RunConfig, role: str) -> int:
+        """Loads the model of a role into the process group that there is; returns the vocabulary size."""
         import torch
 
-        if self.trainer.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.trainer.mesh.device)  # per thread
-        method = getattr(self.trainer, name)
+        from slimefsdp.parallel.mesh import choose_device
+        from slimefsdp.trainer import Trainer
+
+        try:
+            device = choose_device(config.mesh.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # per thread
+            trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
+        except Exception as error:
+            self._failed(error, "start")
+            raise
+        self.trainers[role] = trainer
+        return int(trainer.folder.vocab_size)
+
+    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], role: str = "actor") -> Any:
+        """Method `name` of the role's Trainer; None where only rank 0's result is wanted and this is another rank."""
+        import torch
+
+        trainer = self.trainers[role]
+        if trainer.mesh.device.type == "cuda":
+            torch.cuda.set_device(trainer.mesh.device)  # per thread
+        method = getattr(trainer, name)
         try:
             _check_call(method, name, args, kwargs)
             result = method(*(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args), **kwargs)
@@ -74,32 +91,32 @@ class TrainWorker:
             raise
         return result if RPCS[name] == "all" or self.rank == 0 else None
 
-    def update_weights(self, receivers: list[Any], timeout_s: float) -> Any:
+    def update_weights(self, receivers: list[Any], timeout_s: float, role: str = "actor") -> Any:
         """The Trainer's `update_weights` over Ray's object store."""
         from actors.weight_transport import ObjectStoreReceiver
 
         targets = [ObjectStoreReceiver(receivers, timeout_s)] if self.rank == 0 else []
-        return self.call("update_weights", (targets,), {})
+        return self.call("update_weights", (targets,), {}, role)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weights.receive.Receiver`; for a reference group."""
-        self.trainer.wake_up(("parameters",))
-        self.trainer.receiver.begin(version, manifest)
+        self.trainers["ref"].wake_up(("parameters",))
+        self.trainers["ref"].receiver.begin(version, manifest)
 
     def receive(self, bucket: Any) -> None:
         """As `slimefsdp.weights.receive.Receiver`, from the object store."""
         from actors.weight_transport import unpack_bucket
 
-        self.trainer.receiver.receive(unpack_bucket(bucket))
+        self.trainers["ref"].receiver.receive(unpack_bucket(bucket))
 
     def commit(self, version: int) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
-        self.trainer.receiver.commit(version)
+        self.trainers["ref"].receiver.commit(version)
 
     @ray.method(concurrency_group="control")
-    def health(self) -> Health:
+    def health(self, role: str = "actor") -> Health:
         """Answers while another call is stuck in a collective: it runs in a group of threads of its own."""
-        updates = 0 if self.trainer is None else self.trainer.updates_taken
+        updates = self.trainers[role].updates_taken if role in self.trainers else 0
         return Health(self.rank, os.getpid(), updates)
 
     def _failed(self, error: Exception, phase: str) -> None:

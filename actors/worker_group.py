@@ -7,10 +7,11 @@ driver checks a batch and plans it before any rank sees it, so bad input never d
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -20,17 +21,18 @@ from actors.placement import actor_options, gpus_per_rank, release, reserve
 from actors.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError, SyncError
+from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError, SyncError
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training
+from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training, samples_together
 from slimefsdp.reports import Health, SyncReport
-from slimefsdp.surface import RPCS
+from slimefsdp.surface import RPCS, Role, require_loss, require_role
 
-# calls that take a batch first: the name of their second argument, and what it may be, the default first
-SECOND_ARGUMENT: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "compute_log_probs": ("model", ("actor", "ref")),
-    "train_step": ("plan", (None,)),
-    "forward_backward": ("loss", ("policy", "sft")),
+# calls that take a batch first: the name of their second argument, and its default
+SECOND_ARGUMENT: dict[str, tuple[str, Any]] = {
+    "compute_log_probs": ("model", "actor"),
+    "compute_values": ("", None),
+    "train_step": ("plan", None),
+    "forward_backward": ("loss", "policy"),
 }
 SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 
@@ -45,15 +47,16 @@ class WorkerGroup:
     def __init__(
         self,
         config: RunConfig,
-        role: str,
+        role: Role,
         workers: Sequence[Any],
         placement: Any,
         vocab_size: int,
         folder: ModelFolder,
     ) -> None:
         self.config = config
-        self.role = role
+        self.role: Role = role
         self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
+        self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
         self._workers = list(workers)
         self._placement = placement
         self._vocab_size = vocab_size
@@ -63,25 +66,29 @@ class WorkerGroup:
         self._order = threading.Lock()
 
     @classmethod
-    def launch(cls, config: RunConfig, role: Literal["actor", "ref"] = "actor") -> WorkerGroup:
+    def launch(cls, config: RunConfig, role: Role = "actor", *, beside: WorkerGroup | None = None) -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
-        With `reference.placement: group` an actor group launches its reference group too. With `mesh.dp: auto` the
-        group takes what `actors.cluster.with_cluster_ranks` finds; its `config` has the number.
+        An actor group launches its reference group too, with `reference.placement: group`, and under `algorithm: ppo`
+        its critic. With `mesh.dp: auto` the group takes what `actors.cluster.with_cluster_ranks` finds; its `config`
+        has the number.
+
+        Args:
+            beside: for a critic, the actor group in whose processes it is to be; it ends with them.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
+            StateError: `beside` is no actor group, or the role is no critic.
             WorkerDied, WorkerHung: a rank did not come up.
         """
-        is_ref = role == "ref"
-        field = "reference.path" if is_ref and config.reference.path else "model.path"
-        folder = (config.reference.path if is_ref else None) or config.model.path
-        with_weights = field == "reference.path" or config.model.init == "folder"
-        found = read_model_folder(folder, field=field, with_weights=with_weights)
-        check_architecture(found, field=field)
+        found = _model_folder(config, role)
+        if beside is not None:
+            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, found)
+        if role == "actor" and config.algorithm == "ppo":
+            _require_vocabulary(_model_folder(config, "critic"), found)
         connect(config)
         config = with_cluster_ranks(config)
-        ranks = config.reference_ranks if is_ref else config.ranks
+        ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
         gpus = gpus_per_rank(config.mesh.device)
         placement = reserve(ranks, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
         try:
@@ -93,12 +100,40 @@ class WorkerGroup:
             address, port = wait([workers[0].free_address.remote()])
             vocab_size = wait([worker.start.remote(config, role, address, port) for worker in workers])
             group = cls(config, role, workers, placement, vocab_size, found)
-            if not is_ref and config.reference.placement == "group":
-                group.reference_group = cls.launch(config, role="ref")
         except Exception:
             release(placement)
             raise
+        if role == "actor":
+            try:
+                group._launch_others()
+            except Exception:
+                group.shutdown()
+                raise
         return group
+
+    @classmethod
+    def _beside(cls, actor: WorkerGroup, config: RunConfig, role: Role, folder: ModelFolder) -> WorkerGroup:
+        if role != "critic" or actor.role != "actor":
+            raise StateError(
+                f"a group of role {role!r} beside one of role {actor.role!r}",
+                field="beside",
+                hint="only a critic shares the processes of an actor group; launch others without it",
+            )
+        actor._require_workers("launch")
+        with actor._order:
+            refs = [worker.add_trainer.remote(config, role) for worker in actor._workers]
+        vocab_size = _wait(refs, timeout_s=config.cluster.launch_timeout_s, name="launch")
+        group = cls(config, role, actor._workers, None, vocab_size, folder)
+        group._order = actor._order  # one queue: both roles' collectives are on the same ranks
+        return group
+
+    def _launch_others(self) -> None:
+        config = self.config
+        if config.reference.placement == "group":
+            self.reference_group = self.launch(config, "ref")
+        if config.algorithm == "ppo":
+            beside = self if config.critic.placement == "colocated" else None
+            self.critic = self.launch(config, "critic", beside=beside)
 
     @property
     def receivers(self) -> list[Any]:
@@ -116,6 +151,7 @@ class WorkerGroup:
     def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
         """As `update_weights`, returning a future."""
         self._require_workers("update_weights")
+        require_role("update_weights", self.role)
         for receiver in receivers:
             if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
                 raise SyncError(
@@ -125,7 +161,7 @@ class WorkerGroup:
                 )
         timeout_s = self.config.cluster.sync_timeout_s
         with self._order:
-            refs = [worker.update_weights.remote(list(receivers), timeout_s) for worker in self._workers]
+            refs = [worker.update_weights.remote(list(receivers), timeout_s, self.role) for worker in self._workers]
         return CallFuture(refs, name="update_weights", timeout_s=self.config.cluster.call_timeout_s, first_only=True)
 
     def update_ref(self) -> None:
@@ -141,7 +177,9 @@ class WorkerGroup:
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
         futures = [
-            CallFuture([worker.health.remote()], name="health", timeout_s=timeout_s, first_only=True, first_rank=rank)
+            CallFuture(
+                [worker.health.remote(self.role)], name="health", timeout_s=timeout_s, first_only=True, first_rank=rank
+            )
             for rank, worker in enumerate(self._workers)
         ]
         answers: list[Health | SlimeError] = []
@@ -153,14 +191,18 @@ class WorkerGroup:
         return answers
 
     def shutdown(self) -> None:
-        """Ends all processes of the group and of its reference group, after a save in the background; idempotent."""
-        if self._workers and self.role == "actor" and self.config.checkpoint.async_save:
+        """Ends all processes of the group, its critic and its reference group, after saves in the background.
+
+        Idempotent. A critic beside an actor only stops answering: the processes are the actor's.
+        """
+        if self._workers and self.role != "ref" and self.config.checkpoint.async_save:
             self._finish_running_save()
-        if self.reference_group is not None:
-            self.reference_group.shutdown()
-        for worker in self._workers:
-            ray.kill(worker)
-        if self._workers:
+        for other in (self.critic, self.reference_group):
+            if other is not None:
+                other.shutdown()
+        if self._workers and self._placement is not None:
+            for worker in self._workers:
+                ray.kill(worker)
             release(self._placement)
         self._workers = []
 
@@ -168,17 +210,18 @@ class WorkerGroup:
         """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
         try:
             with self._order:
-                refs = [worker.call.remote("finish_save", (), {}) for worker in self._workers]
+                refs = [worker.call.remote("finish_save", (), {}, self.role) for worker in self._workers]
             CallFuture(refs, name="finish_save", timeout_s=SAVE_GRACE_S, first_only=True).result()
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
     def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
         self._require_workers(name)
+        require_role(name, self.role)
         if name in SECOND_ARGUMENT:
             args, kwargs = self._prepared(name, args, kwargs)
         with self._order:
-            refs = [worker.call.remote(name, args, kwargs) for worker in self._workers]
+            refs = [worker.call.remote(name, args, kwargs, self.role) for worker in self._workers]
         return CallFuture(
             refs,
             name=name,
@@ -203,14 +246,20 @@ class WorkerGroup:
                 field="batch",
                 hint="make one with RolloutBatch.from_samples",
             )
-        field, choices = SECOND_ARGUMENT[name]
-        second = rest[0] if rest else kwargs.get(field, choices[0])
+        field, default = SECOND_ARGUMENT[name]
+        second = rest[0] if rest else kwargs.get(field, default)
+        loss: Any = None
         if name == "train_step":
+            loss = "value" if self.role == "critic" else self.config.loss_name
             if second is not None:
-                check_plan(second, batch, dp=self.config.data_ranks, max_pack_tokens=self.config.max_pack_tokens)
-        elif second not in choices:
-            raise ConfigError(f"{field}={second!r} is unknown", field=field, hint=f"use {' or '.join(choices)}")
-        loss = self.config.loss_name if name == "train_step" else second if name == "forward_backward" else None
+                dp = math.prod(self.config.mesh_of(self.role))
+                together = samples_together(self.config, batch, loss)
+                check_plan(second, batch, dp=dp, max_pack_tokens=self.config.max_pack_tokens, together=together)
+        elif name == "forward_backward":
+            require_loss(second, self.role)
+            loss = second
+        elif name == "compute_log_probs" and second not in ("actor", "ref"):
+            raise ConfigError(f"{field}={second!r} is unknown", field=field, hint="use actor or ref")
         check_batch(self.config, batch, self._vocab_size, loss=loss, max_sample_tokens=self._max_sample_tokens)
         if name == "compute_log_probs" and second == "ref" and self.reference_group is not None:
             raise StateError(
@@ -225,10 +274,26 @@ class WorkerGroup:
             batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
         if name == "train_step" and second is None:
             rest, kwargs = (
-                [plan_training(self.config, batch, self._cost), *rest[1:]],
+                [plan_training(self.config, batch, self._cost, loss=loss), *rest[1:]],
                 {k: v for k, v in kwargs.items() if k != field},
             )
         return (ray.put(batch), *rest), kwargs
+
+
+def _model_folder(config: RunConfig, role: Role) -> ModelFolder:
+    path, field = config.folder_of(role)
+    found = read_model_folder(path, field=field, with_weights=field != "model.path" or config.model.init == "folder")
+    check_architecture(found, field=field)
+    return found
+
+
+def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
+    if critic.vocab_size != policy.vocab_size:
+        raise ModelError(
+            f"the critic has a vocabulary of {critic.vocab_size}, the policy of {policy.vocab_size}",
+            field="critic.path",
+            hint="choose a critic with the policy's vocabulary",
+        )
 
 
 def _wait(refs: Sequence[Any], *, timeout_s: float, name: str) -> Any:

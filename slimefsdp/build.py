@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from slimefsdp.attention import flash_attn_package
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
@@ -16,9 +16,14 @@ from slimefsdp.attention.strategy import Attention
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import CostModel
 from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.functions import load_function
+from slimefsdp.loss.correction import CorrectionOptions
 from slimefsdp.loss.objective import LossName, Objective
+from slimefsdp.loss.policy import POLICY_LOSSES, PolicyLossFunction, PolicyOptions
+from slimefsdp.loss.value import ValueObjective
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.models.load import load_policy
+from slimefsdp.models.load import AnyModel, load_model
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.build import build_optimizer, undecayed_names
 from slimefsdp.optim.loss_scale import LossScale
@@ -30,8 +35,8 @@ from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.parallel.residency import Residency
 from slimefsdp.phase import cost_model_of
 from slimefsdp.reference import ColocatedReference
+from slimefsdp.surface import Role
 
-Role = Literal["actor", "ref"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -53,7 +58,7 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
     """
     if config.attention.kernel == "flash_attn":
         flash_attn_package.require("attention.kernel=flash_attn", device, compute_dtype(config))
-    dp_replicate, dp = config.reference_mesh if role == "ref" else config.actor_mesh
+    dp_replicate, dp = config.mesh_of(role)
     return build_mesh(
         dp,
         config.mesh.cp,
@@ -101,14 +106,11 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     Raises:
         ModelError: it is malformed, or of an architecture that cannot be trained here.
     """
-    is_other = role == "ref" and config.reference.path is not None
-    path: Path | None = config.reference.path if is_other else config.model.path
-    assert path is not None
-    field = "reference.path" if is_other else "model.path"
+    path, field = config.folder_of(role)
     found: list[ModelFolder] = []
 
     def read() -> None:
-        with_weights = is_other or config.model.init == "folder"
+        with_weights = field != "model.path" or config.model.init == "folder"
         found.append(read_model_folder(path, field=field, with_weights=with_weights))
         check_architecture(found[0], field=field)
 
@@ -122,14 +124,21 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     return found[0] if found else replace(sent[0], extra_files=())
 
 
-def policy_for(
-    config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh, *, cpu_offload: bool = False
-) -> PolicyModel:
+def model_for(
+    kind: type[AnyModel],
+    config: RunConfig,
+    role: Role,
+    folder: ModelFolder,
+    mesh: Mesh,
+    *,
+    cpu_offload: bool = False,
+) -> AnyModel:
     """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
 
     What does not train is frozen: model.frozen of an actor, all of a reference.
 
     Args:
+        kind: PolicyModel or ValueModel.
         cpu_offload: keep the shards on the host, whatever fsdp.cpu_offload says.
 
     Raises:
@@ -138,7 +147,8 @@ def policy_for(
     """
     cost = cost_for(config, folder, mesh.group)
     how = parallelism_of(config, mesh.device)
-    policy = load_policy(
+    model = load_model(
+        kind,
         folder,
         mesh,
         replace(how, cpu_offload=how.cpu_offload or cpu_offload),
@@ -147,7 +157,7 @@ def policy_for(
         frozen=(config.model.frozen or ()) if role == "actor" else (),
         read_by=config.model.read,
     )
-    return policy.requires_grad_(False) if role == "ref" else policy
+    return model.requires_grad_(False) if role == "ref" else model
 
 
 def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
@@ -178,12 +188,10 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
     return Attention(choice, mesh.cp_group, config.attention.kernel, cost)
 
 
-def reference_for(config: RunConfig, vocab_size: int, mesh: Mesh, residency: Residency) -> ColocatedReference:
-    """The colocated reference, not loaded yet.
-
-    Args:
-        vocab_size: of the policy.
-    """
+def reference_for(
+    config: RunConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, residency: Residency
+) -> ColocatedReference:
+    """The colocated reference of a policy, not loaded yet."""
 
     def load() -> PolicyModel:
         if config.reference.placement == "group":
@@ -193,33 +201,45 @@ def reference_for(config: RunConfig, vocab_size: int, mesh: Mesh, residency: Res
                 hint="give ref_log_probs in the batch, use a WorkerGroup, or set reference.placement=colocated",
             )
         folder = folder_for(config, "ref", mesh.group)
-        if folder.vocab_size != vocab_size:
+        if folder.vocab_size != policy_folder.vocab_size:
             raise ModelError(
-                f"the reference has a vocabulary of {folder.vocab_size}, the policy of {vocab_size}",
+                f"the reference has a vocabulary of {folder.vocab_size}, the policy of {policy_folder.vocab_size}",
                 field="reference.path",
                 hint="choose a reference with the policy's vocabulary",
             )
-        return policy_for(config, "ref", folder, mesh, cpu_offload=config.reference.offload == "fsdp")
+        cpu_offload = config.reference.offload == "fsdp"
+        reference = model_for(PolicyModel, config, "ref", folder, mesh, cpu_offload=cpu_offload)
+        if config.kl_estimator == "full":
+            if not isinstance(policy, PolicyModel) or not policy.is_like(reference):
+                raise ConfigError(
+                    f"reference.path={config.reference.path} is of another architecture than the policy, and "
+                    "loss.kl_estimator=full has it compute the policy's own packs",
+                    field="reference.path",
+                    hint="name a model of the policy's configuration, or remove loss.kl_estimator",
+                )
+            register_fsdp_forward_method(reference, "head_inputs")
+        return reference
 
     return ColocatedReference(load, residency, sleeps=config.reference.offload == "sleep")
 
 
-def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
-    """The optimiser with its schedule, at update 0."""
+def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Updater:
+    """The optimiser with its schedule, at update 0; a critic's may have a rate of its own."""
     settings = config.optim
+    peak = (config.critic.lr if role == "critic" else None) or settings.lr
     optimizer = build_optimizer(
-        policy.trained_weights(),
+        model.trained_weights(),
         settings.name,
         settings.implementation,
-        lr=settings.lr,
+        lr=peak,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        undecayed=undecayed_names(policy.hf),
+        undecayed=undecayed_names(model.hf),
     )
     schedule = partial(
         learning_rate,
-        peak=settings.lr,
+        peak=peak,
         schedule=settings.schedule,
         warmup_updates=settings.warmup_updates,
         total_updates=settings.total_updates,
@@ -229,7 +249,7 @@ def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
     scaling = LossScale(precision.loss_scale_init, precision.loss_scale_growth_interval)
     return Updater(
         optimizer,
-        policy.trained_weights(),
+        model.trained_weights(),
         schedule,
         max_grad_norm=settings.max_grad_norm,
         max_skipped=settings.max_skipped_updates,
@@ -238,15 +258,41 @@ def updater_for(config: RunConfig, policy: PolicyModel) -> Updater:
     )
 
 
-def objective_for(config: RunConfig, loss: LossName) -> Objective:
-    """The training loss."""
-    settings = config.loss
-    return Objective(
-        loss=loss,
+def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
+    """The training loss.
+
+    Args:
+        kl_coefficient: as it is now; it moves under loss.kl_target.
+
+    Raises:
+        ConfigError: loss.policy names a function that cannot be imported.
+    """
+    if loss == "value":
+        return ValueObjective(config.critic.clip)
+    settings, correction = config.loss, config.correction
+    options = PolicyOptions(
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
-        kl_coefficient=settings.kl_coefficient,
-        kl_estimator=settings.kl_estimator,
+        dual_clip=settings.dual_clip,
+        sapo_temperature_positive=settings.sapo_temperature_positive,
+        sapo_temperature_negative=settings.sapo_temperature_negative,
+        dpo_beta=settings.dpo_beta,
+    )
+    bounds = CorrectionOptions(correction.low, correction.high, correction.veto_below, correction.opsm_threshold)
+    return Objective(
+        policy=_policy_loss(settings.policy) if loss == "policy" else None,
+        options=options,
+        correction=correction.method,
+        correction_options=bounds,
+        kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=settings.kl_unbiased,
         entropy_coefficient=settings.entropy_coefficient,
         old_is_rollout=settings.old_log_probs == "rollout",
     )
+
+
+def _policy_loss(name: str) -> PolicyLossFunction:
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    return load_function(name, field="loss.policy", example="my_losses:my_loss")

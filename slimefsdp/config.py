@@ -13,33 +13,36 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from slimefsdp.config_loss import AdvantageSettings, CorrectionSettings, CriticSettings, LossSettings
 from slimefsdp.config_messages import config_error, short_text
+from slimefsdp.config_ready import check_ready_to_train
+from slimefsdp.config_rollout import DataSettings, EvaluationSettings, RolloutSettings
 from slimefsdp.config_sections import (
     AttentionSettings,
     BatchSettings,
     CheckpointSettings,
     ClusterSettings,
-    DataSettings,
-    EvaluationSettings,
     FsdpSettings,
-    LossSettings,
     MeshSettings,
     ModelSettings,
     OptimSettings,
     PrecisionSettings,
     ReferenceSettings,
-    RolloutSettings,
     RunSettings,
     Settings,
 )
 from slimefsdp.errors import ConfigError
+from slimefsdp.loss.names import PER_SEQUENCE, TOKEN_ESTIMATORS
+from slimefsdp.surface import Role
 from slimefsdp.yaml_file import apply_override, read_yaml_mapping
 
 
 class RunConfig(Settings):
     """Everything one run is made of."""
 
-    algorithm: Literal["grpo", "sft"] = Field("grpo", description="grpo: reinforcement learning; sft: supervised")
+    algorithm: Literal["grpo", "ppo", "sft"] = Field(
+        "grpo", description="grpo: reinforcement learning without a critic; ppo: with one; sft: supervised"
+    )
     run: RunSettings = RunSettings()
     model: ModelSettings
     reference: ReferenceSettings = ReferenceSettings()
@@ -48,7 +51,10 @@ class RunConfig(Settings):
     precision: PrecisionSettings = PrecisionSettings()
     fsdp: FsdpSettings = FsdpSettings()
     batch: BatchSettings = BatchSettings()
+    advantage: AdvantageSettings = AdvantageSettings()
     loss: LossSettings = LossSettings()
+    correction: CorrectionSettings = CorrectionSettings()
+    critic: CriticSettings = CriticSettings()
     optim: OptimSettings
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -62,15 +68,86 @@ class RunConfig(Settings):
             return self
         given = [
             f"{section}.{name}"
-            for section in ("rollout", "evaluation", "reference", "loss", "data")
+            for section in ("rollout", "evaluation", "reference", "advantage", "loss", "correction", "critic", "data")
             for name in sorted(getattr(self, section).model_fields_set)
         ]
         kept = {"loss.reduction", "loss.constant_length", "loss.entropy_coefficient", "data.train"}
-        unread = [f"{field}={short_text(self._value(field))}" for field in given if field not in kept]
+        unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
             raise ValueError(
                 f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what}, or set algorithm=grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_critic_belongs_to_ppo(self) -> RunConfig:
+        given = [name for name, value in self.critic if value != type(self.critic).model_fields[name].default]
+        if self.algorithm == "grpo" and given:
+            field = f"critic.{given[0]}"
+            raise ValueError(
+                f"{field}={short_text(self.value_of(field))} does nothing with algorithm=grpo, which has no critic; "
+                "remove it, or set algorithm=ppo"
+            )
+        if self.algorithm == "ppo" and self.estimator != "gae" and ":" not in self.estimator:
+            raise ValueError(
+                f"advantage.estimator={self.estimator} reads no values, and algorithm=ppo trains a critic for them; "
+                "remove it, or set algorithm=grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def advantage_parameters_belong_to_their_estimator(self) -> RunConfig:
+        self.advantage.refuse_unread(self.estimator)
+        return self
+
+    @model_validator(mode="after")
+    def rewards_that_are_counted_take_no_kl(self) -> RunConfig:
+        if self.has_kl_in_reward and self.estimator in ("maxrl", "pass_at_k"):
+            raise ValueError(
+                f"loss.kl_in=reward takes a KL off the rewards, and advantage.estimator={self.estimator} counts them; "
+                "set loss.kl_in=loss, or choose another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_loss_of_sequences_has_one_advantage_for_each(self) -> RunConfig:
+        by_token = self.estimator == "gae" or (self.has_kl_in_reward and self.estimator in TOKEN_ESTIMATORS)
+        if self.loss.policy in PER_SEQUENCE and by_token:
+            raise ValueError(
+                f"loss.policy={self.loss.policy} has one advantage for each sequence, and advantage.estimator="
+                f"{self.estimator} gives each token its own; choose gspo_token or ppo, or another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_rollout_is_corrected_once(self) -> RunConfig:
+        if self.correction.method != "none" and self.loss.old_log_probs == "rollout":
+            raise ValueError(
+                f"correction.method={self.correction.method} corrects for the engine's log-probs, and "
+                "loss.old_log_probs=rollout measures the ratio from them already; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def preference_pairs_are_compared_by_their_rewards(self) -> RunConfig:
+        corrections = [f"correction.{name}" for name in ("method", "veto_below", "opsm_threshold")]
+        changing = [field for field in corrections if self.value_of(field) not in ("none", None)]
+        changing += ["loss.kl_in"] if self.has_kl_in_reward else []
+        changing += ["advantage.whiten"] if self.advantage.whiten else []
+        if self.loss.policy == "dpo" and changing:
+            raise ValueError(
+                f"{changing[0]}={short_text(self.value_of(changing[0]))} changes what single tokens count, and "
+                "loss.policy=dpo compares the rewards of whole pairs; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_full_kl_has_its_reference_beside_the_policy(self) -> RunConfig:
+        if self.loss.kl_estimator == "full" and self.reference.placement == "group":
+            raise ValueError(
+                "loss.kl_estimator=full reads the hidden states of the reference, and reference.placement=group keeps "
+                "them elsewhere; set reference.placement=colocated, or choose k3"
             )
         return self
 
@@ -113,6 +190,16 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def engines_are_in_step_with_every_checkpoint(self) -> RunConfig:
+        syncs, saves = self.rollout.sync_interval_steps, self.checkpoint.interval_steps
+        if saves is not None and saves % syncs:
+            raise ValueError(
+                f"checkpoint.interval_steps={saves} is no multiple of rollout.sync_interval_steps={syncs}: a "
+                "resumed run begins with engines of the checkpoint's weights; make it a multiple"
+            )
+        return self
+
+    @model_validator(mode="after")
     def cpu_offload_keeps_no_reference_on_the_device(self) -> RunConfig:
         if self.fsdp.cpu_offload and self.reference.offload == "none":
             raise ValueError(
@@ -122,11 +209,12 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def a_group_of_its_own_leaves_auto_a_number(self) -> RunConfig:
-        if self.mesh.dp == "auto" and self.reference.placement == "group" and self.reference.dp is None:
-            raise ValueError(
-                "mesh.dp=auto cannot share the cluster with reference.placement=group of the same size; "
-                "set reference.dp, or mesh.dp"
-            )
+        for name, group in (("reference", self.reference), ("critic", self.critic)):
+            if self.mesh.dp == "auto" and group.placement == "group" and group.dp is None:
+                raise ValueError(
+                    f"mesh.dp=auto cannot share the cluster with {name}.placement=group of the same size; "
+                    f"set {name}.dp, or mesh.dp"
+                )
         return self
 
     @model_validator(mode="after")
@@ -204,8 +292,18 @@ class RunConfig(Settings):
 
     @property
     def loss_name(self) -> Literal["policy", "sft"]:
-        """The loss that `train_step` takes under this algorithm."""
+        """The loss that an actor's `train_step` takes under this algorithm."""
         return "sft" if self.algorithm == "sft" else "policy"
+
+    @property
+    def kl_estimator(self) -> str:
+        """The KL estimator: `loss.kl_estimator`, or the one whose gradient is right where the KL enters."""
+        return self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator: `advantage.estimator`, or what the algorithm is known by."""
+        return self.advantage.estimator or ("gae" if self.algorithm == "ppo" else "grpo")
 
     @property
     def max_pack_tokens(self) -> int:
@@ -214,43 +312,46 @@ class RunConfig(Settings):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether training reads reference log-probs."""
-        return self.loss.kl_coefficient > 0
+        """Whether training reads a reference model."""
+        return self.loss.kl_coefficient > 0 or self.loss.policy == "dpo"
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether rewards, and so advantages, depend on log-probs of policy and reference."""
+        return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
+
+    @property
+    def critic_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of the critic; its cp is the actor's."""
+        return self.actor_mesh if self.critic.dp is None else (1, self.critic.dp)
+
+    @property
+    def critic_ranks(self) -> int:
+        """Processes of a critic group of its own."""
+        dp_replicate, dp = self.critic_mesh
+        return dp_replicate * dp * self.mesh.cp
+
+    def mesh_of(self, role: Role) -> tuple[int, int]:
+        """(dp_replicate, dp) of a role."""
+        return {"actor": self.actor_mesh, "ref": self.reference_mesh, "critic": self.critic_mesh}[role]
+
+    def folder_of(self, role: Role) -> tuple[Path, str]:
+        """The model folder of a role, and the setting that names it."""
+        path = {"actor": None, "ref": self.reference.path, "critic": self.critic.path}[role]
+        if path is None:
+            return self.model.path, "model.path"
+        return path, "reference.path" if role == "ref" else "critic.path"
 
     def check_ready_to_train(self) -> None:
-        """What `slimefsdp train` needs beyond what a custom loop does.
+        """What `slimefsdp train` needs beyond what a loop of one's own does.
 
         Raises:
-            ConfigError: naming the first setting that is missing.
+            ConfigError: naming the first setting that is missing, or that its loop cannot serve.
         """
-        needed = [
-            "run.dir",
-            "run.steps",
-            "data.train",
-            *(["batch.samples_per_update"] if self.algorithm == "sft" else []),
-        ]
-        needed += ["rollout.reward"] if self.algorithm == "grpo" else []
-        needed += ["data.heldout"] if self.evaluation.interval_steps is not None else []
-        for field in needed:
-            if self._value(field) is None:
-                raise ConfigError(
-                    f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML"
-                )
-        if self.algorithm == "grpo" and self.rollout.max_new_tokens >= self.max_pack_tokens:
-            raise ConfigError(
-                f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in packs of "
-                f"{self.max_pack_tokens} tokens",
-                field="rollout.max_new_tokens",
-                hint="raise batch.max_tokens_per_rank, or lower it",
-            )
-        if self.algorithm == "grpo" and self.rollout.samples_per_prompt < 2:
-            raise ConfigError(
-                f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} makes groups of one: no advantage",
-                field="rollout.samples_per_prompt",
-                hint="sample at least 2 responses per prompt",
-            )
+        check_ready_to_train(self)
 
-    def _value(self, field: str) -> Any:
+    def value_of(self, field: str) -> Any:
+        """The value of `section.name`."""
         section, name = field.split(".")
         return getattr(getattr(self, section), name)
 

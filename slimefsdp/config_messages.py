@@ -71,6 +71,9 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
         return field, f"{field} is not the name of a setting", "use text as the name"
     context = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in context.items()}
     rule, hint = _RULES.get(kind, (finding["msg"], "correct the value"))
+    if kind == "literal_error" and isinstance(finding["input"], str):
+        near = difflib.get_close_matches(finding["input"], re.findall(r"'([^']*)'", context["expected"]), n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else hint
     return field, f"{field}={value} {rule.format(**context)}", hint.format(**context)
 
 

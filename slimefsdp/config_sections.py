@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 
-def _broken_rule(rule: str, hint: str) -> PydanticCustomError:
+def broken_rule(rule: str, hint: str) -> PydanticCustomError:
     """The error of a rule about one value; the setting and the value are named in front of it."""
     return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
 
@@ -19,52 +19,53 @@ def _path_from_text(value: Any) -> Path:
     if isinstance(value, Path):
         return value
     if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise _broken_rule("must be a path", "write the path of a file or folder")
+        raise broken_rule("must be a path", "write the path of a file or folder")
     try:
         return Path(value).expanduser()
     except RuntimeError:
-        raise _broken_rule("begins with the home of an unknown user", "write the path out") from None
+        raise broken_rule("begins with the home of an unknown user", "write the path out") from None
 
 
 def _two_fractions(value: Any) -> tuple[float, float]:
     is_pair = isinstance(value, list | tuple) and len(value) == 2
     if not is_pair or not all(type(item) in (int, float) and 0 <= item < 1 for item in value):
-        raise _broken_rule("must be two numbers in [0, 1)", "write them like [0.9, 0.95]")
+        raise broken_rule("must be two numbers in [0, 1)", "write them like [0.9, 0.95]")
     return (float(value[0]), float(value[1]))
 
 
-def _function_name(value: str) -> str:
+def function_name(value: str) -> str:
+    """The value, if it has the form `module:function`. Raises the error of `broken_rule` otherwise."""
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
-        raise _broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
+        raise broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
     return value
 
 
 def _power_of_two(value: int) -> int:
     if value & (value - 1):
-        raise _broken_rule("must be a power of two", "choose one such as 65536")
+        raise broken_rule("must be a power of two", "choose one such as 65536")
     return value
 
 
 def _class_names(value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.isidentifier() for item in value):
-        raise _broken_rule("must be a list of module class names", "write it like [Qwen3DecoderLayer, Qwen3MLP]")
+        raise broken_rule("must be a list of module class names", "write it like [Qwen3DecoderLayer, Qwen3MLP]")
     return tuple(value)
 
 
 def _name_patterns(value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
-        raise _broken_rule("must be a list of name patterns", "write it like ['model.embed_tokens.*', '*.mlp.*']")
+        raise broken_rule("must be a list of name patterns", "write it like ['model.embed_tokens.*', '*.mlp.*']")
     return tuple(value)
 
 
 def _count_or_auto(value: Any) -> Any:
     """One answer for what would otherwise be refused twice, as a number and as a word."""
     if value != "auto" and type(value) is not int:
-        raise _broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
+        raise broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
     if value != "auto" and value < 1:
-        raise _broken_rule("must be at least 1", "raise it")
+        raise broken_rule("must be at least 1", "raise it")
     return value
 
 
@@ -264,39 +265,6 @@ class BatchSettings(Settings):
     max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
 
 
-class LossSettings(Settings):
-    """The training loss: which terms, and how tokens are weighted."""
-
-    reduction: Literal["token_mean", "sequence_mean", "constant"] = Field(
-        "token_mean", description="1/N tokens; mean over samples of their token mean; sum over constant_length"
-    )
-    constant_length: PositiveInt | None = Field(None, description="the divisor of reduction=constant (Dr.GRPO)")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and above at 1 + clip_high")
-    kl_coefficient: float = Field(0.0, ge=0, description="weight of KL(policy || reference) in the loss")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="per-token estimator of that KL")
-    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
-        "auto", description="auto: the current ones where the phase has one update, else recompute"
-    )
-    normalize_by_std: bool = Field(True, description="divide group advantages by the group's standard deviation")
-    drop_zero_advantages: bool = Field(
-        True, description="leave out samples whose advantage is zero, unless a KL or entropy term trains them"
-    )
-    epochs: PositiveInt = Field(1, description="passes over one rollout batch")
-
-    @model_validator(mode="after")
-    def constant_length_belongs_to_reduction_constant(self) -> LossSettings:
-        if self.reduction == "constant" and self.constant_length is None:
-            raise ValueError("loss.reduction=constant divides by loss.constant_length, which is not set; set it")
-        if self.reduction != "constant" and self.constant_length is not None:
-            raise ValueError(
-                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}; "
-                "remove it, or set loss.reduction=constant"
-            )
-        return self
-
-
 class OptimSettings(Settings):
     """Optimiser and schedule; counted in optimiser updates, not rollouts."""
 
@@ -344,33 +312,6 @@ class OptimSettings(Settings):
                 "remove it or choose linear or cosine"
             )
         return self
-
-
-class DataSettings(Settings):
-    """JSONL files."""
-
-    train: PathSetting | None = Field(None, description="records with `prompt` (and `answer` under sft)")
-    heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
-
-
-class RolloutSettings(Settings):
-    """Sampling. The temperature is the engine's and the trainer's at once."""
-
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it too")
-    prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
-    samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
-    max_new_tokens: PositiveInt = Field(256, description="longest response")
-    engines: PositiveInt = Field(1, description="embedded engine processes")
-    reward: Annotated[str, AfterValidator(_function_name)] | None = Field(
-        None, description="reward function as `module:function`"
-    )
-
-
-class EvaluationSettings(Settings):
-    """Held-out evaluation by sampling at the rollout temperature."""
-
-    interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
-    samples_per_prompt: PositiveInt = Field(1, description="responses per held-out prompt")
 
 
 class CheckpointSettings(Settings):

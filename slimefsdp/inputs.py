@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -11,34 +12,46 @@ import torch.distributed as dist
 
 from slimefsdp import phase
 from slimefsdp.config import RunConfig
+from slimefsdp.credit import check_functions, response_advantages, value_targets
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import StateError
+from slimefsdp.loss.kl import kl_estimate
 from slimefsdp.loss.objective import LossName, TokenInputs
 from slimefsdp.models.folder import ModelFolder
-from slimefsdp.parallel.agree import all_equal
+from slimefsdp.parallel.agree import all_equal, run_together
 
 
 def check_together(
     config: RunConfig, batch: RolloutBatch, folder: ModelFolder, loss: LossName | None, group: dist.ProcessGroup
 ) -> None:
-    """Collective: `phase.check_batch` for a folder's model; all ranks hold the same batch, so all refuse it or none.
+    """Collective: `phase.check_batch` for a folder's model; all ranks refuse the batch or none.
 
     Raises:
-        StateError: ranks hold different batches. BatchError: the batch does not fit the settings.
+        StateError: ranks hold different batches. BatchError: the batch does not fit the settings. ConfigError: a
+            function of the user's own cannot be imported. What such a function raises on any rank.
     """
     if not all_equal(phase.batch_digest(batch), group):
         raise StateError("ranks hold different batches", hint="call every rank with the same batch")
-    phase.check_batch(config, batch, folder.vocab_size, loss=loss, max_sample_tokens=folder.max_sample_tokens)
+
+    def check() -> None:
+        if loss == "policy":
+            check_functions(config)
+        phase.check_batch(config, batch, folder.vocab_size, loss=loss, max_sample_tokens=folder.max_sample_tokens)
+
+    run_together(check, group)  # a function of the user's own may fail on one machine alone
 
 
-def agreed_plan(config: RunConfig, plan: Plan, batch: RolloutBatch, group: dist.ProcessGroup) -> Plan:
-    """Collective: the plan, once it is known to fit the batch and to be the same everywhere.
+def agreed_plan(
+    config: RunConfig, plan: Plan, batch: RolloutBatch, loss: LossName, group: dist.ProcessGroup, *, data_ranks: int
+) -> Plan:
+    """Collective: the plan, once it is known to fit the batch and the loss, and to be the same everywhere.
 
     Raises:
         BatchError: it does not fit the batch or the mesh. StateError: ranks hold different plans.
     """
-    phase.check_plan(plan, batch, dp=config.data_ranks, max_pack_tokens=config.max_pack_tokens)
+    together = phase.samples_together(config, batch, loss)
+    phase.check_plan(plan, batch, dp=data_ranks, max_pack_tokens=config.max_pack_tokens, together=together)
     if not all_equal(plan.digest(), group):
         raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
     return plan
@@ -55,30 +68,64 @@ def training_inputs(
     plan: Plan,
     loss: LossName,
     log_probs: Callable[[Literal["actor", "ref"]], torch.Tensor],
+    kl_coefficient: float,
+    gae_lambda: float | None = None,
 ) -> TokenInputs:
     """Everything the phase's losses read, [R] each; weights are set per update.
 
     Args:
         log_probs: collective; [2, R] log-probs and entropies of a model now, called only for what the batch lacks.
+        kl_coefficient: of the KL that loss.kl_in=reward takes off each token's reward.
+        gae_lambda: of a critic's targets; None: advantage.gae_lambda.
     """
-    nothing = torch.zeros(batch.num_response_tokens)
-    if loss == "sft" or not plan.updates:
-        return TokenInputs(nothing)
+    inputs = TokenInputs(
+        weights=torch.zeros(batch.num_response_tokens),
+        sample_ids=torch.from_numpy(batch.sample_ids),
+        num_samples=batch.num_samples,
+        group_ids=_numbered(batch.group_ids, batch.sample_ids),
+    )
     old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
+    if loss == "sft" or not plan.updates:
+        return inputs
+    if loss == "value":
+        penalty = _kl_penalty(config, old, reference, kl_coefficient) if batch.returns is None else None
+        targets = torch.from_numpy(value_targets(config, batch, penalty, gae_lambda))
+        return replace(inputs, old_values=_tensor(batch.values), returns=targets)
     how = config.loss.old_log_probs
-    if old is None and how == "rollout":
+    needs_old = len(plan.updates) > 1 or (config.has_kl_in_reward and batch.advantages is None)
+    if how == "rollout":
         old = _tensor(batch.rollout_log_probs)
-    elif old is None and (how == "recompute" or len(plan.updates) > 1):
+    elif how == "recompute" or (old is None and needs_old):
         old = log_probs("actor")[0]
-    if reference is None and config.needs_reference:
+    if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
+        reference = None
+    elif reference is None:
         reference = log_probs("ref")[0]
-    return TokenInputs(
-        weights=nothing,
-        advantages=torch.from_numpy(phase.response_advantages(config, batch)),
+    penalty = _kl_penalty(config, old, reference, kl_coefficient) if batch.advantages is None else None
+    return replace(
+        inputs,
+        advantages=torch.from_numpy(response_advantages(config, batch, penalty)),
         old_log_probs=old,
-        ref_log_probs=reference if config.needs_reference else None,
+        ref_log_probs=reference,
         rollout_log_probs=_tensor(batch.rollout_log_probs),
     )
+
+
+def _kl_penalty(
+    config: RunConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
+) -> np.ndarray | None:
+    """What the KL takes off each token's reward, float64 [R]; None where it is no part of the reward."""
+    if not config.has_kl_in_reward:
+        return None
+    assert old is not None and reference is not None
+    return (kl_coefficient * kl_estimate(old.double(), reference.double(), config.kl_estimator)).numpy()
+
+
+def _numbered(group_ids: np.ndarray | None, sample_ids: np.ndarray) -> torch.Tensor | None:
+    """The group of each response token, as numbers from 0."""
+    if group_ids is None:
+        return None
+    return torch.from_numpy(np.unique(group_ids, return_inverse=True)[1][sample_ids])
 
 
 def _tensor(values: np.ndarray | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What is decided about an update phase before any rank works: whether the batch will do, its advantages, its plan.
+"""What is decided about an update phase before any rank works: whether the batch will do, and its plan.
 
 Numpy only, so that the driver decides it once, without torch, and ships the plan.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -15,12 +16,14 @@ import numpy as np
 
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig
+from slimefsdp.credit import check_pairs, require, response_advantages, value_targets
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.plan import Plan, plan_phase
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
-from slimefsdp.loss.advantages import group_advantages
+from slimefsdp.loss.advantages import zero_variance_share
+from slimefsdp.loss.names import PAIRWISE
 from slimefsdp.loss.reduce import token_weights
 
 
@@ -39,14 +42,14 @@ def check_batch(
     batch: RolloutBatch,
     vocab_size: int,
     *,
-    loss: Literal["policy", "sft"] | None,
+    loss: Literal["policy", "sft", "value"] | None,
     max_sample_tokens: int | None = None,
 ) -> None:
     """Whether the batch can be used under these settings; its own consistency was checked when it was made.
 
     Args:
         vocab_size: of the model.
-        loss: also check what this loss reads (rewards, groups, log-probs); None: just the tokens.
+        loss: also check what this loss reads (rewards, groups, log-probs, values); None: just the tokens.
         max_sample_tokens: positions that the model learned; None: it has no such limit.
 
     Raises:
@@ -76,28 +79,41 @@ def check_batch(
         )
     if loss == "policy":
         _check_policy_inputs(config, batch)
+    if loss == "value":
+        _check_value_inputs(config, batch)
+    if loss is not None and config.loss.reduction == "prompt_mean":
+        require(batch, "group_ids", "loss.reduction=prompt_mean counts prompts", "choose another reduction")
 
 
 def _check_policy_inputs(config: RunConfig, batch: RolloutBatch) -> None:
-    if batch.advantages is None:
-        for name in ("rewards", "group_ids"):
-            if getattr(batch, name) is None:
-                raise BatchError(
-                    f"{name} is missing, and group advantages are computed from it",
-                    field=name,
-                    hint=f"give {name}, or advantages of your own",
-                )
-        response_advantages(config, batch)  # raises what is wrong with the groups
-    if config.loss.old_log_probs == "rollout" and batch.rollout_log_probs is None:
-        raise BatchError(
-            "rollout_log_probs is missing, and loss.old_log_probs=rollout reads it",
-            field="rollout_log_probs",
-            hint="give it, or set loss.old_log_probs=recompute",
-        )
+    response_advantages(config, batch)  # raises what is wrong with rewards, values and groups
+    if config.loss.old_log_probs == "rollout":
+        require(batch, "rollout_log_probs", "loss.old_log_probs=rollout reads it", "set loss.old_log_probs=recompute")
+    if config.correction.reads_rollout_log_probs:
+        way_out = "switch the correction off"
+        require(batch, "rollout_log_probs", "the correction of its mismatch reads it", way_out)
+    if config.loss.policy in PAIRWISE:
+        check_pairs(config, batch)
 
 
-def check_plan(plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: int) -> None:
+def _check_value_inputs(config: RunConfig, batch: RolloutBatch) -> None:
+    require(batch, "values", "a critic's loss is measured from its values before the phase", "call compute_values")
+    if batch.returns is None and config.has_kl_in_reward:
+        for name in ("old_log_probs", "ref_log_probs"):
+            require(
+                batch, name, "loss.kl_in=reward takes the KL off the rewards", "call compute_log_probs on the actor"
+            )
+    if batch.returns is None:
+        value_targets(config, batch)
+
+
+def check_plan(
+    plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: int, together: np.ndarray | None = None
+) -> None:
     """Whether a caller's plan fits this batch and this group: what it names is there, no pack exceeds the cap.
+
+    Args:
+        together: as `samples_together`.
 
     Raises:
         BatchError: naming what does not fit.
@@ -115,6 +131,8 @@ def check_plan(plan: object, batch: RolloutBatch, *, dp: int, max_pack_tokens: i
             fault = f"names samples that a batch of {batch.num_samples} does not have"
         elif any(batch.lengths[pack].sum() > max_pack_tokens for pack in packs):
             fault = f"has packs of more than {max_pack_tokens} tokens"
+        elif together is not None and any(np.isin(together, together[pack]).sum() != len(pack) for pack in packs):
+            fault = "parts samples that the loss compares"
         elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
             fault = "has a sample twice in an update"
         elif not np.isin(_samples(plan.updates), _samples(first)).all():
@@ -129,27 +147,26 @@ def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> np.ndarray:
     return np.concatenate(packs) if packs else np.zeros(0, dtype=np.int64)
 
 
-def response_advantages(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
-    """Advantages per response token, float64 [R]: the caller's own, or the group's."""
-    if batch.advantages is not None:
-        return batch.advantages.astype(np.float64)
-    assert batch.rewards is not None and batch.group_ids is not None
-    per_sample = group_advantages(batch.rewards, batch.group_ids, normalize_by_std=config.loss.normalize_by_std)
-    return per_sample[batch.sample_ids]
-
-
-def plan_training(config: RunConfig, batch: RolloutBatch, cost: CostModel = DEFAULT_COST_MODEL) -> Plan:
+def plan_training(
+    config: RunConfig,
+    batch: RolloutBatch,
+    cost: CostModel = DEFAULT_COST_MODEL,
+    *,
+    loss: Literal["policy", "sft", "value"] | None = None,
+) -> Plan:
     """The phase's updates; samples in which nothing trains are left out.
 
     Args:
         cost: what packs and ranks are balanced by, as `cost_model_of` the model.
+        loss: whose phase it is; None: the actor's under this algorithm.
 
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
     """
+    loss = loss or config.loss_name
     trains = np.zeros(batch.num_samples, dtype=bool)
     trains[batch.sample_ids[batch.mask]] = True
     other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
-    if config.algorithm == "grpo" and config.loss.drop_zero_advantages and not other_terms:
+    if loss == "policy" and config.loss.drop_zero_advantages and not other_terms:
         moves = np.zeros(batch.num_samples, dtype=bool)
         moves[batch.sample_ids[batch.mask & (response_advantages(config, batch) != 0)]] = True
         trains &= moves
@@ -157,12 +174,13 @@ def plan_training(config: RunConfig, batch: RolloutBatch, cost: CostModel = DEFA
     one_update = per_update is None or per_update >= batch.num_samples
     return plan_phase(
         batch.lengths,
-        dp=config.data_ranks,
+        dp=math.prod(config.mesh_of("critic" if loss == "value" else "actor")),
         max_pack_tokens=config.max_pack_tokens,
         samples_per_update=per_update,
         epochs=config.loss.epochs,
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
         trains=trains,
+        together=samples_together(config, batch, loss),
         cost_model=cost,
         cp=config.mesh.cp,
     )
@@ -190,20 +208,34 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
 
 
 def plan_everything(
-    config: RunConfig, batch: RolloutBatch, cost: CostModel = DEFAULT_COST_MODEL, *, data_ranks: int
+    config: RunConfig,
+    batch: RolloutBatch,
+    cost: CostModel = DEFAULT_COST_MODEL,
+    *,
+    data_ranks: int,
+    loss: Literal["policy", "sft", "value"] | None = None,
 ) -> Plan:
     """One update that holds every sample: for log-probs, and for the primitives of custom loops.
 
     Args:
         data_ranks: of this group; a reference group may have others than the actor's.
+        loss: that the packs are for; None: they are for log-probs or values.
     """
     return plan_phase(
         batch.lengths,
         dp=data_ranks,
         max_pack_tokens=config.max_pack_tokens,
+        together=samples_together(config, batch, loss),
         cost_model=cost,
         cp=config.mesh.cp,
     )
+
+
+def samples_together(
+    config: RunConfig, batch: RolloutBatch, loss: Literal["policy", "sft", "value"] | None
+) -> np.ndarray | None:
+    """The number of each sample's pair, [B], where the loss compares the samples of a pair; else None."""
+    return batch.group_ids if loss == "policy" and config.loss.policy in PAIRWISE else None
 
 
 def update_weights_of_tokens(
@@ -221,19 +253,42 @@ def update_weights_of_tokens(
         config.loss.reduction,
         constant_length=config.loss.constant_length,
         denominator=denominator,
+        group_ids=batch.group_ids,
     )
 
 
 def phase_metrics(
-    config: RunConfig, plan: Plan, batch: RolloutBatch, seconds: float, cost: CostModel = DEFAULT_COST_MODEL
+    config: RunConfig,
+    plan: Plan,
+    batch: RolloutBatch,
+    seconds: float,
+    cost: CostModel = DEFAULT_COST_MODEL,
+    *,
+    advantages: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """What a phase of `seconds` was about: updates, dropped samples, balance by `cost`, and trained tokens a second."""
+    """What a phase of `seconds` was about: updates, dropped samples, balance by `cost`, and trained tokens a second.
+
+    Args:
+        advantages: [R], where the loss has them: of the trained tokens mean, standard deviation and largest size.
+    """
     trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
-    return {
+    metrics = {
         "updates": float(len(plan.updates)),
         "empty_updates": float(plan.num_skipped_updates),
         "dropped_samples": float(plan.num_dropped),
         "plan_imbalance": plan.imbalance(batch.lengths, cost, config.mesh.cp),
         "tokens_per_second": trained / seconds,
         "train_seconds": seconds,
+        "response_length": float(batch.response_lengths.mean()),
+        "response_length_max": float(batch.response_lengths.max()),
     }
+    if advantages is not None:
+        of_trained = advantages[batch.mask]
+        metrics |= {
+            "advantage": float(of_trained.mean()),
+            "advantage_std": float(of_trained.std()),
+            "advantage_abs_max": float(np.abs(of_trained).max()),
+        }
+    if batch.rewards is not None and batch.group_ids is not None:
+        metrics["zero_variance_groups"] = zero_variance_share(batch.rewards, batch.group_ids)
+    return metrics

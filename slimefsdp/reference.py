@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from slimefsdp.errors import SlimeError, StateError
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.residency import Residency
 
 
@@ -65,8 +66,11 @@ class ColocatedReference:
         self.rest()
 
     def rest(self) -> None:
-        """Collective: ends a use."""
-        if self._sleeps and self.model is not None:
+        """Collective: ends a use; nothing that was gathered for it is left."""
+        if self.model is None:
+            return
+        reshard(self.model)
+        if self._sleeps:
             self._residency.sleep(("reference",))
 
     def follow(self, policy: PolicyModel) -> None:

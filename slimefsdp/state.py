@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -24,12 +25,13 @@ from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.checkpoint.training import Named, load_training_state, save_training_state
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.folder import ModelFolder
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.updater import Updater
 from slimefsdp.parallel.agree import run_on_first, run_together
 from slimefsdp.parallel.mesh import Mesh
 from slimefsdp.reports import Restored
+from slimefsdp.surface import Role
 from slimefsdp.weights.gather import Bucket, full_weights
 
 EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
@@ -52,12 +54,14 @@ class Checkpoints:
     (`wait_for_copy`), and the next call for the rest.
 
     Args:
-        folder: the policy's.
+        role: a critic's are in a folder of their own.
+        folder: the model's.
     """
 
-    def __init__(self, config: RunConfig, folder: ModelFolder, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> None:
         self.restored: Restored | None = None  # of the last load
         self._config = config
+        self._role = role
         self._mesh = mesh
         self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
         self._identity = {
@@ -66,7 +70,7 @@ class Checkpoints:
             "config.json": architecture_of(folder.config),
             "master_dtype": str(master_dtype(config)).removeprefix("torch."),
             "optim.name": config.optim.name,
-            "model.frozen": sorted(config.model.frozen or ()),
+            "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
         }
         self._background: BackgroundSave | None = None
         if config.checkpoint.async_save:
@@ -76,13 +80,21 @@ class Checkpoints:
             )
 
     def save(
-        self, step: int, named: Named, updater: Updater, *, reference_follows: bool, loop_state: dict[str, Any] | None
+        self,
+        step: int,
+        named: Named,
+        updater: Updater,
+        *,
+        reference_follows: bool,
+        kl_coefficient: float,
+        loop_state: dict[str, Any] | None,
     ) -> Path:
         """Collective: commits a checkpoint of `step`, whole or not at all; returns its folder.
 
         Args:
             named: the parameters it holds.
             reference_follows: whether those of the reference are among them.
+            kl_coefficient: of the next step.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not.
@@ -98,6 +110,7 @@ class Checkpoints:
             **updater.progress(),
             "weight_version": updater.updates_taken,
             "reference_follows": reference_follows,
+            "kl_coefficient": kl_coefficient,
             "loop_state": loop_state or {},
             "config": self._config.model_dump(mode="json"),
             "identity": self._identity,
@@ -112,7 +125,8 @@ class Checkpoints:
             info,
             device=self._mesh.device,
             group=self._mesh.group,
-            keep_last=self._config.checkpoint.keep_last,
+            # a critic saves before its actor, and must still have the step that the actor had last
+            keep_last=self._config.checkpoint.keep_last + (self._role == "critic"),
             writes_tensors=self._mesh.is_first_copy,
             background=self._background,
         )
@@ -201,11 +215,12 @@ class Checkpoints:
     def _store(self) -> CheckpointStore:
         if self._config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        return CheckpointStore(self._config.run.dir / "checkpoints")
+        run_dir = self._config.run.dir
+        return CheckpointStore((run_dir / "critic" if self._role == "critic" else run_dir) / "checkpoints")
 
 
 def export_model(
-    policy: PolicyModel,
+    model: DecoderModel,
     folder: ModelFolder,
     target: Path,
     *,
@@ -216,17 +231,18 @@ def export_model(
     """Collective: writes the full weights as a Hugging Face folder; rank 0 writes, and holds a bucket at a time.
 
     Args:
-        folder: the model's own, whose configuration and tokenizer are copied.
+        folder: the model's own, whose configuration and tokenizer it gets.
         dtype: of the master weights, in which they travel to rank 0.
         export_dtype: a name in `EXPORT_DTYPES`, of what is written; None: `dtype`.
 
     Raises:
         ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
-            infinite in `export_dtype`.
+            infinite in `export_dtype`. ModelError: transformers has no class for such a folder.
     """
     if export_dtype is not None and export_dtype not in list(EXPORT_DTYPES):
         raise ConfigError(f"dtype={export_dtype!r} is unknown", field="dtype", hint=f"use {', '.join(EXPORT_DTYPES)}")
-    named = policy.named_weights()
+    folder = replace(folder, config=model.exported_config(folder.config))
+    named = model.named_weights()
     specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
     buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES)
 

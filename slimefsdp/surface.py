@@ -5,10 +5,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
 
+from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.exclusive import Turn, exclusive
+
+Role = Literal["actor", "ref", "critic"]
+ROLES: tuple[Role, ...] = get_args(Role)
 RPCS: dict[str, Literal["first", "all"]] = {
     "compute_log_probs": "first",
+    "compute_values": "first",
     "train_step": "first",
     "forward_backward": "first",
     "optimizer_step": "first",
@@ -26,3 +34,67 @@ RPCS: dict[str, Literal["first", "all"]] = {
     "restored": "first",
     "export_hf": "first",
 }
+LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
+"""Role -> the losses that `forward_backward` takes."""
+_TRAINED = ("actor", "critic")
+_ROLES: dict[str, tuple[str, ...]] = {
+    "compute_log_probs": ("actor", "ref"),
+    "compute_values": ("critic",),
+    "train_step": _TRAINED,
+    "forward_backward": _TRAINED,
+    "optimizer_step": _TRAINED,
+    "gradient_health": _TRAINED,
+    "update_weights": ("actor", "ref"),
+    "update_ref": ("actor",),
+    "save": _TRAINED,
+    "finish_save": _TRAINED,
+    "load": _TRAINED,
+    "restored": _TRAINED,
+}
+"""Call -> the roles that answer it; those that are not here every role answers."""
+
+
+def require_loss(loss: str, role: str) -> None:
+    """Whether `forward_backward` takes the loss on a role.
+
+    Raises:
+        ConfigError: naming those that it takes.
+    """
+    if loss not in LOSSES[role]:
+        problem = f"loss={loss!r} is not a loss of role {role!r}"
+        raise ConfigError(problem, field="loss", hint=f"use {' or '.join(LOSSES[role])}")
+
+
+def require_role(call: str, role: str) -> None:
+    """Refuses a call that makes no sense on a group of a role.
+
+    Raises:
+        StateError: naming the roles that answer it.
+    """
+    answering = _ROLES.get(call, (role,))
+    if role not in answering:
+        groups = " or ".join(answering)
+        raise StateError(f"{call}() on a group of role {role!r}", field=call, hint=f"call it on the {groups} group")
+
+
+class _Ranked(Protocol):
+    turn: Turn
+
+    @property
+    def role(self) -> str: ...
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Owner = TypeVar("Owner", bound=_Ranked)
+
+
+def rpc(method: Callable[Concatenate[Owner, Arguments], Result]) -> Callable[Concatenate[Owner, Arguments], Result]:
+    """Makes a method one of these calls: on its roles alone, and one at a time; raises StateError otherwise."""
+
+    @wraps(method)
+    def call(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        require_role(method.__name__, self.role)
+        return method(self, *args, **kwargs)
+
+    return exclusive(call)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,16 +17,18 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import build, phase
-from slimefsdp.build import Role
 from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.exclusive import Turn, exclusive
-from slimefsdp.inputs import agreed_plan, check_together, first_epoch_packs, training_inputs
+from slimefsdp.exclusive import Turn
+from slimefsdp.inputs import agreed_plan, check_together
+from slimefsdp.learner import Learner
 from slimefsdp.loss.objective import LossName, TokenInputs
-from slimefsdp.metrics import MetricSums, mean_over_updates
+from slimefsdp.metrics import mean_over_updates
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.value import ValueModel
 from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.parallel.mesh import Mesh
@@ -45,7 +46,7 @@ from slimefsdp.reports import (
     SyncReport,
 )
 from slimefsdp.state import Checkpoints, export_model
-from slimefsdp.update import accumulate_gradients, log_probs_of_packs
+from slimefsdp.surface import Role, require_loss, require_role, rpc
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
 
@@ -62,25 +63,26 @@ class Trainer:
         prefer_expandable_segments(device)
         torch.manual_seed(config.run.seed + dist.get_rank())
         build.set_matmul_precision(config)
-        if role == "actor":
+        if role == "actor" or (role == "critic" and config.critic.dp is None):
             config = config.with_ranks(dist.get_world_size())
         self.turn = Turn()
         self.config = config
         self.role = role
         self.mesh: Mesh = build.mesh_for(config, role, device)
         self.folder = build.folder_for(config, role, self.mesh.group)
-        self.policy = build.policy_for(config, role, self.folder, self.mesh)
-        self._cost = self.policy.attention.cost  # what plans are balanced by
+        kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
+        self.policy: DecoderModel = build.model_for(kind, config, role, self.folder, self.mesh)
         self._residency = Residency(device, self.mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
         self._residency.models["parameters"] = self.policy
-        self._reference = build.reference_for(config, self.folder.vocab_size, self.mesh, self._residency)
+        self._reference = build.reference_for(config, self.folder, self.policy, self.mesh, self._residency)
+        self._learner = Learner(config, role, self.policy, self.mesh, self._reference)
         self.receiver = WeightReceiver(self.policy.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             return
-        self.updater = build.updater_for(config, self.policy)
+        self.updater = build.updater_for(config, role, self.policy)
         self._residency.optimizer = self.updater.optimizer
-        self._checkpoints = Checkpoints(config, self.folder, self.mesh)
-        if config.needs_reference and config.reference.placement == "colocated":
+        self._checkpoints = Checkpoints(config, role, self.folder, self.mesh)
+        if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
             self._reference.load()
 
     @property
@@ -91,11 +93,11 @@ class Trainer:
     @property
     def updates_taken(self) -> int:
         """Optimiser updates since the first one of the run; the version of the weights."""
-        return self.updater.updates_taken if self.role == "actor" else 0
+        return 0 if self.role == "ref" else self.updater.updates_taken
 
     # ------------------------------------------------------------------ log-probs and training
 
-    @exclusive
+    @rpc
     def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
         """Log-probs and entropies of every response token, masked ones too.
 
@@ -109,46 +111,76 @@ class Trainer:
             problem = f"model={model!r} on a group of role {self.role!r}"
             raise ConfigError(problem, field="model", hint="use ref, or actor on an actor")
         self._check(batch, None)
-        plan = self._plan_everything(batch)
-        values = self._log_probs(model, batch, plan, trained_only=False).float().numpy()
-        return LogProbs(log_probs=values[0], entropy=values[1])
+        plan = self._learner.plan_everything(batch)
+        if model == "ref" and self.role == "actor":
+            values = self._learner.reference_outputs(batch, plan, trained_only=False)
+        else:
+            self._residency.wake_up(("parameters",))
+            values = self._learner.outputs(batch, plan, trained_only=False)
+        log_probs, entropy = values.float().numpy()
+        return LogProbs(log_probs, entropy)
 
-    @exclusive
-    def train_step(self, batch: RolloutBatch, plan: Plan | None = None) -> dict[str, float]:
+    @rpc
+    def compute_values(self, batch: RolloutBatch) -> np.ndarray:
+        """The critic's value of every response token, masked ones too: float32 [R], in the order of the batch.
+
+        Raises:
+            BatchError: the batch does not fit the settings.
+        """
+        self._check(batch, None)
+        self._residency.wake_up(("parameters",))
+        plan = self._learner.plan_everything(batch)
+        (values,) = self._learner.outputs(batch, plan, trained_only=False).float().numpy()
+        return values
+
+    @rpc
+    def train_step(
+        self, batch: RolloutBatch, plan: Plan | None = None, *, gae_lambda: float | None = None,
+        kl_coefficient: float | None = None,
+    ) -> dict[str, float]:  # fmt: skip
         """The whole update phase over one rollout batch; returns metrics averaged over its updates.
 
         Args:
             plan: of `slimefsdp.phase.plan_training`; made here when not given.
+            gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
 
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
             StateError: too many non-finite gradient norms in a row.
         """
-        self._require_actor("train_step")
         start = time.perf_counter()
-        loss = self.config.loss_name
+        loss: LossName = "value" if self.role == "critic" else self.config.loss_name
         self._check(batch, loss)
-        plan = plan or phase.plan_training(self.config, batch, self._cost)
-        plan = agreed_plan(self.config, plan, batch, self.mesh.group)
+        cost = self.policy.attention.cost  # what plans are balanced by
+        plan = plan or phase.plan_training(self.config, batch, cost, loss=loss)
+        plan = agreed_plan(self.config, plan, batch, loss, self.mesh.group, data_ranks=self.mesh.data_ranks)
         self._residency.wake_up(("parameters",))
-        self.updater.optimizer.zero_grad(set_to_none=True)  # what a failed or abandoned update left
-        inputs = self._token_inputs(batch, plan, loss)
-        reports = []
-        for update, packs in enumerate(plan.updates):
-            weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
-            metrics = self._accumulate(batch, packs, inputs, weights, loss)
-            reports.append(metrics | self.optimizer_step())
+        self._forget_gradients()  # what a failed or abandoned update left
+        inputs = self._learner.inputs(batch, plan, loss, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient)
+        reports: list[dict[str, float]] = []
+        with self._learner.beside_reference(loss):
+            for update, packs in enumerate(plan.updates):
+                weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
+                metrics = self._accumulate(batch, packs, inputs, weights, loss)
+                if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
+                    self._forget_gradients()
+                    break
+                reports.append(metrics | self.optimizer_step())
         seconds = time.perf_counter() - start
-        return mean_over_updates(reports) | phase.phase_metrics(self.config, plan, batch, seconds, self._cost)
+        advantages = None if inputs.advantages is None else inputs.advantages.numpy()
+        metrics = phase.phase_metrics(self.config, plan, batch, seconds, cost, advantages=advantages)
+        metrics = mean_over_updates(reports) | metrics
+        metrics |= self._learner.follow_kl_target(metrics, batch.num_samples)
+        return metrics | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
 
-    @exclusive
+    @rpc
     def forward_backward(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
     ) -> dict[str, float]:
         """Adds the gradients of one batch as (part of) one update; nothing is dropped.
 
         Args:
-            loss: `policy` (needs advantages or rewards with groups) or `sft`.
+            loss: `policy` (needs advantages or what they are computed from) or `sft`; of a critic `value`.
             batch: without `old_log_probs` the current ones serve, and the ratio is 1.
             denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
                 denominator (`slimefsdp.loss.reduce.update_denominator`) equal one call with the whole.
@@ -156,38 +188,36 @@ class Trainer:
         Raises:
             BatchError: the batch does not fit the settings; no gradient was added.
         """
-        self._require_actor("forward_backward")
-        if loss not in ("policy", "sft"):
-            raise ConfigError(f"loss={loss!r} is not a loss", field="loss", hint="use policy or sft")
+        require_loss(loss, self.role)
         self._check(batch, loss)
         self._residency.wake_up(("parameters",))
-        plan = self._plan_everything(batch)
+        plan = self._learner.plan_everything(batch, loss)
         weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
-        inputs = self._token_inputs(batch, plan, loss)
-        return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
+        inputs = self._learner.inputs(batch, plan, loss)
+        with self._learner.beside_reference(loss):
+            return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
 
-    @exclusive
+    @rpc
     def optimizer_step(self) -> dict[str, float]:
         """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
 
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
         """
-        self._require_actor("optimizer_step")
         self._residency.wake_up(("parameters", "optimizer"))
         self._checkpoints.wait_for_copy()
         return self.updater.step(self.mesh.group)
 
     # ------------------------------------------------------------------ residency
 
-    @exclusive
+    @rpc
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
-        if self.role == "actor":
+        if self.role != "ref":
             self._checkpoints.wait_for_copy()
         return replace(self._residency.sleep(tags), **allocator_state(self.mesh.device))
 
-    @exclusive
+    @rpc
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
         return replace(self._residency.wake_up(tags), **allocator_state(self.mesh.device))
@@ -195,7 +225,7 @@ class Trainer:
     def memory(self) -> Memory:
         """Bytes held on this rank."""
         memory = self._residency.memory()
-        if self.role != "actor":
+        if self.role == "ref":
             return memory
         return replace(memory, host_buffers=memory.host_buffers + self._checkpoints.host_bytes)
 
@@ -205,14 +235,14 @@ class Trainer:
 
     # ------------------------------------------------------------------ looking inside
 
-    @exclusive
+    @rpc
     def describe(self) -> Description:
         """The sharded units of the model: sizes, dtypes and layout, as this rank holds them; no collective."""
         reshard(self.policy)
         axes = {"dp_replicate": self.mesh.dp_replicate, "dp": self.mesh.dp, "cp": self.mesh.cp}
         return describe_model(self.policy, axes)
 
-    @exclusive
+    @rpc
     def check_sync(self) -> ReplicaCheck:
         """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
         self._residency.wake_up(TAGS)
@@ -222,9 +252,10 @@ class Trainer:
             reshard(model)
             tensors += model_tensors(model, prefix)
         numbers: dict[str, float] = {}
-        if self.role == "actor":
+        if self.role != "ref":
             tensors += optimizer_tensors(self.policy, self.updater.optimizer)
             numbers = {**self.updater.progress(), "next_lr": self.updater.next_lr}
+            numbers["kl_coefficient"] = self._learner.kl_coefficient
         found = compare_replicas(tensors, numbers, self.mesh.group)
         self._reference.rest()
         return found
@@ -235,14 +266,14 @@ class Trainer:
         Raises:
             StateError: no update has been tried since the start, or since the last load.
         """
-        self._require_actor("gradient_health")
+        require_role("gradient_health", self.role)
         if self.updater.health is None:
             raise StateError("no update has been tried yet", hint="call train_step or optimizer_step first")
         return self.updater.health
 
     # ------------------------------------------------------------------ weights and state
 
-    @exclusive
+    @rpc
     def update_weights(self, receivers: Sequence[Receiver]) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
@@ -259,7 +290,7 @@ class Trainer:
             shard_group=self.mesh.shard_group,
         )
 
-    @exclusive
+    @rpc
     def update_ref(self) -> None:
         """Makes the colocated reference model equal to the actor, shard to shard.
 
@@ -267,10 +298,11 @@ class Trainer:
             StateError: the reference is a group of its own, which is a receiver of `update_weights`, or of another
                 architecture.
         """
+        assert isinstance(self.policy, PolicyModel)
         self._residency.wake_up(("parameters",))
         self._reference.follow(self.policy)
 
-    @exclusive
+    @rpc
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
 
@@ -279,7 +311,6 @@ class Trainer:
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
         """
-        self._require_actor("save")
         self._residency.wake_up(("parameters", "optimizer"))
         with self._reference.resting():
             folder = self._checkpoints.save(
@@ -287,35 +318,34 @@ class Trainer:
                 self.policy.named_weights() + self._reference.saved_weights(),
                 self.updater,
                 reference_follows=self._reference.follows,
+                kl_coefficient=self._learner.kl_coefficient,
                 loop_state=loop_state,
             )
             if self._reference.follows:
                 self._checkpoints.wait_for_copy()  # of the reference, which goes to rest
         return folder
 
-    @exclusive
+    @rpc
     def finish_save(self) -> Path | None:
         """Waits until the save in the background is on disk; returns its folder, None if there was none.
 
         Raises:
             CheckpointError: it could not be written; the earlier checkpoints stand.
         """
-        self._require_actor("finish_save")
         return self._checkpoints.finish()
 
     def restored(self) -> Restored | None:
         """What the last `load` took and passed over; None before the first one."""
-        self._require_actor("restored")
+        require_role("restored", self.role)
         return self._checkpoints.restored
 
-    @exclusive
+    @rpc
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
 
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
-        self._require_actor("load")
         self._residency.wake_up(("parameters", "optimizer"))
         with self._reference.resting():
             info = self._checkpoints.load(
@@ -324,12 +354,13 @@ class Trainer:
                 self.updater,
             )
             self._reference.loaded(info["reference_follows"])
+            self._learner.restore_kl_coefficient(info.get("kl_coefficient"))
         self._checkpoints.warn_of_load()
         return dict(info["loop_state"])
 
-    @exclusive
+    @rpc
     def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
-        """Writes the weights as a folder that `AutoModelForCausalLM.from_pretrained` opens.
+        """Writes the weights as a folder for `AutoModelForCausalLM`, of a critic for `AutoModelForTokenClassification`.
 
         Args:
             dtype: of the tensors, e.g. `bfloat16`; None: the master dtype.
@@ -350,45 +381,12 @@ class Trainer:
     def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
         check_together(self.config, batch, self.folder, loss, self.mesh.group)
 
-    def _require_actor(self, call: str) -> None:
-        if self.role != "actor":
-            raise StateError(f"{call}() on a group of role {self.role!r}", hint="call it on the actor group")
-
-    def _plan_everything(self, batch: RolloutBatch) -> Plan:
-        return phase.plan_everything(self.config, batch, self._cost, data_ranks=self.mesh.data_ranks)
-
-    def _log_probs(self, model: str, batch: RolloutBatch, plan: Plan, *, trained_only: bool) -> torch.Tensor:
-        """[2, R] log-probs and entropies, by the packs of the plan's first epoch."""
-        packs = first_epoch_packs(plan, self.mesh.data_rank)
-        temperature = self.config.rollout.temperature
-        is_colocated = model == "ref" and self.role == "actor"
-        if not is_colocated:
-            self._residency.wake_up(("parameters",))
-        with self._reference.awake() if is_colocated else nullcontext(self.policy) as policy:
-            return log_probs_of_packs(
-                policy, batch, packs, self.mesh, temperature=temperature, trained_only=trained_only
-            )
-
-    def _token_inputs(self, batch: RolloutBatch, plan: Plan, loss: LossName) -> TokenInputs:
-        return training_inputs(
-            self.config, batch, plan, loss, lambda model: self._log_probs(model, batch, plan, trained_only=True)
-        )
+    def _forget_gradients(self) -> None:
+        self.updater.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(
         self, batch: RolloutBatch, packs: Sequence[Sequence[np.ndarray]], inputs: TokenInputs, weights: np.ndarray,
         loss: LossName,
     ) -> dict[str, float]:  # fmt: skip
-        """Adds one update's gradients; returns its metrics."""
-        sums = MetricSums(self.mesh.device, counted=self.mesh.cp_rank == 0)
-        accumulate_gradients(
-            self.policy,
-            batch,
-            packs[self.mesh.data_rank],
-            replace(inputs, weights=torch.from_numpy(weights)),
-            build.objective_for(self.config, loss),
-            self.mesh,
-            sums,
-            temperature=self.config.rollout.temperature,
-            loss_scale=self.updater.loss_scale,
-        )
-        return sums.reduce(self.mesh.group)
+        scale = self.updater.loss_scale
+        return self._learner.accumulate(batch, packs, inputs, weights, loss, loss_scale=scale)

@@ -1,9 +1,10 @@
-"""The work of one rank: log-probs of its packs, and the gradients of one update's micro-batches."""
+"""The work of one rank: what the model says of its packs, and the gradients of one update's micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, pack
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.loss.objective import Objective, TokenInputs
+from slimefsdp.loss.objective import TokenInputs
 from slimefsdp.metrics import MetricSums
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.mesh import Mesh, gather_pairs
@@ -43,46 +45,46 @@ def micro_batches(
         yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device))
 
 
-def evaluate(
-    policy: PolicyModel, micro_batch: MicroBatch, mesh: Mesh, *, temperature: float, entropy_grad: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and entropies of all pairs of the pack, [pairs] each, on every cp rank."""
-    share = micro_batch.share
-    log_probs, entropy = policy(
-        share.tokens, share.positions, micro_batch.attend, share.rows, share.targets,
-        temperature=temperature, with_entropy=True, entropy_grad=entropy_grad,
-    )  # fmt: skip
+def evaluate(model: DecoderModel, micro_batch: MicroBatch, mesh: Mesh, **how: Any) -> torch.Tensor:
+    """What the model says of all pairs of the pack, [outputs, pairs], on every cp rank.
+
+    Args:
+        how: further arguments of the model's forward.
+    """
+    outputs: torch.Tensor = model(micro_batch.share, micro_batch.attend, **how)
     if mesh.cp == 1:
-        return log_probs, entropy
-    both = gather_pairs(torch.stack([log_probs, entropy]), share.pairs, len(micro_batch.packed.rows), mesh)
-    return both[0], both[1] if entropy_grad else both[1].detach()
+        return outputs
+    return gather_pairs(outputs, micro_batch.share.pairs, len(micro_batch.packed.rows), mesh)
 
 
 @torch.no_grad()
-def log_probs_of_packs(
-    policy: PolicyModel,
+def outputs_of_packs(
+    model: DecoderModel,
     batch: RolloutBatch,
     samples: Sequence[np.ndarray],
     mesh: Mesh,
     *,
-    temperature: float,
     trained_only: bool,
+    **how: Any,
 ) -> torch.Tensor:
-    """Log-probs and entropies in the batch's order, [2, R] on the CPU, the same on every rank; 0 where no pack looked.
+    """The outputs of the model in the order of the batch, [outputs, R] on the CPU, the same on every rank.
+
+    Where no pack looked they are 0.
 
     Args:
         samples: this rank's packs; over the dp ranks they are disjoint.
         trained_only: only tokens under the loss mask.
+        how: further arguments of the model's forward.
     """
     result: torch.Tensor | None = None
-    for micro_batch in micro_batches(batch, samples, policy.attention, mesh, trained_only=trained_only):
-        values = torch.stack(evaluate(policy, micro_batch, mesh, temperature=temperature))
+    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=trained_only):
+        values = evaluate(model, micro_batch, mesh, **how)
         if result is None:
-            result = values.new_zeros(2, batch.num_response_tokens)
+            result = values.new_zeros(len(values), batch.num_response_tokens)
         result[:, micro_batch.packed.response_index.to(mesh.device)] = values
     assert result is not None
     # the root stays unsharded after a forward without backward; whoever changes the shards next must not be outrun
-    reshard(policy)
+    reshard(model)
     if mesh.cp_rank != 0:
         result.zero_()  # cp ranks hold the same values: they are summed once
     dist.all_reduce(result, group=mesh.group)  # adding zeros to one value changes no bit of it
@@ -90,28 +92,33 @@ def log_probs_of_packs(
 
 
 def accumulate_gradients(
-    policy: PolicyModel,
+    model: DecoderModel,
     batch: RolloutBatch,
     samples: Sequence[np.ndarray],
     inputs: TokenInputs,
-    objective: Objective,
+    objective: Callable[[torch.Tensor, TokenInputs, MetricSums], torch.Tensor],
     mesh: Mesh,
     sums: MetricSums,
     *,
-    temperature: float,
+    reference: PolicyModel | None = None,
     loss_scale: float = 1.0,
+    **how: Any,
 ) -> None:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
     Args:
         inputs: per response token of the batch, [R], on the CPU.
+        objective: from the model's outputs and what is known of their tokens to a pack's loss.
         sums: receives this rank's metrics.
+        reference: whose KL over the whole vocabulary is a further output of the model; awake, and of its architecture.
         loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
+        how: further arguments of the model's forward.
     """
-    for micro_batch in micro_batches(batch, samples, policy.attention, mesh, trained_only=True):
-        log_probs, entropy = evaluate(
-            policy, micro_batch, mesh, temperature=temperature, entropy_grad=objective.entropy_coefficient != 0
-        )
-        here = inputs.at(micro_batch.packed.response_index).to(mesh.device, log_probs.dtype)
-        loss = objective(log_probs, entropy, here, sums)
+    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=True):
+        if reference is not None:
+            with torch.no_grad():
+                how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
+        outputs = evaluate(model, micro_batch, mesh, **how)
+        here = inputs.at(micro_batch.packed.response_index).to(mesh.device, outputs.dtype)
+        loss = objective(outputs, here, sums)
         (loss * loss_scale).backward()

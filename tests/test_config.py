@@ -8,8 +8,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pytest
 import yaml
@@ -17,8 +18,11 @@ from annotated_types import Gt, Le
 from pydantic import Field
 
 from slimefsdp.config import RunConfig, config_from_dict, load_config
+from slimefsdp.config_loss import CORRECTION_BOUNDS, CorrectionSettings
 from slimefsdp.config_messages import MAX_FINDINGS
 from slimefsdp.errors import ConfigError
+from slimefsdp.loss import advantages, correction
+from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
 ROOT = Path(__file__).parents[1]
 LEAST = {"model": {"path": "m"}, "optim": {"total_updates": 10}}
@@ -97,7 +101,9 @@ BAD_OVERRIDES = {
     "cluster.call_timeout_s=.inf": ["cluster.call_timeout_s=.inf", "finite"],
     "checkpoint.resume=yes": ["checkpoint.resume='yes'", BOOLEAN, "true or false"],
     "checkpoint.resume=1": ["checkpoint.resume=1", BOOLEAN],
-    "loss.normalize_by_std=null": ["loss.normalize_by_std=null", BOOLEAN],
+    "loss.kl_unbiased=null": ["loss.kl_unbiased=null", BOOLEAN],
+    "loss.kl_unbiased=1": ["loss.kl_unbiased=1", BOOLEAN],
+    "advantage.whiten=yes": ["advantage.whiten='yes'", BOOLEAN],
     "run.wandb_project=3": ["run.wandb_project=3", TEXT, "quotes"],
     "run.wandb_project=true": ["run.wandb_project=true", TEXT],
     "rollout.reward=[a]": ["rollout.reward=['a']", TEXT],
@@ -107,9 +113,26 @@ BAD_OVERRIDES = {
     "model.path='  '": ["model.path='  '", "must be a path"],
     "model.path=[a]": ["model.path=['a']", "must be a path"],
     "run.dir=~no_such_user_/x": ["run.dir='~no_such_user_/x'", "unknown user"],
-    "algorithm=ppo": ["algorithm='ppo'", "'grpo' or 'sft'", "choose"],
-    "loss.reduction=token-mean": ["loss.reduction='token-mean'", "'token_mean', 'sequence_mean' or 'constant'"],
-    "loss.kl_estimator=3": ["loss.kl_estimator=3", "'k1', 'k2' or 'k3'"],
+    "algorithm=dpo": ["algorithm='dpo'", "'grpo', 'ppo' or 'sft'", "did you mean ppo?"],
+    "loss.reduction=mean": ["loss.reduction='mean'", "'token_mean', 'sequence_mean', 'constant' or 'prompt_mean'"],
+    "loss.reduction=token-mean": ["loss.reduction='token-mean'", "did you mean token_mean"],
+    "loss.kl_estimator=3": ["loss.kl_estimator=3", "'k1', 'k2', 'k3', 'abs' or 'full'", "choose"],
+    "loss.kl_estimator=kl3": ["loss.kl_estimator='kl3'", "did you mean k3"],
+    "loss.kl_in=rewards": ["loss.kl_in='rewards'", "did you mean reward?"],
+    "correction.method=tiss": ["correction.method='tiss'", "did you mean tis"],
+    "correction.method=m:f": ["correction.method='m:f'", "'geometric_mis'", "choose"],
+    "critic.placement=grouped": ["critic.placement='grouped'", "did you mean group"],
+    # names of functions
+    "advantage.estimator=gpro": ["advantage.estimator='gpro'", "did you mean grpo", "module:function"],
+    "advantage.estimator=zzz": ["advantage.estimator='zzz'", "use one of grpo, dr_grpo, rloo, ", "module:function"],
+    "advantage.estimator=GAE": ["advantage.estimator='GAE'", "use one of"],
+    "advantage.estimator=''": ["advantage.estimator=''", "use one of"],
+    "advantage.estimator='m:'": ["advantage.estimator='m:'", "must be module:function"],
+    "advantage.estimator=3": ["advantage.estimator=3", TEXT],
+    "loss.policy=gsop": ["loss.policy='gsop'", "did you mean gspo", "module:function"],
+    "loss.policy=importance": ["loss.policy='importance'", "did you mean importance_sampling", "module:function"],
+    "loss.policy=a/b.py:f": ["loss.policy='a/b.py:f'", "must be module:function"],
+    "loss.policy=": ["loss.policy=null", TEXT],
     "mesh.device=tpu": ["mesh.device='tpu'", "'auto', 'cpu' or 'cuda'"],
     "precision.compute_dtype=fp16": ["precision.compute_dtype='fp16'", "'bfloat16', 'float16', 'float32' or"],
     # out of range
@@ -134,6 +157,8 @@ BAD_OVERRIDES = {
         f"rollout.reward='{value}'": [f"rollout.reward='{value}'", "module:function", "actors.rollout.rewards:"]
         for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g", "a/b.py:f")
     },
+    "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
+    "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
     # sections
     "model=3": ["model=3", "must be a section", "indented lines"],
     "optim=null": ["optim=null", "must be a section"],
@@ -143,11 +168,13 @@ BAD_OVERRIDES = {
     "mesh.dpp=3": ["mesh.dpp=3 is not a setting", "did you mean mesh.dp?"],
     "optim.learnig_rate=3": ["optim.learnig_rate=3 is not a setting", "use one of betas, eps, implementation, log_"],
     "optim.max_grad_nrm=1": ["did you mean optim.max_grad_norm"],
-    "lr=3": ["lr=3 is not a setting", "did you mean optim.lr?"],
+    "lr=3": ["lr=3 is not a setting", "did you mean critic.lr or optim.lr?"],
+    "loss.estimator=grpo": ["loss.estimator='grpo' is not a setting", "did you mean advantage.estimator"],
+    "loss.normalize_by_std=false": ["loss.normalize_by_std=false is not a setting"],
     "optim.temperature=1": ["optim.temperature=1 is not a setting", "did you mean rollout.temperature"],
     "samples_per_prompt=2": ["did you mean rollout.samples_per_prompt or evaluation.samples_per_prompt?"],
     "opt.lr=3": ["opt={'lr': 3} is not a setting", "did you mean optim?"],
-    "zzz=3": ["zzz=3 is not a setting", "use one of algorithm, attention, batch, "],
+    "zzz=3": ["zzz=3 is not a setting", "use one of advantage, algorithm, attention, batch, "],
     "__class__.x=3": ["__class__={'x': 3} is not a setting"],
     "model.model_config=3": ["model.model_config=3 is not a setting"],
     "run.zzz=" + "x" * 5000: ["run.zzz='xxx", "is not a setting"],
@@ -159,7 +186,7 @@ BAD_OVERRIDES = {
     "run.seed=" + "9" * 5000: ["override 'run.seed=999", "5000 digits"],
     "run.seed=010": ["override 'run.seed=010'", "'010'", "plain decimal"],
     "optim.lr=1e999": ["override 'optim.lr=1e999'", "beyond the range"],
-    "algorithm.x=3": ["algorithm={'x': 3}", "'grpo' or 'sft'"],
+    "algorithm.x=3": ["algorithm={'x': 3}", "'grpo', 'ppo' or 'sft'"],
 }  # fmt: skip
 
 
@@ -257,6 +284,12 @@ RULES = [
     ),
     (
         "a_group_of_its_own_leaves_auto_a_number",
+        {"algorithm": "ppo", "mesh__dp": "auto", "critic__placement": "group", "critic__dp": 1},
+        {"algorithm": "ppo", "mesh__dp": "auto", "critic__placement": "group"},
+        ["mesh.dp=auto", "critic.placement=group", "set critic.dp"],
+    ),
+    (
+        "a_group_of_its_own_leaves_auto_a_number",
         {"mesh__dp": "auto", "reference__placement": "group", "reference__dp": 1},
         {"mesh__dp": "auto", "reference__placement": "group"},
         ["mesh.dp=auto", "reference.placement=group", "set reference.dp"],
@@ -304,6 +337,191 @@ RULES = [
         ["reference.path='r' is not read", "remove it, or set algorithm=grpo"],
     ),
     (
+        "sft_takes_no_rollout_settings",
+        {"algorithm": "sft", "loss__reduction": "constant", "loss__constant_length": 5},
+        {"algorithm": "sft", "advantage__gamma": 0.9, "loss__kl_coefficient": 0.1, "correction__veto_below": 0.1},
+        ["advantage.gamma=0.9, loss.kl_coefficient=0.1, correction.veto_below=0.1 are not read", "remove them"],
+    ),
+    (
+        "sft_takes_no_rollout_settings",
+        {"algorithm": "sft"},
+        {"algorithm": "sft", "critic__lr": 0.1},
+        ["critic.lr=0.1 is not read", "remove it"],
+    ),
+    (
+        "a_critic_belongs_to_ppo",
+        {"algorithm": "ppo", "critic__lr": 0.1, "advantage__estimator": "m:f"},
+        {"critic__lr": 0.1},
+        ["critic.lr=0.1", "algorithm=grpo", "set algorithm=ppo"],
+    ),
+    (
+        "a_critic_belongs_to_ppo",
+        {"algorithm": "ppo", "advantage__estimator": "gae"},
+        {"algorithm": "ppo", "advantage__estimator": "rloo"},
+        ["advantage.estimator=rloo", "algorithm=ppo", "set algorithm=grpo"],
+    ),
+    (
+        "critic_settings_belong_to_their_placement",
+        {"algorithm": "ppo", "critic__placement": "group", "critic__dp": 2},
+        {"algorithm": "ppo", "critic__dp": 2},
+        ["critic.dp=2", "set critic.placement=group"],
+    ),
+    (
+        "critic_settings_belong_to_their_placement",
+        {"algorithm": "ppo", "critic__offload": "sleep"},
+        {"algorithm": "ppo", "critic__offload": "sleep", "critic__placement": "group"},
+        ["critic.offload=sleep", "set critic.placement=colocated"],
+    ),
+    (
+        "advantage_parameters_belong_to_their_estimator",
+        {"advantage__estimator": "reinforce_pp", "advantage__gamma": 0.9},
+        {"advantage__gamma": 0.9},
+        ["advantage.gamma=0.9", "advantage.estimator=grpo", "to reinforce_pp or gae"],
+    ),
+    (
+        "advantage_parameters_belong_to_their_estimator",
+        {"algorithm": "ppo", "advantage__gamma": 0.9, "advantage__gae_lambda": 0.9},
+        {"advantage__estimator": "reinforce_pp", "advantage__gae_lambda": 0.9},
+        ["advantage.gae_lambda=0.9", "advantage.estimator=reinforce_pp", "remove it"],
+    ),
+    (
+        "advantage_parameters_belong_to_their_estimator",
+        {"advantage__estimator": "m:f", "advantage__pass_k": 2, "advantage__gamma": 0.5, "advantage__gae_lambda": 0.5},
+        {"algorithm": "ppo", "advantage__pass_k": 2},
+        ["advantage.pass_k=2", "advantage.estimator=gae", "to pass_at_k"],
+    ),
+    (
+        "pass_at_k_has_a_k",
+        {"advantage__estimator": "pass_at_k", "advantage__pass_k": 4},
+        {"advantage__estimator": "pass_at_k"},
+        ["advantage.pass_k, which is not set", "set it"],
+    ),
+    (
+        "rewards_that_are_counted_take_no_kl",
+        {"advantage__estimator": "maxrl", "loss__kl_coefficient": 0.1},
+        {"advantage__estimator": "maxrl", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        ["loss.kl_in=reward", "advantage.estimator=maxrl", "set loss.kl_in=loss"],
+    ),
+    (
+        "rewards_that_are_counted_take_no_kl",
+        {"advantage__estimator": "grpo", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        {
+            "advantage__estimator": "pass_at_k",
+            "advantage__pass_k": 2,
+            "loss__kl_coefficient": 0.1,
+            "loss__kl_in": "reward",
+        },
+        ["loss.kl_in=reward", "advantage.estimator=pass_at_k"],
+    ),
+    (
+        "a_loss_of_sequences_has_one_advantage_for_each",
+        {"algorithm": "ppo", "loss__policy": "gspo_token"},
+        {"algorithm": "ppo", "loss__policy": "gspo"},
+        ["loss.policy=gspo", "advantage.estimator=gae", "choose gspo_token or ppo"],
+    ),
+    (
+        "a_loss_of_sequences_has_one_advantage_for_each",
+        {"advantage__estimator": "remax", "loss__policy": "gmpo", "loss__kl_coefficient": 0.1},
+        {"advantage__estimator": "remax", "loss__policy": "gmpo", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        ["loss.policy=gmpo", "advantage.estimator=remax", "another estimator"],
+    ),
+    (
+        "a_rollout_is_corrected_once",
+        {"correction__veto_below": 0.01, "loss__old_log_probs": "rollout"},
+        {"correction__method": "importance", "loss__old_log_probs": "rollout"},
+        ["correction.method=importance", "loss.old_log_probs=rollout", "remove one"],
+    ),
+    (
+        "preference_pairs_are_compared_by_their_rewards",
+        {"loss__policy": "dpo", "advantage__whiten": False, "loss__kl_coefficient": 0.1},
+        {"loss__policy": "dpo", "correction__opsm_threshold": 0.1},
+        ["correction.opsm_threshold=0.1", "loss.policy=dpo", "remove one"],
+    ),
+    (
+        "preference_pairs_are_compared_by_their_rewards",
+        {"advantage__whiten": True, "correction__method": "importance"},
+        {"loss__policy": "dpo", "advantage__whiten": True},
+        ["advantage.whiten=true", "loss.policy=dpo"],
+    ),
+    (
+        "preference_pairs_are_compared_by_their_rewards",
+        {"loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        {"loss__policy": "dpo", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        ["loss.kl_in='reward'", "loss.policy=dpo"],
+    ),
+    (
+        "a_full_kl_has_its_reference_beside_the_policy",
+        {"loss__kl_coefficient": 0.1, "loss__kl_estimator": "full"},
+        {"loss__kl_coefficient": 0.1, "loss__kl_estimator": "full", "reference__placement": "group"},
+        ["loss.kl_estimator=full", "set reference.placement=colocated", "k3"],
+    ),
+    (
+        "loss_parameters_belong_to_their_policy_loss",
+        {"loss__policy": "cispo", "loss__clip_high": 5.0},
+        {"loss__policy": "reinforce", "loss__clip_high": 5.0},
+        ["loss.clip_high=5.0", "loss.policy=reinforce", "to ppo or gspo or gspo_token or cispo or gmpo"],
+    ),
+    (
+        "loss_parameters_belong_to_their_policy_loss",
+        {"loss__policy": "m:f", "loss__dual_clip": 3.0, "loss__dpo_beta": 0.5},
+        {"loss__policy": "gspo", "loss__dual_clip": 3.0},
+        ["loss.dual_clip=3.0", "loss.policy=gspo", "remove it"],
+    ),
+    (
+        "loss_parameters_belong_to_their_policy_loss",
+        {"loss__policy": "sapo", "loss__sapo_temperature_negative": 1.5},
+        {"loss__dpo_beta": 0.5},
+        ["loss.dpo_beta=0.5", "loss.policy=ppo", "to dpo"],
+    ),
+    (
+        "kl_settings_belong_to_a_kl_term",
+        {"loss__kl_in": "loss"},
+        {"loss__kl_unbiased": True},
+        ["loss.kl_unbiased=true", "loss.kl_coefficient=0", "remove it"],
+    ),
+    (
+        "kl_settings_belong_to_a_kl_term",
+        {"loss__kl_coefficient": 0.1, "loss__kl_target": 0.1, "loss__kl_horizon": 5},
+        {"loss__kl_coefficient": 0.1, "loss__kl_horizon": 5},
+        ["loss.kl_horizon=5", "loss.kl_target", "remove it"],
+    ),
+    (
+        "kl_settings_belong_to_a_kl_term",
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True},
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True, "loss__kl_in": "reward"},
+        ["loss.kl_unbiased=true", "loss.kl_in=reward", "remove one"],
+    ),
+    (
+        "kl_settings_belong_to_a_kl_term",
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True, "loss__kl_estimator": "k1"},
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True, "loss__kl_estimator": "k2"},
+        ["loss.kl_unbiased=true", "k1 and k3", "loss.kl_estimator=k2", "remove one"],
+    ),
+    (
+        "kl_settings_belong_to_a_kl_term",
+        {"loss__kl_coefficient": 0.1, "loss__kl_in": "reward", "loss__kl_estimator": "abs"},
+        {"loss__kl_coefficient": 0.1, "loss__kl_in": "reward", "loss__kl_estimator": "full"},
+        ["loss.kl_estimator=full", "set loss.kl_in=loss"],
+    ),
+    (
+        "bounds_are_those_of_the_method",
+        {"correction__method": "tis", "correction__high": 2.0},
+        {"correction__method": "tis"},
+        ["correction.method=tis", "correction.high, which is not set", "set it"],
+    ),
+    (
+        "bounds_are_those_of_the_method",
+        {"correction__method": "mis", "correction__high": 2.0, "correction__low": 0.5},
+        {"correction__method": "sequence_tis", "correction__high": 2.0, "correction__low": 0.5},
+        ["correction.low=0.5", "correction.method=sequence_tis", "remove it"],
+    ),
+    (
+        "bounds_are_those_of_the_method",
+        {"correction__method": "icepop", "correction__high": 2.0, "correction__low": 0.5},
+        {"correction__method": "icepop", "correction__high": 0.5, "correction__low": 0.5},
+        ["correction.low=0.5", "correction.high=0.5", "lower it"],
+    ),
+    (
         "a_group_of_its_own_has_nothing_to_make_room_for",
         {"reference__offload": "sleep"},
         {"reference__placement": "group", "reference__offload": "sleep"},
@@ -320,6 +538,12 @@ RULES = [
         {**_REFERENCE_GROUP, "checkpoint__interval_steps": 10},
         {**_REFERENCE_GROUP, "checkpoint__interval_steps": 7},
         ["checkpoint.interval_steps=7", "reference.update_interval_steps=5", "make it a multiple"],
+    ),
+    (
+        "engines_are_in_step_with_every_checkpoint",
+        {"rollout__sync_interval_steps": 5, "checkpoint__interval_steps": 10},
+        {"rollout__sync_interval_steps": 5, "checkpoint__interval_steps": 7},
+        ["checkpoint.interval_steps=7", "rollout.sync_interval_steps=5", "make it a multiple"],
     ),
     (
         "cpu_offload_keeps_no_reference_on_the_device",
@@ -356,6 +580,30 @@ RULES = [
         {"algorithm": "sft", "run__steps": 10, "batch__samples_per_update": 60},
         {"algorithm": "sft", "run__steps": 11, "batch__samples_per_update": 60},
         ["run.steps=11", "set optim.total_updates=11"],
+    ),
+    (
+        "rounds_belong_to_a_filter",
+        {"rollout__max_rounds": 3, "rollout__filter": "mixed_groups"},
+        {"rollout__max_rounds": 3},
+        ["rollout.max_rounds=3", "rollout.filter", "remove it"],
+    ),
+    (
+        "groups_of_one_are_not_mixed",
+        {"rollout__filter": "m:f", "rollout__samples_per_prompt": 1},
+        {"rollout__filter": "mixed_groups", "rollout__samples_per_prompt": 1},
+        ["rollout.filter=mixed_groups", "rollout.samples_per_prompt=1", "raise that"],
+    ),
+    (
+        "the_overlong_buffer_is_inside_a_response",
+        {"rollout__overlong_buffer_tokens": 256, "rollout__overlong_penalty": 0.5},
+        {"rollout__overlong_penalty": 0.5},
+        ["rollout.overlong_penalty=0.5", "rollout.overlong_buffer_tokens", "remove it"],
+    ),
+    (
+        "the_overlong_buffer_is_inside_a_response",
+        {"rollout__overlong_buffer_tokens": 8, "rollout__max_new_tokens": 8},
+        {"rollout__overlong_buffer_tokens": 9, "rollout__max_new_tokens": 8},
+        ["rollout.overlong_buffer_tokens=9", "rollout.max_new_tokens=8", "lower it"],
     ),
 ]
 
@@ -409,11 +657,52 @@ def test_auto_becomes_what_the_ranks_leave_and_the_settings_stay_frozen():
         )
 
 
-def test_a_reference_group_has_the_actors_mesh_unless_it_has_a_size_of_its_own():
-    config = settings(mesh__dp=3, mesh__cp=2, mesh__dp_replicate=2, reference__placement="group")
-    assert config.reference_mesh == (2, 3) and config.reference_ranks == config.ranks == 12
-    config = settings(mesh__dp=3, mesh__cp=2, mesh__dp_replicate=2, reference__placement="group", reference__dp=1)
-    assert config.reference_mesh == (1, 1) and config.reference_ranks == 2
+@pytest.mark.parametrize("name", ["reference", "critic"])
+def test_a_group_beside_the_actors_has_its_mesh_unless_it_has_a_size_of_its_own(name):
+    mesh = {"algorithm": "ppo", "mesh__dp": 3, "mesh__cp": 2, "mesh__dp_replicate": 2, f"{name}__placement": "group"}
+    role = {"reference": "ref"}.get(name, name)
+    for dp, expected, ranks in ((None, (2, 3), 12), (1, (1, 1), 2)):
+        config = settings(**mesh, **{f"{name}__dp": dp})
+        assert config.mesh_of(role) == getattr(config, f"{name}_mesh") == expected
+        assert getattr(config, f"{name}_ranks") == ranks and config.mesh_of("actor") == (2, 3) and config.ranks == 12
+
+
+def test_each_role_has_the_policys_folder_unless_it_has_its_own():
+    for role, field in (("ref", "reference.path"), ("critic", "critic.path")):
+        assert settings(algorithm="ppo").folder_of(role) == (Path("m"), "model.path")
+        own = settings(algorithm="ppo", **{field.replace(".", "__"): "x"})
+        assert own.folder_of(role) == (Path("x"), field) and own.folder_of("actor") == (Path("m"), "model.path")
+
+
+def test_the_estimator_is_what_the_algorithm_is_known_by_or_the_one_that_is_named():
+    assert [settings(algorithm=algorithm).estimator for algorithm in ("grpo", "ppo")] == ["grpo", "gae"]
+    assert settings(advantage__estimator="opo").estimator == "opo"
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_can_be_named(name):
+    k = {"advantage__pass_k": 2} if name == "pass_at_k" else {}
+    assert settings(advantage__estimator=name, **k).estimator == name
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_can_be_named_and_only_pairs_read_a_reference_without_a_kl(name):
+    config = settings(loss__policy=name)
+    assert config.loss.policy == name and config.needs_reference == (name == "dpo")
+
+
+def test_the_corrections_and_their_bounds_are_those_of_the_table():
+    methods = get_args(CorrectionSettings.model_fields["method"].annotation)
+    assert set(methods) == CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS, *correction.CORRECTIONS}
+    assert {name: CORRECTION_BOUNDS[name][0] for name in CORRECTIONS} == correction.REQUIRED_BOUNDS
+
+
+def test_every_name_of_a_kl_and_of_a_reduction_can_be_chosen():
+    for name in KL_ESTIMATORS:
+        assert settings(loss__kl_coefficient=0.1, loss__kl_estimator=name).loss.kl_estimator == name
+    for name in REDUCTIONS:
+        length = {"loss__constant_length": 5} if name == "constant" else {}
+        assert settings(loss__reduction=name, **length).loss.reduction == name
 
 
 READY = {"run__dir": "d", "run__steps": 1, "data__train": "t"}
@@ -430,13 +719,59 @@ def test_training_names_each_setting_it_needs(ready):
         assert error.field == key.replace("__", ".") and f"{error.field} is not set" in str(error)
 
 
-def test_training_refuses_evaluation_without_prompts_and_groups_of_one():
+READY_DPO = {
+    **READY_GRPO, "loss__policy": "dpo", "rollout__samples_per_prompt": 2, "rollout__filter": "mixed_groups"
+}  # fmt: skip
+NOT_READY = {
+    "no prompts to evaluate": (READY_GRPO, {"evaluation__interval_steps": 1}, "data.heldout", ["is not set"]),
+    "no room for a prompt": (
+        READY_GRPO, {"batch__max_tokens_per_rank": 256}, "rollout.max_new_tokens", ["rollout.max_new_tokens=256"],
+    ),
+    "no critic": (
+        READY_GRPO, {"advantage__estimator": "gae"}, "advantage.estimator", ["algorithm=grpo", "set algorithm=ppo"],
+    ),
+    "no prompts under sft": (
+        READY_SFT, {"loss__reduction": "prompt_mean"}, "loss.reduction", ["algorithm=sft", "sequence_mean"],
+    ),
+    "one subset of k": (
+        READY_GRPO, {"advantage__estimator": "pass_at_k", "advantage__pass_k": 8}, "rollout.samples_per_prompt",
+        ["rollout.samples_per_prompt=8", "at least 9"],
+    ),
+    "no pairs": (READY_DPO, {"rollout__samples_per_prompt": 4}, "rollout.samples_per_prompt", ["=4 makes no", "to 2"]),
+    "equal pairs": (READY_DPO, {"rollout__filter": None}, "rollout.filter", ["rollout.filter=null", "mixed_groups"]),
+    "half pairs": (READY_DPO, {"rollout__mask_truncated": True}, "rollout.mask_truncated", ["=true leaves", "remove"]),
+    "pairs made equal": (
+        READY_DPO, {"rollout__overlong_buffer_tokens": 8}, "rollout.overlong_buffer_tokens", ["=8 can make", "remove"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_READY)
+def test_training_refuses_what_its_loop_cannot_serve(case):
+    ready, wrong, field, expected = NOT_READY[case]
+    settings(**ready).check_ready_to_train()
+    error = refusal(settings(**{**ready, **wrong}).check_ready_to_train)
+    assert error.field == field and [part for part in expected if part not in str(error)] == [], str(error)
+
+
+def test_what_a_function_of_the_users_own_sees_to_is_not_refused():
+    own = {"rollout__filter": "m:f", "rollout__overlong_buffer_tokens": 8}
+    settings(**{**READY_DPO, **own}).check_ready_to_train()
+    settings(**READY_GRPO, advantage__estimator="m:f", rollout__samples_per_prompt=1).check_ready_to_train()
     settings(**READY_GRPO, evaluation__interval_steps=1, data__heldout="h").check_ready_to_train()
-    error = refusal(settings(**READY_GRPO, evaluation__interval_steps=1).check_ready_to_train)
-    assert error.field == "data.heldout"
-    for normalize in (True, False):  # r - mean is zero in a group of one, too
-        alone = settings(**READY_GRPO, rollout__samples_per_prompt=1, loss__normalize_by_std=normalize)
-        assert "rollout.samples_per_prompt=1" in str(refusal(alone.check_ready_to_train))
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS.keys() - {"pass_at_k"}))
+def test_training_refuses_groups_of_one_exactly_where_the_estimator_compares(name):
+    algorithm = "ppo" if name == "gae" else "grpo"
+    alone = {"algorithm": algorithm, "advantage__estimator": name, "rollout__samples_per_prompt": 1}
+    config = settings(**READY_GRPO, **alone)
+    if "group_ids" in advantages.ESTIMATORS[name].reads:
+        error = refusal(config.check_ready_to_train)
+        assert f"rollout.samples_per_prompt=1 makes groups in which advantage.estimator={name}" in str(error)
+    else:
+        config.check_ready_to_train()
+    settings(**READY_GRPO, **{**alone, "rollout__samples_per_prompt": 2}).check_ready_to_train()
 
 
 def test_loading_settings_imports_nothing_heavy(least_file):
@@ -506,6 +841,16 @@ def test_the_script_prints_the_document():
 # nothing is settable that nobody reads
 
 
+def assignments(nodes: list[ast.AST]) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """(target, value) of `x = 1` and of each part of `x, y = 1, 2`."""
+    for node in nodes:
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                yield from zip(target.elts, node.value.elts, strict=False)  # up to a starred one
+            else:
+                yield target, node.value
+
+
 def settings_read_in(tree: ast.AST) -> tuple[set[str], set[str]]:
     """Full names read as `config.section.name`, or `x = config.section` then `x.name`; and other names of config."""
 
@@ -526,13 +871,9 @@ def settings_read_in(tree: ast.AST) -> tuple[set[str], set[str]]:
         }
         nodes = list(ast.walk(scope))
         sections: dict[str, str] = {}
-        for node in nodes:
-            if (
-                isinstance(node, ast.Assign)
-                and isinstance(node.value, ast.Attribute)
-                and is_config(node.value.value, configs)
-            ):
-                sections.update({t.id: node.value.attr for t in node.targets if isinstance(t, ast.Name)})
+        for target, value in assignments(nodes):
+            if isinstance(target, ast.Name) and isinstance(value, ast.Attribute) and is_config(value.value, configs):
+                sections[target.id] = value.attr
         for node in (node for node in nodes if isinstance(node, ast.Attribute)):
             owner = node.value
             if is_config(owner, configs):
@@ -544,8 +885,8 @@ def settings_read_in(tree: ast.AST) -> tuple[set[str], set[str]]:
     return read, direct
 
 
-def read_through_properties(used: set[str]) -> set[str]:
-    """Settings that RunConfig's properties read, for those properties that others use."""
+def read_through_members(used: set[str]) -> set[str]:
+    """Settings that RunConfig's properties and methods read, for those that others use; its rules are no use."""
     run_config = next(
         node for node in ast.parse((ROOT / "slimefsdp/config.py").read_text()).body
         if isinstance(node, ast.ClassDef) and node.name == "RunConfig"
@@ -553,7 +894,8 @@ def read_through_properties(used: set[str]) -> set[str]:
     bodies = {
         node.name: [item for item in ast.walk(node) if isinstance(item, ast.Attribute)]
         for node in run_config.body
-        if isinstance(node, ast.FunctionDef) and any(getattr(d, "id", "") == "property" for d in node.decorator_list)
+        if isinstance(node, ast.FunctionDef)
+        and not any("model_validator" in ast.unparse(d) for d in node.decorator_list)
     }
     reached, todo = set(), [name for name in bodies if name in used]
     while todo:
@@ -571,11 +913,11 @@ def test_every_setting_is_read_by_the_program():
     read, direct = set(), set()
     for folder in ("slimefsdp", "actors"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if path.name != "config.py":
+            if not path.name.startswith("config"):
                 found = settings_read_in(ast.parse(path.read_text()))
                 read |= found[0]
                 direct |= found[1]
-    read |= read_through_properties(direct) | direct
+    read |= read_through_members(direct) | direct
     known = {"algorithm"} | {f"{section}.{name}" for section, model in SECTIONS.items() for name in model.model_fields}
     assert sorted(known - read) == [], "no code reads these as config.section.name: honour or remove them"
 
@@ -583,10 +925,12 @@ def test_every_setting_is_read_by_the_program():
 def test_a_setting_counts_as_read_only_through_the_settings():
     source = """
 def f(config, batch, mesh, other: RunConfig):
-    loss = config.loss
-    mesh.dp, batch.samples_per_update, loss.epochs, other.run.seed, self._config.data.train, config.ranks
+    loss, x = config.loss, mesh
+    mesh.dp, batch.samples_per_update, loss.epochs, other.run.seed, self._config.data.train, config.ranks, x.cp
 """
     read, direct = settings_read_in(ast.parse(source))
     assert read == {"loss.epochs", "run.seed", "data.train"} and direct == {"loss", "run", "data", "ranks"}
-    assert read_through_properties({"updates_per_step"}) >= {"loss.epochs", "rollout.prompts_per_step"}
-    assert "loss.epochs" not in read_through_properties({"ranks"})
+    assert read_through_members({"updates_per_step"}) >= {"loss.epochs", "rollout.prompts_per_step"}
+    assert "critic.path" in read_through_members({"folder_of"})
+    assert "loss.epochs" not in read_through_members({"ranks"})
+    assert not read_through_members({"a_critic_belongs_to_ppo"})

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from slimefsdp import build, phase
 from slimefsdp.config import RunConfig
+from slimefsdp.credit import response_advantages
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import SlimeError
 from slimefsdp.loss.objective import TokenInputs
@@ -134,11 +135,13 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
     with torch.no_grad():
         for (_, target), (_, source) in zip(bare.named_weights(), trainer.policy.named_weights(), strict=True):
             target.copy_(source.full_tensor())
-    plan = trainer._plan_everything(batch)
+    plan = phase.plan_everything(config, batch, trainer.policy.attention.cost, data_ranks=1)
     weights = phase.update_weights_of_tokens(config, batch, np.arange(batch.num_samples))
     inputs = TokenInputs(
         weights=torch.from_numpy(weights),
-        advantages=torch.from_numpy(phase.response_advantages(config, batch)),
+        sample_ids=torch.from_numpy(batch.sample_ids),
+        num_samples=batch.num_samples,
+        advantages=torch.from_numpy(response_advantages(config, batch)),
         old_log_probs=torch.tensor(batch.old_log_probs),
         ref_log_probs=torch.tensor(batch.ref_log_probs),
     )
@@ -147,10 +150,11 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
         batch,
         plan.updates[0][0],
         inputs,
-        build.objective_for(config, "policy"),
+        build.objective_for(config, "policy", config.loss.kl_coefficient),
         build_mesh(1, 1, CPU),
         MetricSums(CPU),
         temperature=config.rollout.temperature,
+        entropy_grad=True,
     )
     gradients = {name: parameter.grad.full_tensor() for name, parameter in trainer.policy.named_weights()}
     assert len(plan.updates[0][0]) > 1
@@ -172,17 +176,15 @@ def test_one_fsdp_rank_differs_from_the_bare_module_in_no_bit(
 
 
 class SequenceRatios:
-    """A loss of whole sequences, as GSPO's: each sample's geometric mean of ratios, times its number."""
+    """A loss of whole sequences, as GSPO's: each sample's geometric mean of ratios, times its number from 1."""
 
-    entropy_coefficient = 0.0
-
-    def __call__(self, log_probs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs, sums: MetricSums) -> Any:
+    def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums) -> torch.Tensor:
         assert inputs.old_log_probs is not None
-        losses = []
-        for sample in inputs.weights.unique():  # the weights carry the samples' numbers here
-            own = inputs.weights == sample
-            losses.append(sample * (log_probs - inputs.old_log_probs)[own].mean().exp())
-        return torch.stack(losses).sum() if losses else log_probs.sum() * 0
+        log_ratios = outputs[0] - inputs.old_log_probs
+        losses = [
+            (sample + 1) * log_ratios[inputs.sample_ids == sample].mean().exp() for sample in inputs.sample_ids.unique()
+        ]
+        return torch.stack(losses).sum() if losses else log_ratios.sum() * 0
 
 
 def gradients_of_sequence_ratios(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -190,14 +192,17 @@ def gradients_of_sequence_ratios(rank: int, config: RunConfig, batch: RolloutBat
         trainer = Trainer(config, device=CPU)
         plan = phase.plan_everything(config, batch, data_ranks=trainer.mesh.data_ranks)
         inputs = TokenInputs(
-            weights=torch.from_numpy(batch.sample_ids + 1.0), old_log_probs=torch.tensor(batch.old_log_probs)
+            weights=torch.ones(batch.num_response_tokens),  # this loss weighs by itself
+            sample_ids=torch.from_numpy(batch.sample_ids),
+            num_samples=batch.num_samples,
+            old_log_probs=torch.tensor(batch.old_log_probs),
         )
         accumulate_gradients(
             trainer.policy,
             batch,
             plan.updates[0][trainer.mesh.data_rank],
             inputs,
-            SequenceRatios(),  # type: ignore[arg-type]
+            SequenceRatios(),
             trainer.mesh,
             MetricSums(CPU),
             temperature=config.rollout.temperature,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from slimefsdp.phase import (
     check_batch,
     check_plan,
     cost_model_of,
+    phase_metrics,
     plan_everything,
     plan_training,
-    response_advantages,
     update_weights_of_tokens,
 )
 
@@ -106,19 +107,85 @@ def test_the_policy_loss_needs_rewards_with_groups_or_advantages_and_others_need
         check_batch(settings(), without.replace(advantages=np.zeros(BATCH.num_response_tokens)), VOCAB, loss="policy")
 
 
-def test_a_group_of_one_is_refused_where_its_deviation_is_needed() -> None:
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_a_group_of_one_is_refused_where_it_needs_another(estimator: str) -> None:
     alone = make_batch([1.0, 2.0, 3.0])
-    field, message, _ = refusal(settings(), alone)
-    assert field == "group_ids" and "sample 2" in message
-    check_batch(settings(loss={"normalize_by_std": False}), alone, VOCAB, loss="policy")
+    field, message, hint = refusal(settings(advantage={"estimator": estimator}), alone)
+    assert field == "group_ids" and "group 1 has 1 of the 2 samples" in message and "sample 2" in message
+    assert "at least 2 responses per prompt" in hint
+    check_batch(settings(advantage={"estimator": "dr_grpo"}), alone, VOCAB, loss="policy")
 
 
-def test_rollout_log_probs_are_needed_where_they_are_the_old_ones() -> None:
-    config = settings(loss={"old_log_probs": "rollout"})
-    assert refusal(config, BATCH)[0] == "rollout_log_probs"
+OLD_IS_ROLLOUT = {"loss": {"old_log_probs": "rollout"}}
+# settings, what the batch of rewards lacks for them, and who asks for it
+LACKING = {
+    "old log-probs": (OLD_IS_ROLLOUT, "rollout_log_probs", "loss.old_log_probs=rollout"),
+    "correction": ({"correction": {"method": "tis", "high": 2.0}}, "rollout_log_probs", "correction"),
+    "veto": ({"correction": {"veto_below": 0.01}}, "rollout_log_probs", "correction"),
+    "critic": ({"algorithm": "ppo"}, "values", "advantage.estimator=gae"),
+    "greedy": ({"advantage": {"estimator": "remax"}}, "baseline_rewards", "advantage.estimator=remax"),
+}
+
+
+@pytest.mark.parametrize("case", LACKING)
+def test_what_the_settings_read_is_asked_of_the_batch(case: str) -> None:
+    sections, missing, reader = LACKING[case]
+    field, message, hint = refusal(settings(**sections), BATCH)
+    assert field == missing and message.startswith(f"{missing} is missing") and reader in message and missing in hint
+    size = BATCH.num_samples if missing == "baseline_rewards" else BATCH.num_response_tokens
+    check_batch(settings(**sections), BATCH.replace(**{missing: np.full(size, -1.0)}), VOCAB, loss="policy")
     check_batch(settings(), BATCH, VOCAB, loss="policy")
-    given = BATCH.replace(rollout_log_probs=np.full(BATCH.num_response_tokens, -1.0))
-    check_batch(config, given, VOCAB, loss="policy")
+
+
+def test_old_log_probs_of_the_batch_do_not_stand_for_those_of_the_rollout() -> None:
+    old = np.full(BATCH.num_response_tokens, -1.0)
+    assert refusal(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old))[0] == "rollout_log_probs"
+
+
+def test_masking_sequences_that_the_policy_has_left_needs_no_log_probs_of_the_rollout() -> None:
+    check_batch(settings(correction={"opsm_threshold": 0.1}), BATCH, VOCAB, loss="policy")
+
+
+@pytest.mark.parametrize("loss", ["policy", "sft", "value"])
+def test_a_mean_over_prompts_needs_groups_whatever_the_loss(loss: Any) -> None:
+    algorithm = {"policy": "grpo", "sft": "sft", "value": "ppo"}[loss]
+    config = settings(algorithm=algorithm, loss={"reduction": "prompt_mean"})
+    tokens = np.zeros(BATCH.num_response_tokens)
+    batch = BATCH.replace(advantages=tokens, values=tokens)
+    check_batch(config, batch, VOCAB, loss=loss)
+    field, message, _ = refusal(config, batch.replace(group_ids=None), loss)
+    assert field == "group_ids" and "loss.reduction=prompt_mean" in message
+    check_batch(config, batch.replace(group_ids=None), VOCAB, loss=None)
+
+
+def test_a_critics_loss_needs_its_values_and_returns_or_what_they_are_computed_from() -> None:
+    config, tokens = settings(algorithm="ppo"), np.full(BATCH.num_response_tokens, -1.0)
+    with_kl = settings(algorithm="ppo", loss={"kl_coefficient": 0.1, "kl_in": "reward"})
+    assert refusal(config, BATCH, "value")[0] == "values"
+    batch = BATCH.replace(values=tokens)
+    check_batch(config, batch, VOCAB, loss="value")
+    assert refusal(config, batch.replace(rewards=None), "value")[0] == "rewards"
+    check_batch(config, batch.replace(rewards=None, token_rewards=tokens), VOCAB, loss="value")
+    for name in ("old_log_probs", "ref_log_probs"):
+        both = {"old_log_probs": tokens, "ref_log_probs": tokens}
+        field, message, hint = refusal(with_kl, batch.replace(**{**both, name: None}), "value")
+        assert field == name and "loss.kl_in=reward" in message and "compute_log_probs" in hint
+    check_batch(with_kl, batch.replace(old_log_probs=tokens, ref_log_probs=tokens), VOCAB, loss="value")
+    for given in (config, with_kl):
+        check_batch(given, batch.replace(rewards=None, returns=tokens), VOCAB, loss="value")
+
+
+def test_preference_pairs_are_looked_at_before_any_rank_works() -> None:
+    config = settings(loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 100})
+    check_batch(config, make_batch([0.0, 1.0, 5.0, 3.0]), VOCAB, loss="policy")
+    assert refusal(config, make_batch([0.0, 1.0, 5.0, 5.0]))[0] == "group_ids"
+
+
+def test_an_infinite_log_prob_never_gets_here() -> None:
+    for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs"):
+        with pytest.raises(BatchError) as caught:
+            BATCH.replace(**{name: np.where(BATCH.sample_ids == 3, -np.inf, -1.0)})
+        assert caught.value.field == name and "sample 3" in caught.value.message and caught.value.hint
 
 
 def test_batches_have_one_digest_exactly_if_they_are_the_same() -> None:
@@ -133,18 +200,6 @@ def test_batches_have_one_digest_exactly_if_they_are_the_same() -> None:
     ]  # fmt: skip
     assert len({batch_digest(batch) for batch in variants}) == len(variants)
     assert all(batch_digest(pickle.loads(pickle.dumps(batch))) == batch_digest(batch) for batch in variants)
-
-
-def test_advantages_are_the_callers_own_or_the_groups_for_each_token() -> None:
-    own = np.arange(BATCH.num_response_tokens, dtype=np.float32)
-    assert np.array_equal(response_advantages(settings(), BATCH.replace(advantages=own)), own)
-    assert BATCH.rewards is not None and BATCH.group_ids is not None
-    for by_std in (True, False):
-        computed = response_advantages(settings(loss={"normalize_by_std": by_std}), BATCH)
-        for token, sample in enumerate(BATCH.sample_ids):
-            group = BATCH.rewards[BATCH.group_ids == BATCH.group_ids[sample]].astype(float)
-            scale = group.std(ddof=1) + 1e-6 if by_std else 1.0
-            assert computed[token] == pytest.approx((BATCH.rewards[sample] - group.mean()) / scale)
 
 
 def planned_samples(plan: Any) -> list[int]:
@@ -163,6 +218,40 @@ def test_samples_in_which_nothing_trains_are_left_out() -> None:
     assert planned_samples(plan_training(settings(), BATCH.replace(advantages=own))) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
     supervised = plan_training(settings(algorithm="sft"), masked.replace(rewards=None, group_ids=None))
     assert planned_samples(supervised) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+
+
+def test_samples_of_zero_advantage_stay_where_another_term_trains_them() -> None:
+    for loss in ({"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}):
+        assert planned_samples(plan_training(settings(loss=loss), BATCH)) == list(range(10))
+    # what whitening leaves of a group without variance is not zero
+    whitened = settings(advantage={"estimator": "reinforce_pp_baseline"})
+    assert planned_samples(plan_training(whitened, BATCH)) == list(range(10))
+
+
+def test_a_critic_trains_on_every_sample_with_a_token_and_on_its_own_mesh() -> None:
+    config = settings(algorithm="ppo", mesh={"dp": 2}, critic={"placement": "group", "dp": 3})
+    masked = BATCH.replace(loss_mask=BATCH.mask & (BATCH.sample_ids != 4), values=np.zeros(BATCH.num_response_tokens))
+    plan = plan_training(config, masked, loss="value")
+    assert planned_samples(plan) == [0, 1, 2, 3, 5, 6, 7, 8, 9] and [len(update) for update in plan.updates] == [3]
+    actors = plan_training(config, masked)
+    assert [len(update) for update in actors.updates] == [2]
+
+
+def test_a_preference_pair_is_never_cut() -> None:
+    rewards = np.random.default_rng(2).permutation(20).astype(float)
+    config = settings(
+        loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 40, "samples_per_update": 7}, mesh={"dp": 2}
+    )
+    batch = make_batch(rewards.tolist())
+    order = np.random.default_rng(3).permutation(20)  # pairs are not neighbours
+    batch = batch.select(order)
+    assert batch.group_ids is not None
+    plan = plan_training(config, batch)
+    packs = [pack for update in plan.updates for packs in update for pack in packs if len(pack)]
+    assert planned_samples(plan) == list(range(20)) and len(packs) > 4
+    for pack in packs:
+        assert (np.unique(batch.group_ids[pack], return_counts=True)[1] == 2).all()
+    assert [len(plan.samples_of(update)) for update in range(len(plan.updates))] == [6, 6, 6, 2]
 
 
 def test_updates_are_cut_before_dropping_and_empty_ones_counted() -> None:
@@ -195,22 +284,54 @@ def test_log_probs_are_planned_for_every_sample_in_one_update() -> None:
     assert all(BATCH.lengths[pack].sum() <= 16 for packs in plan.updates[0] for pack in packs)
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant", "prompt_mean"])
 def test_token_weights_look_at_one_update_alone(reduction: str) -> None:
     loss = {"reduction": reduction, **({"constant_length": 7} if reduction == "constant" else {})}
-    samples = np.array([1, 4, 8])
+    samples = np.array([1, 4, 5, 8])  # 4 and 5 answer one prompt
     weights = update_weights_of_tokens(settings(loss=loss), BATCH, samples)
     expected = np.zeros(BATCH.num_response_tokens)
     trained = BATCH.mask & np.isin(BATCH.sample_ids, samples)
+    assert BATCH.group_ids is not None
+    groups = BATCH.group_ids[BATCH.sample_ids]
     for token in np.flatnonzero(trained):
         in_sample = (trained & (BATCH.sample_ids == BATCH.sample_ids[token])).sum()
-        expected[token] = {"token_mean": 1 / trained.sum(), "sequence_mean": 1 / (3 * in_sample), "constant": 1 / 21}[
-            reduction
-        ]
+        in_group = (trained & (groups == groups[token])).sum()
+        expected[token] = {
+            "token_mean": 1 / trained.sum(), "sequence_mean": 1 / (4 * in_sample), "constant": 1 / 28,
+            "prompt_mean": 1 / (3 * in_group),
+        }[reduction]  # fmt: skip
     assert weights == pytest.approx(expected)
     halved = update_weights_of_tokens(settings(loss=loss), BATCH, samples, denominator=2.0)
-    own = {"token_mean": trained.sum()}.get(reduction, 3)
+    own = {"token_mean": trained.sum(), "prompt_mean": 3}.get(reduction, 4)
     assert halved == pytest.approx(expected * own / 2.0)
+
+
+@pytest.mark.parametrize("denominator", [0, -1.0, math.inf, math.nan, "2"])
+def test_a_denominator_that_cannot_divide_is_refused(denominator: Any) -> None:
+    with pytest.raises(BatchError) as caught:
+        update_weights_of_tokens(settings(), BATCH, np.arange(10), denominator)
+    assert caught.value.field == "denominator" and caught.value.hint
+
+
+def test_a_phases_metrics_say_what_was_trained_on() -> None:
+    config = settings(batch={"samples_per_update": 5}, loss={"epochs": 2})
+    plan = plan_training(config, BATCH)
+    advantages = np.where(BATCH.mask, np.random.default_rng(4).normal(size=BATCH.num_response_tokens), 99.0)
+    metrics = phase_metrics(config, plan, BATCH, 2.0, advantages=advantages)
+    trained = advantages[BATCH.mask].tolist()
+    mean = math.fsum(trained) / len(trained)
+    tokens = sum(int(BATCH.lengths[sample]) for sample in planned_samples(plan))
+    assert BATCH.response_lengths.max() > BATCH.response_lengths.mean() and tokens > 0
+    assert metrics.pop("plan_imbalance") == plan.imbalance(BATCH.lengths)
+    assert metrics == pytest.approx({
+        "updates": len(plan.updates), "empty_updates": 0, "dropped_samples": 4, "tokens_per_second": tokens / 2.0,
+        "train_seconds": 2.0, "response_length": sum(BATCH.response_lengths.tolist()) / 10,
+        "response_length_max": max(BATCH.response_lengths.tolist()), "advantage": mean,
+        "advantage_std": math.sqrt(math.fsum((x - mean) ** 2 for x in trained) / len(trained)),
+        "advantage_abs_max": max(map(abs, trained)), "zero_variance_groups": 2 / 5,
+    })  # fmt: skip
+    bare = phase_metrics(config, plan, BATCH.replace(group_ids=None), 2.0)
+    assert not {"advantage", "advantage_std", "advantage_abs_max", "zero_variance_groups"} & bare.keys()
 
 
 def test_planning_needs_no_torch() -> None:
@@ -230,6 +351,19 @@ def test_a_plan_made_for_another_batch_never_breaks_the_cap() -> None:
         with pytest.raises(BatchError) as caught:
             check_plan(wrong, batch, dp=dp, max_pack_tokens=limit)
         assert caught.value.field == "plan"
+
+
+def test_a_plan_that_parts_a_pair_is_refused_where_the_loss_compares_pairs() -> None:
+    batch, cap = make_batch([1.0, 0.0, 1.0, 0.0]), 1000
+    pair = np.flatnonzero(batch.group_ids == batch.group_ids[0])
+    whole = Plan((((pair,), (np.setdiff1d(np.arange(4), pair),)),), 0, 0, 1, cap)
+    for parting in (((pair[:1],), (np.setdiff1d(np.arange(4), pair[:1]),)), ((pair[:1],), (pair[1:],))):
+        parted = Plan((parting,), 0, 0, 1, cap)
+        check_plan(parted, batch, dp=2, max_pack_tokens=cap)
+        with pytest.raises(BatchError, match="parts samples") as caught:
+            check_plan(parted, batch, dp=2, max_pack_tokens=cap, together=batch.group_ids)
+        assert caught.value.field == "plan"
+    check_plan(whole, batch, dp=2, max_pack_tokens=cap, together=batch.group_ids)
 
 
 def test_ranks_are_balanced_by_the_cost_of_this_model_on_this_mesh() -> None:

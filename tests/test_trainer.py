@@ -120,7 +120,7 @@ def test_the_ratio_of_the_first_update_is_exactly_one(
 
 def log_probs_by_both_ways(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, Any, Any]:
     trainer = Trainer(config, device=CPU)
-    training = trainer._log_probs("actor", batch, plan_training(config, batch), trained_only=True).numpy()
+    training = trainer._learner.outputs(batch, plan_training(config, batch), trained_only=True).numpy()
     separate = trainer.compute_log_probs(batch)
     return training, separate.log_probs, separate.entropy
 

@@ -67,13 +67,20 @@ class EmbeddedEngine:
         self._receiver.commit(version)
 
     def generate(
-        self, prompts: list[Any], samples_per_prompt: int, max_new_tokens: int, temperature: float, seed: int
+        self,
+        prompts: list[Any],
+        samples_per_prompt: int,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        greedy: bool = False,
     ) -> tuple[int, list[Sampled]]:
         """Samples from the committed weights; returns their version and the samples, prompt-major.
 
         Args:
             prompts: texts or lists of chat messages.
             seed: of this call's generator; equal calls give equal samples.
+            greedy: take the likeliest token each time.
 
         Raises:
             StateError: no weights are committed.
@@ -98,6 +105,7 @@ class EmbeddedEngine:
             eos_token_ids=self._end_token_ids,
             pad_token_id=self._tokenizer.pad_token_id or 0,
             generator=torch.Generator(self._model.device).manual_seed(seed),
+            greedy=greedy,
         )
         texts = self._tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
         samples = []
@@ -160,13 +168,14 @@ class EnginePool:
         return list(self._engines)
 
     def generate(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int]
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
     ) -> tuple[int, list[Sampled]]:
         """Samples for all prompts, split evenly over the engines; prompt-major.
 
         Args:
             prompts: texts or lists of chat messages.
             seed: what the draws depend on, e.g. (run seed, step).
+            greedy: take the likeliest token each time, whatever the seed.
 
         Returns:
             The weight version that sampled, and the samples.
@@ -187,6 +196,7 @@ class EnginePool:
                     settings.max_new_tokens,
                     settings.temperature,
                     engine_seed,
+                    greedy,
                 )
                 if share
                 else None

@@ -9,12 +9,12 @@ key it returns is logged as a metric of that name.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
 
-from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.errors import BatchError
+from slimefsdp.functions import load_function
 
 RewardFunction = Callable[[dict[str, Any], str, bool], dict[str, float]]
 
@@ -27,34 +27,7 @@ def load_reward(name: str) -> RewardFunction:
     Raises:
         ConfigError: the name has another form, the module cannot be imported, or it has no such callable.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(
-            f"{name!r} does not name a function",
-            field="rollout.reward",
-            hint="write it as module:function, e.g. actors.rollout.rewards:exact_match",
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(
-            f"module {module_name!r} of {name!r} cannot be imported: {type(error).__name__}: {error}",
-            field="rollout.reward",
-            hint="install the module, or put its folder on PYTHONPATH",
-        ) from error
-    if not hasattr(module, function_name):
-        raise ConfigError(
-            f"module {module_name!r} has no {function_name!r}",
-            field="rollout.reward",
-            hint=f"name a function that {module_name} defines",
-        )
-    function = getattr(module, function_name)
-    if not callable(function):
-        raise ConfigError(
-            f"{name!r} is a {type(function).__name__}, which cannot be called",
-            field="rollout.reward",
-            hint="name a function",
-        )
+    function = load_function(name, field="rollout.reward", example="actors.rollout.rewards:exact_match")
     return _checked(function, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,14 @@ def check_info(info: Mapping[str, Any], file: Path) -> None:
                 hint="load a checkpoint that this version wrote",
                 phase="load",
             )
+    coefficient = info.get("kl_coefficient", 0.0)  # the first versions had none
+    if type(coefficient) is not float or not 0 <= coefficient < math.inf:
+        raise CheckpointError(
+            f"kl_coefficient is {coefficient!r:.100} in {file}, which is no number >= 0",
+            field="kl_coefficient",
+            hint="load a checkpoint that this version wrote",
+            phase="load",
+        )
 
 
 def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> None:

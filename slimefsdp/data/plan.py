@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,7 @@ def plan_phase(
     epochs: int = 1,
     seed: int | None = None,
     trains: np.ndarray | None = None,
+    together: np.ndarray | None = None,
     cost_model: CostModel = DEFAULT_COST_MODEL,
     cp: int = 1,
 ) -> Plan:
@@ -96,18 +98,25 @@ def plan_phase(
         seed: shuffle each epoch, by a generator seeded with (seed, epoch). None: the order of the batch.
         trains: bool [B], False where nothing in a sample trains (zero advantage, all masked). Dropped after updates
             are cut, so that an update's content does not depend on what else is dropped. None: all train.
+        together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
+            holds as many of these groups as fill `samples_per_update`, at least one. None: every sample by itself.
         cp: context-parallel ranks that share each pack; a sample's cost is its time on all of them.
 
     Raises:
-        BatchError: a sample that trains is longer than max_pack_tokens.
+        BatchError: a sample that trains, or a group that stays together, is longer than max_pack_tokens.
     """
+    if together is not None:
+        return _plan_groups(
+            lengths, together, dp=dp, max_pack_tokens=max_pack_tokens, samples_per_update=samples_per_update,
+            epochs=epochs, seed=seed, trains=trains, cost_model=cost_model, cp=cp,
+        )  # fmt: skip
     assert lengths.ndim == 1 and len(lengths) > 0 and epochs >= 1, (lengths.shape, epochs)
     num_samples = len(lengths)
     keep = np.ones(num_samples, dtype=bool) if trains is None else trains
     assert keep.dtype == bool and keep.shape == lengths.shape, (keep.dtype, keep.shape)
     stride = num_samples if samples_per_update is None else samples_per_update
     assert stride >= 1, stride
-    _refuse_samples_over_the_cap(lengths, np.flatnonzero(keep), max_pack_tokens)  # all updates, before any is planned
+    _refuse_over_the_cap(lengths, np.flatnonzero(keep), max_pack_tokens)  # all updates, before any is planned
 
     updates = []
     num_skipped = num_first_epoch = 0
@@ -127,6 +136,38 @@ def plan_phase(
     return Plan(tuple(updates), num_samples - int(keep.sum()), num_skipped, num_first_epoch, max_pack_tokens)
 
 
+def _plan_groups(
+    lengths: np.ndarray,
+    together: np.ndarray,
+    *,
+    samples_per_update: int | None,
+    trains: np.ndarray | None,
+    **settings: Any,
+) -> Plan:
+    """As `plan_phase`, of groups as if each were one long sample; balanced by that length's cost."""
+    ids, group_of = np.unique(together, return_inverse=True)
+    sizes, group_lengths = np.bincount(group_of), np.bincount(group_of, lengths).astype(np.int64)
+    members = np.split(np.argsort(group_of, kind="stable"), np.cumsum(sizes)[:-1])
+    group_trains = sizes > 0 if trains is None else np.bincount(group_of, trains) > 0
+    _refuse_over_the_cap(
+        group_lengths, np.flatnonzero(group_trains), settings["max_pack_tokens"], lambda group: f"group {ids[group]}"
+    )
+    plan = plan_phase(
+        group_lengths,
+        samples_per_update=None if samples_per_update is None else max(1, samples_per_update // int(sizes.max())),
+        trains=group_trains,
+        **settings,
+    )
+
+    def samples_in(pack: np.ndarray) -> np.ndarray:
+        return np.sort(np.concatenate([members[group] for group in pack])) if len(pack) else pack
+
+    updates = tuple(tuple(tuple(map(samples_in, packs)) for packs in update) for update in plan.updates)
+    first = [pack for update in updates[: plan.num_first_epoch_updates] for packs in update for pack in packs]
+    num_dropped = len(lengths) - sum(map(len, first))
+    return replace(plan, updates=updates, num_dropped=num_dropped)
+
+
 def plan_update(
     lengths: np.ndarray, samples: np.ndarray, *, dp: int, max_pack_tokens: int, cost: CostModel, cp: int = 1
 ) -> tuple[tuple[np.ndarray, ...], ...]:
@@ -144,7 +185,7 @@ def plan_update(
     """
     assert dp >= 1 and len(samples) > 0, (dp, len(samples))
     assert lengths[samples].min() >= 1, "an empty sample"
-    _refuse_samples_over_the_cap(lengths, samples, max_pack_tokens)
+    _refuse_over_the_cap(lengths, samples, max_pack_tokens)
     samples = np.sort(samples)
     samples = samples[np.argsort(-lengths[samples], kind="stable")]  # longest first, ties by index
     tokens = lengths[samples]
@@ -171,14 +212,19 @@ def _shuffled(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_samples)
 
 
-def _refuse_samples_over_the_cap(lengths: np.ndarray, samples: np.ndarray, max_pack_tokens: int) -> None:
+def _refuse_over_the_cap(
+    lengths: np.ndarray,
+    samples: np.ndarray,
+    max_pack_tokens: int,
+    name: Callable[[int], str] = lambda sample: f"sample {sample}",
+) -> None:
     if len(samples) == 0:
         return
     longest = int(samples[np.argmax(lengths[samples])])  # naming the longest, one raise of the setting is enough
     length = int(lengths[longest])
     if length > max_pack_tokens:
         raise BatchError(
-            f"batch.max_tokens_per_rank x mesh.cp = {max_pack_tokens} tokens cannot hold sample {longest}, "
+            f"batch.max_tokens_per_rank x mesh.cp = {max_pack_tokens} tokens cannot hold {name(longest)}, "
             f"which has {length}",
             field="batch.max_tokens_per_rank",
             hint=f"raise batch.max_tokens_per_rank or mesh.cp, so that their product is at least {length}",

@@ -65,6 +65,7 @@ class RolloutBatch:
     old_log_probs: Float32 | None = None  # [R]
     ref_log_probs: Float32 | None = None  # [R]
     token_rewards: Float32 | None = None  # [R]
+    baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
     temperature: float | None = None  # the sampling temperature
     weight_version: int | None = None  # which weights sampled it
 
@@ -82,7 +83,7 @@ class RolloutBatch:
         )
         # summed as float: lengths from a damaged file could wrap an int64 sum round to a plausible number
         self._normalise("tokens", int(self.lengths.sum(dtype=np.float64)))
-        for name in ("rewards", "group_ids"):
+        for name in ("rewards", "group_ids", "baseline_rewards"):
             self._normalise(name, self.num_samples)
         for name in PER_RESPONSE_TOKEN:
             self._normalise(name, self.num_response_tokens)
@@ -199,9 +200,9 @@ class RolloutBatch:
         """One batch from one mapping or object per sample.
 
         Needed: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts as
-        absent): `reward`, `group_id`, and `loss_mask`, `rollout_log_probs`, `advantages`, `returns`, `values`,
-        `old_log_probs`, `ref_log_probs`, `token_rewards`, each with one entry per response token. Further keys of a
-        mapping are refused, further attributes of an object are not looked at.
+        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `rollout_log_probs`, `advantages`, `returns`,
+        `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each with one entry per response token. Further
+        keys of a mapping are refused, further attributes of an object are not looked at.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 

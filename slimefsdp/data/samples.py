@@ -20,6 +20,7 @@ _SAMPLE_KEYS = {  # key of one sample -> field of the batch
     "response_length": "response_lengths",
     "reward": "rewards",
     "group_id": "group_ids",
+    "baseline_reward": "baseline_rewards",
     **{name: name for name in PER_RESPONSE_TOKEN},
 }
 

@@ -1,68 +1,104 @@
 """One micro-batch's training loss: policy loss, KL and entropy terms under the update's token weights.
 
 The weights were decided for the whole update (`reduce.py`), so the loss of an update is the plain sum of its
-micro-batches' losses over all ranks, and gradients simply add.
+micro-batches' losses over all ranks, and gradients simply add. A pack holds whole samples, so that losses which look
+at whole sequences find all of their tokens here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from slimefsdp.loss.kl import KLEstimator, kl_estimate
-from slimefsdp.loss.policy import clipped_policy_loss, cross_entropy_loss
+from slimefsdp.loss.correction import (
+    CORRECTIONS,
+    Correction,
+    CorrectionOptions,
+    Statistics,
+    correction_statistics,
+    kept_by_opsm,
+    kept_by_veto,
+    mismatch_statistics,
+)
+from slimefsdp.loss.kl import kl_estimate
+from slimefsdp.loss.policy import PolicyLossFunction, PolicyOptions, PolicyTokens, cross_entropy_loss
+from slimefsdp.loss.sequences import Sequences
 
 if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none
     from slimefsdp.metrics import MetricSums
 
-LossName = Literal["policy", "sft"]
+LossName = Literal["policy", "sft", "value"]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenInputs:
-    """What the loss reads about each token; all [tokens], None where nothing reads it."""
+    """What the losses read about each token; all [tokens], None where nothing reads it."""
 
     weights: torch.Tensor
+    sample_ids: torch.Tensor  # int64, below num_samples
+    num_samples: int  # of the whole batch
+    group_ids: torch.Tensor | None = None  # int64, below num_samples
     advantages: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None  # None: the current ones, detached
     ref_log_probs: torch.Tensor | None = None
-    rollout_log_probs: torch.Tensor | None = None  # metrics only
+    rollout_log_probs: torch.Tensor | None = None  # corrections and metrics
+    old_values: torch.Tensor | None = None  # a critic's before the phase
+    returns: torch.Tensor | None = None  # what its values should be
 
     def at(self, index: torch.Tensor) -> TokenInputs:
         """The tokens at `index` [pairs]."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value[index] for name, value in given.items() if value is not None})
+        return self._each(lambda value: value[index])
 
     def to(self, device: torch.device, dtype: torch.dtype) -> TokenInputs:
-        """On `device`, as `dtype`."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value.to(device, dtype) for name, value in given.items() if value is not None})
+        """On `device`, numbers with a fraction as `dtype`."""
+        return self._each(lambda value: value.to(device, dtype if value.is_floating_point() else None))
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sample of each token."""
+        return Sequences(self.sample_ids, self.num_samples)
+
+    @property
+    def groups(self) -> Sequences | None:
+        """The prompt of each token."""
+        return None if self.group_ids is None else Sequences(self.group_ids, self.num_samples)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenInputs:
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        changed: dict[str, Any] = {n: change(v) for n, v in given.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The terms of the loss and their coefficients."""
+    """The terms of a policy's loss and their coefficients."""
 
-    loss: LossName
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coefficient: float = 0.0
-    kl_estimator: KLEstimator = "k3"
+    policy: PolicyLossFunction | None  # None: supervised, the cross-entropy of each token
+    options: PolicyOptions = field(default_factory=PolicyOptions)
+    correction: str = "none"  # or a name in CORRECTIONS
+    correction_options: CorrectionOptions = field(default_factory=CorrectionOptions)
+    kl_coefficient: float = 0.0  # of the term in the loss
+    kl_estimator: str = "k3"
+    kl_unbiased: bool = False
     entropy_coefficient: float = 0.0
     old_is_rollout: bool = False  # the old log-probs are the engine's, so its mismatch shows in the current ones
 
-    def __call__(
-        self, log_probs: torch.Tensor, entropy: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None
-    ) -> torch.Tensor:
-        """The 0-d loss of one pack; differentiable in log_probs [tokens] and, with a coefficient, entropy [tokens].
+    def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
+        """The 0-d loss of one pack.
 
         Args:
+            outputs: of the policy, [2 or 3, tokens]: log-probs and entropies, and the KL over the whole vocabulary
+                under kl_estimator "full". Differentiable in the log-probs, and in the others where a term reads them.
             sums: where metrics are added.
         """
-        is_sft = self.loss == "sft"
-        per_token = cross_entropy_loss(log_probs) if is_sft else self._policy_terms(log_probs, inputs, sums)
+        log_probs, entropy = outputs[0], outputs[1]
+        if self.policy is None:
+            per_token = cross_entropy_loss(log_probs)
+        else:
+            per_token = self._policy_terms(self.policy, outputs, inputs, sums)
         if self.entropy_coefficient:
             per_token = per_token - self.entropy_coefficient * entropy
         loss = (inputs.weights * per_token).sum()
@@ -72,24 +108,71 @@ class Objective:
             sums.add_total("tokens", torch.tensor(float(log_probs.numel())))
         return loss
 
-    def _policy_terms(self, log_probs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None) -> torch.Tensor:
+    def _policy_terms(
+        self, policy: PolicyLossFunction, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
+    ) -> torch.Tensor:
         assert inputs.advantages is not None
+        log_probs, sequences = outputs[0], inputs.sequences
         current = log_probs.detach()
         old = current if inputs.old_log_probs is None else inputs.old_log_probs
-        policy = clipped_policy_loss(log_probs, old, inputs.advantages, self.clip_low, self.clip_high)
-        per_token = policy.loss
-        if inputs.ref_log_probs is not None:
-            kl = kl_estimate(log_probs, inputs.ref_log_probs, self.kl_estimator)
-            per_token = per_token + self.kl_coefficient * kl
-            if sums is not None:
-                sums.add_mean("kl_ref", kl)
+        tokens = PolicyTokens(log_probs, old, inputs.advantages, sequences, inputs.groups, inputs.ref_log_probs)
+        found = policy(tokens, self.options)
+        per_token = found.loss * self._correction(current, old, inputs, sums)
+        if inputs.ref_log_probs is not None or len(outputs) > 2:
+            kl = self._kl(outputs, old, inputs.ref_log_probs)
+            if self.kl_coefficient:
+                per_token = per_token + self.kl_coefficient * kl
         if sums is not None:
-            sums.add_mean("ratio", policy.ratio)
-            sums.add_max("ratio_deviation_max", (policy.ratio - 1).abs())
-            sums.add_mean("clip_fraction_low", policy.clipped_low)
-            sums.add_mean("clip_fraction_high", policy.clipped_high)
-            if inputs.rollout_log_probs is not None:
-                mismatch = ((current if self.old_is_rollout else old) - inputs.rollout_log_probs).abs()
-                sums.add_mean("rollout_mismatch", mismatch)
-                sums.add_max("rollout_mismatch_max", mismatch)
+            sums.add_mean("ratio", found.ratio)
+            sums.add_max("ratio_deviation_max", (found.ratio - 1).abs())
+            sums.add_mean("clip_fraction_low", found.clipped_low)
+            sums.add_mean("clip_fraction_high", found.clipped_high)
+            sums.add_mean("kl_old", kl_estimate(old, current, "k3"))
+            if inputs.ref_log_probs is not None or len(outputs) > 2:
+                sums.add_mean("kl_ref", kl)
         return per_token
+
+    def _kl(self, outputs: torch.Tensor, old: torch.Tensor, ref_log_probs: torch.Tensor | None) -> torch.Tensor:
+        """KL(policy || reference) of each token."""
+        if len(outputs) > 2:
+            return outputs[2]
+        assert ref_log_probs is not None
+        sampled_at = old if self.kl_unbiased else None
+        return kl_estimate(outputs[0], ref_log_probs, self.kl_estimator, sampled_at)
+
+    def _correction(
+        self, current: torch.Tensor, old: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
+    ) -> torch.Tensor:
+        """Weights of the policy loss, [tokens] without graph: how the engine's probabilities differ from ours."""
+        assert inputs.advantages is not None
+        sequences, options = inputs.sequences, self.correction_options
+        nowhere = torch.zeros_like(current, dtype=torch.bool)
+        correction = Correction(torch.ones_like(current), nowhere, nowhere)
+        log_rho = None
+        if inputs.rollout_log_probs is not None:
+            log_rho = (current if self.old_is_rollout else old) - inputs.rollout_log_probs
+            if self.correction != "none":
+                correction = CORRECTIONS[self.correction](log_rho, sequences, options)
+            if options.veto_below is not None:
+                correction = correction.dropping(~kept_by_veto(log_rho, sequences, options.veto_below))
+        if options.opsm_threshold is not None:
+            sampled = old if inputs.rollout_log_probs is None else inputs.rollout_log_probs
+            kept = kept_by_opsm(current, sampled, inputs.advantages, sequences, options.opsm_threshold)
+            correction = correction.dropping(~kept)
+        if sums is not None:
+            self._report_correction(correction, log_rho, sequences, sums)
+        return correction.weights
+
+    def _report_correction(
+        self, correction: Correction, log_rho: torch.Tensor | None, sequences: Sequences, sums: MetricSums
+    ) -> None:
+        statistics: Statistics = {}
+        if log_rho is not None:
+            statistics |= mismatch_statistics(log_rho, sequences)
+            statistics["rollout_mismatch"] = ("mean", log_rho.abs())
+            statistics["rollout_mismatch_max"] = ("max", log_rho.abs())
+        options = self.correction_options
+        if self.correction != "none" or options.veto_below is not None or options.opsm_threshold is not None:
+            statistics |= correction_statistics(correction, sequences)
+        for name, (kind, values) in statistics.items():
+            (sums.add_mean if kind == "mean" else sums.add_max)(name, values)

@@ -3,13 +3,15 @@
 The loss of an update is sum(weight * per-token loss) over all its tokens, wherever they are computed. The weight of a
 trained token (mask True) of sample i is 1 / (denominator * length_i):
 
-| reduction     | denominator     | length_i                     | source                                      |
-|---------------|-----------------|------------------------------|---------------------------------------------|
-| token_mean    | trained tokens  | 1                            | DAPO, arXiv 2503.14476, section 3.3          |
-| sequence_mean | trained samples | trained tokens of sample i   | GRPO, arXiv 2402.03300, equation 3          |
-| constant      | trained samples | constant_length, one for all | Dr.GRPO, arXiv 2503.20783, its unbiased loss |
+| reduction     | denominator     | length_i                     | source                                        |
+|---------------|-----------------|------------------------------|-----------------------------------------------|
+| token_mean    | trained tokens  | 1                            | DAPO, arXiv 2503.14476, section 3.3           |
+| sequence_mean | trained samples | trained tokens of sample i   | GRPO, arXiv 2402.03300, equation 3            |
+| constant      | trained samples | constant_length, one for all | Dr.GRPO, arXiv 2503.20783, its unbiased loss  |
+| prompt_mean   | trained prompts | trained tokens of i's prompt | ScaleRL, arXiv 2510.13786, its prompt average |
 
-A sample is trained if at least one of its tokens is. Every other token weighs exactly 0.
+A sample, or a prompt, is trained if at least one of its tokens is; the samples of a prompt share a group id. Every
+other token weighs exactly 0.
 """
 
 from __future__ import annotations
@@ -23,29 +25,49 @@ import numpy.typing as npt
 
 from slimefsdp.errors import BatchError, ConfigError
 
-ReductionName = Literal["token_mean", "sequence_mean", "constant"]
-Counts = npt.NDArray[np.int64]  # [samples], the trained tokens of each sample
+ReductionName = Literal["token_mean", "sequence_mean", "constant", "prompt_mean"]
+Integers = npt.NDArray[np.int64]
+
+
+class Samples(NamedTuple):
+    """What the two columns of the table above are computed from, for the samples of one call."""
+
+    counts: Integers  # [samples] trained tokens of each
+    group_ids: Integers | None
+    constant_length: int | None = None
 
 
 class Reduction(NamedTuple):
-    """The two columns of the table above, as functions of the trained tokens of each sample."""
+    """The two columns of the table above."""
 
-    denominator: Callable[[Counts], int]
-    lengths: Callable[[Counts, int | None], npt.NDArray]  # (counts, constant_length) -> [samples]
-
-
-def _trained_tokens(counts: Counts) -> int:
-    return int(counts.sum())
+    denominator: Callable[[Samples], int]
+    lengths: Callable[[Samples], npt.NDArray]  # -> [samples]
 
 
-def _trained_samples(counts: Counts) -> int:
-    return int(np.count_nonzero(counts))
+def _trained_tokens(samples: Samples) -> int:
+    return int(samples.counts.sum())
+
+
+def _trained_samples(samples: Samples) -> int:
+    return int(np.count_nonzero(samples.counts))
+
+
+def _trained_prompts(samples: Samples) -> int:
+    assert samples.group_ids is not None
+    return np.unique(samples.group_ids[samples.counts > 0]).size
+
+
+def _trained_tokens_of_prompt(samples: Samples) -> npt.NDArray:
+    assert samples.group_ids is not None
+    _, group_of_sample = np.unique(samples.group_ids, return_inverse=True)
+    return np.bincount(group_of_sample, weights=samples.counts)[group_of_sample]
 
 
 REDUCTIONS: dict[ReductionName, Reduction] = {
-    "token_mean": Reduction(_trained_tokens, lambda counts, _: np.ones_like(counts)),
-    "sequence_mean": Reduction(_trained_samples, lambda counts, _: counts),
-    "constant": Reduction(_trained_samples, lambda counts, length: np.full_like(counts, length)),
+    "token_mean": Reduction(_trained_tokens, lambda samples: np.ones_like(samples.counts)),
+    "sequence_mean": Reduction(_trained_samples, lambda samples: samples.counts),
+    "constant": Reduction(_trained_samples, lambda samples: np.full_like(samples.counts, samples.constant_length)),
+    "prompt_mean": Reduction(_trained_prompts, _trained_tokens_of_prompt),
 }
 
 
@@ -55,6 +77,7 @@ def token_weights(
     num_samples: int,
     reduction: ReductionName,
     *,
+    group_ids: Integers | None = None,
     constant_length: int | None = None,
     denominator: float | None = None,
 ) -> npt.NDArray[np.float64]:
@@ -62,37 +85,41 @@ def token_weights(
 
     When one update is computed in several calls, give each of them the denominator of the whole
     (`update_denominator` of all its tokens): their sums then add up to the whole. A sample's tokens must stay in one
-    call, because sequence_mean counts them there.
+    call, because sequence_mean counts them there, and so must all samples of a prompt under prompt_mean.
 
     Args:
         mask: [tokens] bool, True where the policy chose the token and it is trained.
         sample_of_token: [tokens] which sample a token belongs to, 0 <= value < num_samples, in any order.
         num_samples: samples of this call, trained or not.
         reduction: a key of REDUCTIONS.
+        group_ids: [num_samples] for "prompt_mean": the prompt each sample answers, any int64; others ignore it.
         constant_length: for "constant", and only then: the length in tokens that every sample counts as having.
-        denominator: replaces this call's own denominator (trained tokens or trained samples, see the table).
+        denominator: replaces this call's own denominator (trained tokens, samples or prompts, see the table).
 
     Returns:
         [tokens] float64; all zeros if no token is trained, whatever the denominator.
 
     Raises:
         ConfigError: constant_length is missing, not positive, or given to a reduction that has no use for it.
-        BatchError: the denominator is not a positive number, though there are tokens to train on.
+        BatchError: the denominator is not a positive number, though there are tokens to train on; or group_ids is
+            missing under prompt_mean.
     """
     _check_constant_length(reduction, constant_length)
+    _check_group_ids(reduction, group_ids, num_samples)
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)
+    samples = Samples(counts, group_ids, constant_length)
     weights = np.zeros(mask.shape, dtype=np.float64)
     if not counts.any():
         return weights
     if denominator is None:
-        denominator = REDUCTIONS[reduction].denominator(counts)
+        denominator = REDUCTIONS[reduction].denominator(samples)
     if not (math.isfinite(denominator) and denominator > 0):
         raise BatchError(
             f"{denominator} cannot divide the loss of {counts.sum()} trained tokens",
             field="denominator",
             hint="pass the update_denominator of the whole update, or None for this call's own",
         )
-    lengths = REDUCTIONS[reduction].lengths(counts, constant_length)
+    lengths = REDUCTIONS[reduction].lengths(samples)
     weights[mask] = 1.0 / (denominator * lengths[sample_of_token[mask]])
     return weights
 
@@ -102,18 +129,22 @@ def update_denominator(
     sample_of_token: npt.NDArray[np.int64],
     num_samples: int,
     reduction: ReductionName,
+    *,
+    group_ids: Integers | None = None,
 ) -> float:
-    """The denominator of these tokens: how many are trained (token_mean), or how many samples are (the others).
+    """The denominator of these tokens: how many tokens, samples or prompts are trained (see the table).
 
-    Arguments as in `token_weights`. Adds up over calls that hold different samples; 0.0 if no token is trained.
+    Arguments and errors as in `token_weights`. Adds up over calls that hold different samples, under prompt_mean
+    different prompts; 0.0 if no token is trained.
     """
+    _check_group_ids(reduction, group_ids, num_samples)
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)
-    return float(REDUCTIONS[reduction].denominator(counts))
+    return float(REDUCTIONS[reduction].denominator(Samples(counts, group_ids)))
 
 
 def _trained_tokens_per_sample(
     mask: npt.NDArray[np.bool_], sample_of_token: npt.NDArray[np.int64], num_samples: int
-) -> Counts:
+) -> Integers:
     assert mask.dtype == np.bool_ and mask.shape == sample_of_token.shape, (mask.dtype, mask.shape)
     counts = np.bincount(sample_of_token[mask], minlength=num_samples)
     assert counts.size == num_samples, f"a token of sample {counts.size - 1}, but num_samples={num_samples}"
@@ -132,4 +163,14 @@ def _check_constant_length(reduction: ReductionName, constant_length: int | None
             f"{constant_length} would have no effect under reduction={reduction}",
             field="constant_length",
             hint="leave it out, or use reduction=constant",
+        )
+
+
+def _check_group_ids(reduction: ReductionName, group_ids: Integers | None, num_samples: int) -> None:
+    assert group_ids is None or group_ids.shape == (num_samples,), (group_ids.shape, num_samples)
+    if reduction == "prompt_mean" and group_ids is None:
+        raise BatchError(
+            "group_ids is missing, and reduction=prompt_mean reads from it which samples answer one prompt",
+            field="group_ids",
+            hint="give group_ids, or use another reduction, e.g. token_mean",
         )

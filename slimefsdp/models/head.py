@@ -2,17 +2,19 @@
 
 Rows are worked through in chunks. Forward keeps two numbers per row, the largest logit and the sum of exponentials
 relative to it; backward recomputes a chunk's logits and turns them, in place, into their own gradient. With z the
-logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j:
+logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j, and q the same of a
+reference, K = sum_j p_j log(p_j / q_j):
 
     log_prob = z_y - logsumexp(z)          d log_prob / d z_j = [j == y] - p_j
                                            d H / d z_j        = -p_j (log p_j + H)
+                                           d K / d z_j        = p_j (log(p_j / q_j) - K)
 
 Logits are never rounded below float32: half-precision inputs go through products with float32 results.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +24,14 @@ from torch.autograd.function import once_differentiable
 # (a larger block costs page faults), on CUDA one product of the weight gradient (a smaller one costs kernel launches).
 CPU_BLOCK_BYTES = 8 * 2**20
 CUDA_BLOCK_BYTES = 64 * 2**20
+
+
+class HeadInputs(NamedTuple):
+    """What a model's logits are made of."""
+
+    hidden: Tensor  # [rows, hidden_dim] in the compute dtype
+    weight: Tensor  # [vocab, hidden_dim] of the same dtype
+    softcap: float | None = None  # the final logit soft-cap of Gemma 2
 
 
 def token_log_probs(
@@ -54,12 +64,61 @@ def token_log_probs(
     Returns:
         log_probs [rows], and entropy [rows] or None; both float32, or float64 for float64 inputs.
     """
+    assert with_entropy or not entropy_grad, "entropy_grad needs with_entropy"
+    model = HeadInputs(hidden, weight, softcap)
+    return _apply(model, targets, None, temperature, with_entropy, entropy_grad, chunk_bytes)[:2]
+
+
+def token_log_probs_and_kl(
+    model: HeadInputs,
+    targets: Tensor,
+    reference: HeadInputs,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    chunk_bytes: int = 128 * 2**20,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`token_log_probs` and entropy, and each row's KL(model || reference) over the whole vocabulary.
+
+    Log-probs and entropy have the same bits as without a reference. The KL is exactly 0 where the logits of both are
+    equal bit for bit; gradients flow through it to the model alone.
+
+    Args:
+        model: hidden and weight carry the gradient.
+        targets: [rows] int64, as above.
+        reference: of the same rows and vocabulary, with a hidden_dim and a soft-cap of its own.
+        temperature: divides the logits of both.
+        chunk_bytes: as above; the reference takes one buffer more.
+
+    Returns:
+        log_probs, entropy and KL in nats, [rows] each.
+    """
+    assert reference.hidden.shape[0] == model.hidden.shape[0], "model and reference have different rows"
+    assert reference.weight.shape[0] == model.weight.shape[0], "model and reference have different vocabularies"
+    log_probs, entropy, kl = _apply(model, targets, reference, temperature, True, entropy_grad, chunk_bytes)
+    assert entropy is not None and kl is not None
+    return log_probs, entropy, kl
+
+
+def _apply(
+    model: HeadInputs,
+    targets: Tensor,
+    reference: HeadInputs | None,
+    temperature: float,
+    with_entropy: bool,
+    entropy_grad: bool,
+    chunk_bytes: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    hidden, weight, softcap = model
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
-    assert with_entropy or not entropy_grad, "entropy_grad needs with_entropy"
+    # the same chunks with and without a reference: another number of rows may take another path of the product
     rows_per_chunk = chunk_bytes // (weight.shape[0] * _logits_dtype(hidden).itemsize * 2)
     bounds = chunk_bounds(hidden.shape[0], rows_per_chunk)
-    return _TokenLogProbs.apply(hidden, weight, targets, temperature, softcap, with_entropy, entropy_grad, bounds)
+    result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
+        hidden, weight, targets, reference, temperature, softcap, with_entropy, entropy_grad, bounds
+    )
+    return result
 
 
 def chunk_bounds(rows: int, rows_per_chunk: int) -> list[tuple[int, int]]:
@@ -82,68 +141,96 @@ class _TokenLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        reference: HeadInputs | None,
         temperature: float,
         softcap: float | None,
         with_entropy: bool,
         entropy_grad: bool,
         bounds: list[tuple[int, int]],
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         log_probs = hidden.new_empty(hidden.shape[0], dtype=_logits_dtype(hidden))
         largest, exp_sums = torch.empty_like(log_probs), torch.empty_like(log_probs)
         entropy = torch.empty_like(log_probs) if with_entropy else None
+        kl, mean_difference = torch.empty_like(log_probs), torch.empty_like(log_probs)
         logits_buffer = _chunk_buffer(log_probs, bounds, weight)
         exps_buffer = _chunk_buffer(log_probs, bounds, weight) if with_entropy else logits_buffer
+        ref_buffer = logits_buffer if reference is None else _chunk_buffer(log_probs, bounds, weight)
         for start, end in bounds:
             logits, exps = logits_buffer[: end - start], exps_buffer[: end - start]  # [chunk, vocab]
+            difference = ref_buffer[: end - start]
             _write_logits(hidden[start:end], weight, logits)
             _cap_and_scale(logits, temperature, softcap)
             torch.amax(logits, dim=1, out=largest[start:end])
             logits.sub_(largest[start:end, None])
             at_target = logits.gather(1, targets[start:end, None]).squeeze(1)
+            if reference is not None:
+                _write_shifted_logits(reference, start, end, temperature, difference)
+                torch.sum(torch.exp(difference, out=exps), dim=1, out=kl[start:end]).log_()
+                torch.sub(logits, difference, out=difference)
             torch.exp(logits, out=exps)
             torch.sum(exps, dim=1, out=exp_sums[start:end])
             log_sum = exp_sums[start:end].log()
             # subtracting from the shifted logit, not adding up a logsumexp first, keeps log-probs near 0 exact
             torch.sub(at_target, log_sum, out=log_probs[start:end])
+            if reference is not None:
+                # K = log S_q - log S + D with D = sum_j e_j (z_j - z_qj) / S
+                torch.div(difference.mul_(exps).sum(1), exp_sums[start:end], out=mean_difference[start:end])
+                kl[start:end].sub_(log_sum).add_(mean_difference[start:end])
             if entropy is not None:
                 # H = log S - sum_j e_j z_j / S
                 mean_logit = exps.mul_(logits).sum(1).div_(exp_sums[start:end])
                 torch.sub(log_sum, mean_logit, out=entropy[start:end])
         if entropy is not None and not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        ctx.save_for_backward(hidden, weight, targets, largest, exp_sums, entropy if entropy_grad else None)
+        ref_hidden, ref_weight, ctx.ref_softcap = reference or (None, None, None)
+        ctx.save_for_backward(
+            hidden, weight, targets, largest, exp_sums, entropy if entropy_grad else None,
+            ref_hidden, ref_weight, mean_difference,
+        )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.softcap, ctx.bounds = temperature, softcap, bounds
-        return log_probs, entropy
+        return log_probs, entropy, None if reference is None else kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, largest, exp_sums, entropy = ctx.saved_tensors
+    def backward(
+        ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None, kl_grad: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, largest, exp_sums, entropy, ref_hidden, ref_weight, mean_difference = ctx.saved_tensors
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(largest)
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=largest.dtype) if ctx.needs_input_grad[1] else None
         buffer = _chunk_buffer(largest, ctx.bounds, weight)
-        exps_buffer = None if entropy_grad is None else torch.empty_like(buffer)
+        exps_buffer = None if entropy_grad is None and kl_grad is None else torch.empty_like(buffer)
+        ref_buffer = buffer if kl_grad is None else torch.empty_like(buffer)
         tanh_buffer = None if ctx.softcap is None else torch.empty_like(buffer)
         for start, end in ctx.bounds:
             logits = buffer[: end - start]  # [chunk, vocab]; becomes its own gradient below
             tanh = None if tanh_buffer is None else tanh_buffer[: end - start]
-            exps = None if exps_buffer is None else exps_buffer[: end - start]
             _write_logits(hidden[start:end], weight, logits)
             _cap_and_scale(logits, ctx.temperature, ctx.softcap, tanh)
             logits.sub_(largest[start:end, None])
             target_grad = log_probs_grad[start:end] / ctx.temperature
             scale = exp_sums[start:end].reciprocal()
-            if exps is None:
-                logits.exp_().mul_((-target_grad * scale)[:, None])
+            offset = -target_grad * scale
+            if exps_buffer is None:
+                logits.exp_().mul_(offset[:, None])
             else:
-                assert entropy_grad is not None
-                slope = -entropy_grad[start:end] * scale / ctx.temperature
-                offset = slope * (entropy[start:end] - exp_sums[start:end].log()) - target_grad * scale
-                torch.exp(logits, out=exps)
-                torch.addcmul(offset[:, None], logits, slope[:, None], out=logits).mul_(exps)
+                exps = torch.exp(logits, out=exps_buffer[: end - start])
+                slope = torch.zeros_like(offset)
+                if entropy_grad is not None:
+                    slope = -entropy_grad[start:end] * scale / ctx.temperature
+                    offset += slope * (entropy[start:end] - exp_sums[start:end].log())
+                offset = offset[:, None]
+                if kl_grad is not None:
+                    reference = HeadInputs(ref_hidden, ref_weight, ctx.ref_softcap)
+                    difference = ref_buffer[: end - start]
+                    _write_shifted_logits(reference, start, end, ctx.temperature, difference)
+                    torch.sub(logits, difference, out=difference).sub_(mean_difference[start:end, None])
+                    kl_slope = kl_grad[start:end] * scale / ctx.temperature
+                    offset = torch.addcmul(offset, difference, kl_slope[:, None], out=difference)
+                torch.addcmul(offset, logits, slope[:, None], out=logits).mul_(exps)
             logits.scatter_add_(1, targets[start:end, None], target_grad[:, None])
             if tanh is not None:
                 logits.mul_(tanh.square_().neg_().add_(1))
@@ -152,7 +239,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if weight_grad is not None:
                 _add_weight_grad(logits, hidden[start:end], weight_grad)
         weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None, None, None
+        return hidden_grad, weight_grad, None, None, None, None, None, None, None
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
@@ -173,6 +260,13 @@ def _cap_and_scale(logits: Tensor, temperature: float, softcap: float | None, ta
         logits.mul_(softcap)
     if temperature != 1.0:
         logits.div_(temperature)
+
+
+def _write_shifted_logits(model: HeadInputs, start: int, end: int, temperature: float, out: Tensor) -> None:
+    """out [chunk, vocab] = capped and scaled logits of rows [start, end), less the largest of each row."""
+    _write_logits(model.hidden[start:end], model.weight, out)
+    _cap_and_scale(out, temperature, model.softcap)
+    out.sub_(out.amax(dim=1, keepdim=True))
 
 
 def _vocab_blocks(weight: Tensor) -> list[slice]:

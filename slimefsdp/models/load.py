@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a sharded PolicyModel, each rank holding only the slices it keeps.
+"""From a Hugging Face folder to a sharded model, each rank holding only the slices it keeps.
 
 The model is built without memory for its parameters, sharded, given memory for the local shards, and filled straight
 from the safetensors files, or drawn at random where that is asked for. Buffers (rotary frequencies, embedding scales)
@@ -11,8 +11,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,20 +24,24 @@ from slimefsdp.attention.choice import AttentionShape
 from slimefsdp.attention.register import register_attention
 from slimefsdp.attention.strategy import Attention
 from slimefsdp.errors import ModelError
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.folder import ModelFolder, check_architecture, refuse_unpackable
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.random_init import draw_weights
-from slimefsdp.models.read import ReadBy, check_tensor_names, read_weights
+from slimefsdp.models.read import ReadBy, check_tensor_names, local_shard, read_weights
 from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import Parallelism, parallelize
 from slimefsdp.parallel.layers import require_compiler
 from slimefsdp.parallel.mesh import Mesh
 
+AnyModel = TypeVar("AnyModel", bound=DecoderModel)
+
 # noise that training adds on purpose: a ratio of two policies would measure it
 _NOISE = re.compile(r"\w*dropout\w*|\w*_pdrop|router_jitter_noise")
 
 
-def load_policy(
+def load_model(
+    kind: type[AnyModel],
     folder: ModelFolder,
     mesh: Mesh,
     how: Parallelism,
@@ -44,27 +50,28 @@ def load_policy(
     random_seed: int | None = None,
     frozen: Sequence[str] = (),
     read_by: ReadBy = "every_rank",
-) -> PolicyModel:
+) -> AnyModel:
     """Collective: the folder's model, sharded over the mesh, its weights loaded.
 
     Args:
+        kind: PolicyModel or ValueModel, whose head is 0 where the folder holds none.
         how: dtypes, units, places, recomputation.
         attention_for: makes the model's attention, or refuses the model; None: that of one rank a pack.
         random_seed: draw the weights from it instead, the same on every mesh; None: read them.
-        frozen: patterns of `PolicyModel.freeze`.
+        frozen: patterns of `DecoderModel.freeze`.
         read_by: first_rank: rank 0 alone opens files of the folder, and sends the others their rows.
 
     Raises:
         ModelError: on every rank alike; the folder cannot be loaded faithfully.
-        ConfigError: as `parallelize` and `PolicyModel.freeze`; or what `how` asks for needs a compiler that some rank
+        ConfigError: as `parallelize` and `DecoderModel.freeze`; or what `how` asks for needs a compiler that some rank
             lacks.
     """
-    built: list[PolicyModel] = []
+    built: list[AnyModel] = []
 
     def build() -> None:  # every rank reads its own copy of the folder, and copies differ
         if how.compile:
             require_compiler(mesh.device)
-        built.append(build_policy(folder, how.master_dtype))
+        built.append(build_model(kind, folder, how.master_dtype))
         if attention_for is not None:
             built[0].attention = attention_for(built[0].attention_shape())
         if random_seed is None:
@@ -72,19 +79,26 @@ def load_policy(
         built[0].freeze(frozen)
 
     run_together(build, mesh.group)
-    (policy,) = built
-    parallelize(policy, mesh, how)
+    (model,) = built
+    parallelize(model, mesh, how)
     host = torch.device("cpu")
-    materialise(policy, mesh.device, host if how.cpu_offload else None, buffer_dtype=how.buffer_dtype)
+    materialise(model, mesh.device, host if how.cpu_offload else None, buffer_dtype=how.buffer_dtype)
     if random_seed is None:
-        read_weights(policy, folder, mesh.group, device=mesh.device, read_by=read_by)
+        read_weights(model, folder, mesh.group, device=mesh.device, read_by=read_by)
     else:
-        draw_weights(policy, build_policy(folder, torch.float32), random_seed)
-    return policy
+        draw_weights(model, build_model(kind, folder, torch.float32), random_seed)
+    _zero_what_no_folder_holds(model, folder)
+    return model
 
 
-def build_policy(folder: ModelFolder, master_dtype: torch.dtype) -> PolicyModel:
+load_policy = partial(load_model, PolicyModel)
+
+
+def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.dtype) -> AnyModel:
     """The model of a folder, its parameters on the meta device in `master_dtype`, its buffers real.
+
+    Args:
+        kind: PolicyModel or ValueModel.
 
     Raises:
         ModelError: an architecture or feature that cannot be trained faithfully here.
@@ -99,12 +113,23 @@ def build_policy(folder: ModelFolder, master_dtype: torch.dtype) -> PolicyModel:
     except Exception as error:  # not every release checks the values when it reads them
         raise _unusable_config(folder, error) from error
     hf.tie_weights()
-    hf.train()  # there is no noise left that the mode could switch on
-    return PolicyModel(hf)
+    model = kind(hf)
+    return model.train()  # there is no noise left that the mode could switch on
+
+
+build_policy = partial(build_model, PolicyModel)
+
+
+@torch.no_grad()
+def _zero_what_no_folder_holds(model: DecoderModel, folder: ModelFolder) -> None:
+    held = {name for name, _ in model.weights_in(folder.tensors)}
+    for name, parameter in model.named_weights():
+        if name not in held:
+            local_shard(parameter).zero_()
 
 
 def materialise(
-    policy: PolicyModel,
+    model: DecoderModel,
     device: torch.device,
     parameters_on: torch.device | None = None,
     *,
@@ -119,15 +144,15 @@ def materialise(
     # under every name, also where two share a tensor: to_empty parts them, as it does tied parameters
     buffers = {
         name: buffer.to(device, buffer_dtype if buffer.is_floating_point() else None)
-        for name, buffer in policy.named_buffers(remove_duplicate=False)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
     }
-    tied = policy.has_tied_embeddings
-    policy.to_empty(device=parameters_on or device)
+    tied = model.has_tied_embeddings
+    model.to_empty(device=parameters_on or device)
     for name, buffer in buffers.items():
         module, _, own_name = name.rpartition(".")
-        setattr(policy.get_submodule(module), own_name, buffer)
+        setattr(model.get_submodule(module), own_name, buffer)
     if tied:
-        policy.hf.get_output_embeddings().weight = policy.hf.get_input_embeddings().weight
+        model.hf.get_output_embeddings().weight = model.hf.get_input_embeddings().weight
 
 
 def _supported_config(folder: ModelFolder) -> PretrainedConfig:

@@ -14,23 +14,23 @@ import torch
 from torch import nn
 
 from slimefsdp.errors import ModelError
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.read import local_rows, local_shard
 
 
 @torch.no_grad()
-def draw_weights(policy: PolicyModel, template: PolicyModel, seed: int) -> None:
-    """Fills the local shards of `policy`; no communication.
+def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None:
+    """Fills the local shards of `model`; no communication.
 
     Args:
-        policy: sharded or not, its parameters in memory.
+        model: sharded or not, its parameters in memory.
         template: the same model, unsharded, its parameters on the meta device, where they are again afterwards.
         seed: the same on every rank.
 
     Raises:
         ModelError: transformers has no rule for a parameter.
     """
-    mine = dict(policy.named_weights())
+    mine = dict(model.named_weights())
     kept = torch.default_generator.get_state()  # the one that transformers' rules draw from
     try:
         for unit in _units(template, mine.keys()):
@@ -52,7 +52,7 @@ def draw_weights(policy: PolicyModel, template: PolicyModel, seed: int) -> None:
         torch.default_generator.set_state(kept)
 
 
-def _units(template: PolicyModel, wanted: Container[str]) -> list[dict[str, nn.Module]]:
+def _units(template: DecoderModel, wanted: Container[str]) -> list[dict[str, nn.Module]]:
     """Modules by name, children before parents, in groups: a rule may reach into children, but stays in its layer.
 
     Outside the layers, only those with a parameter in `wanted`: a head tied to the embedding is not drawn again.

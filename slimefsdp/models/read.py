@@ -21,9 +21,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from slimefsdp.checkpoint.tensor_file import TORCH_DTYPES, read_rows
 from slimefsdp.errors import ModelError
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.hub_names import Part, is_no_weight, stored_parts
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.safetensors_header import TensorEntry
 from slimefsdp.parallel.agree import run_together
 
@@ -34,15 +34,15 @@ _BUFFER_BYTES = 16 << 20
 _ALIGNMENT = 8  # bytes, of the widest dtype
 
 
-def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
+def check_tensor_names(model: DecoderModel, folder: ModelFolder) -> None:
     """Compares the checkpoint's tensors with the model's parameters before anything is read.
 
     Raises:
         ModelError: a tensor is missing, surplus, or of another shape.
     """
-    wanted = {part.name: part.shape for _, parts in _parts_by_parameter(policy, folder) for part in parts}
-    if _has_second_head(policy, folder):  # saved although it is the embedding: compared later
-        wanted[TIED_HEAD] = tuple(policy.hf.get_output_embeddings().weight.shape)
+    wanted = {part.name: part.shape for _, parts in _parts_by_parameter(model, folder) for part in parts}
+    if _has_second_head(model, folder):  # saved although it is the embedding: compared later
+        wanted[TIED_HEAD] = tuple(model.hf.get_output_embeddings().weight.shape)
     for name, shape in wanted.items():
         entry = folder.tensors.get(name)
         if entry is None:
@@ -55,9 +55,8 @@ def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
             )
         if entry.dtype not in ("F64", "F32", "BF16", "F16"):
             raise _wrong_tensor(name, f"is {entry.dtype} in {entry.file.name}", "quantised weights cannot be trained")
-    surplus = sorted(
-        name for name in folder.tensors if name not in wanted and not is_no_weight(folder.model_type, name)
-    )
+    known = wanted.keys() | model.unread(folder.tensors)
+    surplus = sorted(name for name in folder.tensors if name not in known and not is_no_weight(folder.model_type, name))
     if surplus:
         raise _wrong_tensor(
             surplus[0],
@@ -69,7 +68,7 @@ def check_tensor_names(policy: PolicyModel, folder: ModelFolder) -> None:
 
 @torch.no_grad()
 def read_weights(
-    policy: PolicyModel,
+    model: DecoderModel,
     folder: ModelFolder,
     group: dist.ProcessGroup,
     *,
@@ -86,7 +85,7 @@ def read_weights(
         ModelError: on every rank alike, when any rank met an unreadable file, a non-finite weight, or a separate
             `lm_head.weight` that differs from the embedding the config ties it to.
     """
-    shares = _shares(policy, folder)
+    shares = _shares(model, folder)
     with OpenTensors(folder.tensors) as files:
         if read_by == "every_rank":
             run_together(lambda: _read_shares(files, shares), group)
@@ -107,15 +106,15 @@ def local_shard(parameter: nn.Parameter) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _parts_by_parameter(policy: PolicyModel, folder: ModelFolder) -> list[tuple[nn.Parameter, list[Part]]]:
+def _parts_by_parameter(model: DecoderModel, folder: ModelFolder) -> list[tuple[nn.Parameter, list[Part]]]:
     return [
         (parameter, stored_parts(folder.model_type, name, parameter.shape, folder.tensors))
-        for name, parameter in policy.named_weights()
+        for name, parameter in model.weights_in(folder.tensors)
     ]
 
 
-def _has_second_head(policy: PolicyModel, folder: ModelFolder) -> bool:
-    return policy.has_tied_embeddings and TIED_HEAD in folder.tensors
+def _has_second_head(model: DecoderModel, folder: ModelFolder) -> bool:
+    return model.has_tied_embeddings and TIED_HEAD in folder.tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,10 +154,10 @@ def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     return zip(*(tensor.split(_BUFFER_BYTES // _ALIGNMENT) for tensor in tensors), strict=True)
 
 
-def _shares(policy: PolicyModel, folder: ModelFolder) -> list[_Share]:
+def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
     """One share of every stored tensor, in the same order on every rank."""
     shares = []
-    for parameter, parts in _parts_by_parameter(policy, folder):
+    for parameter, parts in _parts_by_parameter(model, folder):
         (start, end), shard = local_rows(parameter), local_shard(parameter)
         for part in parts:
             if part.expert is None:
@@ -168,8 +167,8 @@ def _shares(policy: PolicyModel, folder: ModelFolder) -> list[_Share]:
                 shares.append(_Share(part.name, rows.view(-1), 0))
             else:
                 shares.append(_Share(part.name, shard.new_empty(0), 0))
-    if _has_second_head(policy, folder):
-        embedding = policy.hf.get_input_embeddings().weight
+    if _has_second_head(model, folder):
+        embedding = model.hf.get_input_embeddings().weight
         assert isinstance(embedding, nn.Parameter)
         start = local_rows(embedding)[0] * embedding.shape[1]
         shares.append(_Share(TIED_HEAD, local_shard(embedding).view(-1), start, is_second_head=True))

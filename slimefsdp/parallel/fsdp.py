@@ -16,7 +16,7 @@ from slimefsdp.parallel.mesh import Mesh
 from slimefsdp.parallel.units import choose_units
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
-    from slimefsdp.models.policy import PolicyModel
+    from slimefsdp.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Parallelism:
     compile: bool = False
 
 
-def parallelize(policy: PolicyModel, mesh: Mesh, how: Parallelism) -> PolicyModel:
+def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderModel:
     """Prepares the layers and shards the policy over the mesh, in place; its parameters may have no memory yet.
 
     The order matters: a compiled layer may be recomputed, and sharding comes last, around both.
@@ -53,7 +53,7 @@ def parallelize(policy: PolicyModel, mesh: Mesh, how: Parallelism) -> PolicyMode
     return policy
 
 
-def apply_fsdp(policy: PolicyModel, mesh: DeviceMesh, how: Parallelism) -> None:
+def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None:
     """Shards the policy over a mesh (shard) or (replicate, shard), in place.
 
     Outside the units, the root holds everything else (final norm, head), whose forward is the only place where the

@@ -20,10 +20,10 @@ from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.reports import Description, Difference, ReplicaCheck, Unit
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
-    from slimefsdp.models.policy import PolicyModel
+    from slimefsdp.models.decoder import DecoderModel
 
 
-def describe_model(policy: PolicyModel, axes: Mapping[str, int]) -> Description:
+def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description:
     """The sharded units of a policy, whose parameters must be sharded at the moment; no collective.
 
     Args:
@@ -52,13 +52,13 @@ def describe_model(policy: PolicyModel, axes: Mapping[str, int]) -> Description:
     )
 
 
-def model_tensors(policy: PolicyModel, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def model_tensors(policy: DecoderModel, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters as `model.*` and buffers as `buffer.*`, each after `prefix`."""
     yield from ((f"{prefix}model.{name}", parameter) for name, parameter in policy.named_weights())
     yield from ((f"{prefix}buffer.{name.removeprefix('hf.')}", buffer) for name, buffer in policy.named_buffers())
 
 
-def optimizer_tensors(policy: PolicyModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def optimizer_tensors(policy: DecoderModel, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """The optimiser's state as `optimizer.*`: moments, and whatever else it keeps for each parameter."""
     for name, parameter in policy.trained_weights():
         yield from ((f"optimizer.{name}.{key}", value) for key, value in optimizer.state[parameter].items())

@@ -14,11 +14,11 @@ from torch import nn
 from slimefsdp.errors import ConfigError
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
-    from slimefsdp.models.policy import PolicyModel
+    from slimefsdp.models.decoder import DecoderModel
 
 
 def choose_units(
-    policy: PolicyModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
+    policy: DecoderModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
 ) -> list[nn.Module]:
     """The units, outer ones before those inside them, otherwise in the order in which the model registers them.
 
@@ -50,7 +50,7 @@ def choose_units(
     return [module for module in candidates if module in chosen]
 
 
-def _candidates(policy: PolicyModel) -> list[nn.Module]:
+def _candidates(policy: DecoderModel) -> list[nn.Module]:
     """Modules with parameters that the decoder calls, in its order; a list of modules is never called."""
     decoder = policy.hf.get_decoder()
     in_root = {decoder, policy.hf.get_input_embeddings()} if policy.has_tied_embeddings else {decoder}

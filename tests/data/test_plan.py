@@ -105,6 +105,60 @@ def test_equal_input_gives_an_equal_digest(phase):
     assert first.digest() == second.digest() == pickle.loads(pickle.dumps(first)).digest()
 
 
+@st.composite
+def grouped_phases(draw):
+    """The same with samples that stay together, of any sizes, in any order; the longest group is the cap, or nearly."""
+    phase = draw(phases())
+    size = len(phase["lengths"])
+    together = np.array(draw(st.lists(st.integers(-2, 25), min_size=size, max_size=size)), dtype=np.int64)
+    longest = max(int(phase["lengths"][together == number].sum()) for number in together)
+    return {**phase, "together": together, "max_pack_tokens": longest + draw(st.integers(0, 40))}
+
+
+@given(grouped_phases())
+@settings(max_examples=150, deadline=None)
+def test_samples_that_stay_together_are_in_one_pack_once_an_epoch_and_whole(phase):
+    lengths, together, epochs = phase["lengths"], phase["together"], phase["epochs"]
+    trains = np.ones(len(lengths), dtype=bool) if phase["trains"] is None else phase["trains"]
+    kept = {number: np.flatnonzero(together == number).tolist() for number in together[trains]}
+    plan = plan_phase(**phase)
+    first = plan.num_first_epoch_updates
+    for updates, times in ((plan.updates[:first], 1), (plan.updates[first:], epochs - 1)):
+        packs = [pack for update in updates for pack in packs_of(update) if len(pack)]
+        found = [pack[together[pack] == number].tolist() for pack in packs for number in np.unique(together[pack])]
+        assert sorted(found) == sorted(list(kept.values()) * times)
+        assert all(lengths[pack].sum() <= phase["max_pack_tokens"] and (np.diff(pack) > 0).all() for pack in packs)
+    assert all(len({len(micro_batches) for micro_batches in update}) == 1 for update in plan.updates)
+    assert plan.num_dropped == len(lengths) - sum(map(len, kept.values()))
+
+
+@given(grouped_phases())
+@settings(max_examples=100, deadline=None)
+def test_an_update_holds_as_many_groups_as_samples_per_update_has_room_for(phase):
+    _, sizes = np.unique(phase["together"], return_counts=True)
+    per_update = phase["samples_per_update"]
+    groups = len(sizes) if per_update is None else max(1, per_update // sizes.max())
+    plan = plan_phase(**phase)
+    for update in range(len(plan.updates)):
+        assert 1 <= len(np.unique(phase["together"][plan.samples_of(update)])) <= groups
+    assert len(plan.updates) + plan.num_skipped_updates == phase["epochs"] * math.ceil(len(sizes) / groups)
+
+
+@given(phases())
+@settings(max_examples=50, deadline=None)
+def test_groups_of_one_are_planned_as_samples(phase):
+    alone = np.arange(len(phase["lengths"]))
+    assert plan_phase(**phase, together=alone).digest() == plan_phase(**phase).digest()
+
+
+def test_a_group_over_the_cap_is_refused_by_name_with_the_way_out():
+    shape = {"dp": 2, "max_pack_tokens": 100, "together": np.array([8, 3, 8, 3])}
+    with pytest.raises(BatchError, match="group 3, which has 130") as caught:
+        plan_phase(np.array([10, 60, 20, 70]), **shape)
+    assert caught.value.field == "batch.max_tokens_per_rank" and "at least 130" in caught.value.hint
+    assert plan_phase(np.array([10, 60, 20, 70]), **shape, trains=np.array([True, False, True, False])).num_dropped == 2
+
+
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_micro_batches_are_within_first_fit_decreasings_bound_of_the_true_minimum(lengths, cap, dp):

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.loss import names
 from slimefsdp.loss.reduce import REDUCTIONS, ReductionName, token_weights, update_denominator
 
 every_reduction = pytest.mark.parametrize("reduction", list(REDUCTIONS))
@@ -18,8 +19,13 @@ def length_for(reduction):
     return CONSTANT_LENGTH if reduction == "constant" else None
 
 
+def groups_for(reduction, num_samples):
+    """Interleaved groups of a few samples; None where no reduction reads them."""
+    return np.arange(num_samples) * 2 % 3 - 1 if reduction == "prompt_mean" else None
+
+
 def loss_by_the_formula(losses, mask, sample_of_token, num_samples, reduction):
-    """The update's loss as the papers write it: a mean over tokens, or over samples of a mean or a scaled sum."""
+    """The loss as the papers write it: a mean over tokens, over samples of a mean or a scaled sum, or over prompts."""
     of_sample = [
         [
             float(loss)
@@ -34,7 +40,18 @@ def loss_by_the_formula(losses, mask, sample_of_token, num_samples, reduction):
         return sum(flat) / len(flat)
     if reduction == "sequence_mean":
         return sum(sum(tokens) / len(tokens) for tokens in trained) / len(trained)
+    if reduction == "prompt_mean":
+        of_prompt = {}
+        for tokens, group in zip(of_sample, groups_for(reduction, num_samples).tolist(), strict=True):
+            of_prompt.setdefault(group, []).extend(tokens)
+        prompts = [tokens for tokens in of_prompt.values() if tokens]
+        return sum(sum(tokens) / len(tokens) for tokens in prompts) / len(prompts)
     return sum(sum(tokens) / CONSTANT_LENGTH for tokens in trained) / len(trained)
+
+
+def weights_of(mask, sample_of_token, num_samples, reduction, **given):
+    given = {"group_ids": groups_for(reduction, num_samples), "constant_length": length_for(reduction)} | given
+    return token_weights(mask, sample_of_token, num_samples, reduction, **given)
 
 
 @st.composite
@@ -49,7 +66,7 @@ def updates(draw):
 
 
 def test_every_name_a_setting_may_have_is_in_the_table():
-    assert set(get_args(ReductionName)) == set(REDUCTIONS)
+    assert set(get_args(ReductionName)) == set(REDUCTIONS) == set(names.REDUCTIONS)
 
 
 @every_reduction
@@ -58,7 +75,7 @@ def test_every_name_a_setting_may_have_is_in_the_table():
 def test_the_weighted_sum_is_the_papers_loss(reduction, update):
     losses, mask, sample_of_token, num_samples = update
     assume(mask.any())
-    weights = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length_for(reduction))
+    weights = weights_of(mask, sample_of_token, num_samples, reduction)
     assert weights.dtype == np.float64
     assert weights @ losses == pytest.approx(loss_by_the_formula(*update, reduction), rel=1e-12, abs=1e-13)
 
@@ -68,17 +85,17 @@ def test_the_weighted_sum_is_the_papers_loss(reduction, update):
 @given(update=updates())
 def test_masked_out_tokens_weigh_exactly_nothing_and_the_others_something(reduction, update):
     _, mask, sample_of_token, num_samples = update
-    weights = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length_for(reduction))
+    weights = weights_of(mask, sample_of_token, num_samples, reduction)
     assert ((weights > 0) == mask).all() and (weights[~mask] == 0.0).all()
 
 
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "prompt_mean"])
 @settings(deadline=None)
 @given(update=updates())
 def test_the_weights_of_a_mean_sum_to_one(reduction, update):
     _, mask, sample_of_token, num_samples = update
     assume(mask.any())
-    assert token_weights(mask, sample_of_token, num_samples, reduction).sum() == pytest.approx(1.0, rel=1e-12)
+    assert weights_of(mask, sample_of_token, num_samples, reduction).sum() == pytest.approx(1.0, rel=1e-12)
 
 
 @every_reduction
@@ -86,13 +103,13 @@ def test_the_weights_of_a_mean_sum_to_one(reduction, update):
 @given(update=updates(), random=st.randoms(use_true_random=False))
 def test_reordering_tokens_and_renumbering_samples_moves_each_weight_with_its_token(reduction, update, random):
     _, mask, sample_of_token, num_samples = update
-    order, names = list(range(mask.size)), list(range(num_samples))
+    order, names_of_samples = list(range(mask.size)), list(range(num_samples))
     random.shuffle(order)
-    random.shuffle(names)
-    length = length_for(reduction)
-    before = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length)
-    renamed = np.array(names)[sample_of_token][order]
-    after = token_weights(mask[order], renamed, num_samples, reduction, constant_length=length)
+    random.shuffle(names_of_samples)
+    before = weights_of(mask, sample_of_token, num_samples, reduction)
+    renamed, groups = np.array(names_of_samples)[sample_of_token][order], groups_for(reduction, num_samples)
+    moved = None if groups is None else groups[np.argsort(names_of_samples)]
+    after = weights_of(mask[order], renamed, num_samples, reduction, group_ids=moved)
     assert (after == before[order]).all()
 
 
@@ -102,27 +119,33 @@ def test_reordering_tokens_and_renumbering_samples_moves_each_weight_with_its_to
 def test_parts_given_the_wholes_denominator_have_the_wholes_weights(reduction, update, data):
     _, mask, sample_of_token, num_samples = update
     assume(mask.any())
-    length = length_for(reduction)
-    whole = token_weights(mask, sample_of_token, num_samples, reduction, constant_length=length)
-    denominator = update_denominator(mask, sample_of_token, num_samples, reduction)
+    groups = groups_for(reduction, num_samples)
+    whole = weights_of(mask, sample_of_token, num_samples, reduction)
+    denominator = update_denominator(mask, sample_of_token, num_samples, reduction, group_ids=groups)
     part_of_sample = np.array(data.draw(st.lists(st.integers(0, 2), min_size=num_samples, max_size=num_samples)))
+    if groups is not None:  # a prompt stays in one call
+        part_of_sample = part_of_sample[[groups.tolist().index(group) for group in groups]]
     parts_denominator = 0.0
     for part in range(3):
         samples = np.flatnonzero(part_of_sample == part)
         here = np.isin(sample_of_token, samples)
         local_sample = np.searchsorted(samples, sample_of_token[here])  # each call numbers its own samples from 0
         arguments = mask[here], local_sample, samples.size, reduction
-        weights = token_weights(*arguments, constant_length=length, denominator=denominator)
+        local_groups = None if groups is None else groups[samples]
+        weights = weights_of(*arguments, group_ids=local_groups, denominator=denominator)
         assert (weights == whole[here]).all()
-        parts_denominator += update_denominator(*arguments)
+        parts_denominator += update_denominator(*arguments, group_ids=local_groups)
     assert parts_denominator == denominator
 
 
 def test_a_sample_without_trained_tokens_leaves_the_denominators():
     mask, sample_of_token = np.array([True, True, False, True]), np.array([0, 0, 1, 3])
-    assert [update_denominator(mask, sample_of_token, 5, reduction) for reduction in REDUCTIONS] == [3.0, 2.0, 2.0]
+    groups = np.array([8, 5, 5, 8, 5])  # group 5 has no trained token
+    found = [update_denominator(mask, sample_of_token, 5, reduction, group_ids=groups) for reduction in REDUCTIONS]
+    assert found == [3.0, 2.0, 2.0, 1.0]
     assert token_weights(mask, sample_of_token, 5, "token_mean").tolist() == [1 / 3, 1 / 3, 0, 1 / 3]
     assert token_weights(mask, sample_of_token, 5, "sequence_mean").tolist() == [1 / 4, 1 / 4, 0, 1 / 2]
+    assert token_weights(mask, sample_of_token, 5, "prompt_mean", group_ids=groups).tolist() == [1 / 3, 1 / 3, 0, 1 / 3]
     constant = token_weights(mask, sample_of_token, 5, "constant", constant_length=8)
     assert constant.tolist() == [1 / 16, 1 / 16, 0, 1 / 16]
 
@@ -131,12 +154,11 @@ def test_a_sample_without_trained_tokens_leaves_the_denominators():
 @pytest.mark.parametrize("denominator", [None, 0.0, 3.0])
 def test_an_update_with_nothing_to_train_on_weighs_nothing(reduction, denominator):
     mask, sample_of_token = np.zeros(3, bool), np.array([0, 1, 1])
-    length = length_for(reduction)
     for size in (3, 0):
         tokens = mask[:size], sample_of_token[:size], 2, reduction
-        weights = token_weights(*tokens, constant_length=length, denominator=denominator)
+        weights = weights_of(*tokens, denominator=denominator)
         assert weights.shape == (size,) and (weights == 0.0).all()
-        assert update_denominator(*tokens) == 0.0
+        assert update_denominator(*tokens, group_ids=groups_for(reduction, 2)) == 0.0
 
 
 @pytest.mark.parametrize("denominator", [0.0, -2.0, float("nan"), float("inf")])
@@ -153,3 +175,20 @@ def test_a_constant_length_goes_with_the_constant_reduction_and_only_with_it(red
     with pytest.raises(ConfigError) as caught:
         token_weights(np.ones(1, bool), np.zeros(1, np.int64), 1, reduction, constant_length=constant_length)
     assert caught.value.field == "constant_length" and caught.value.hint
+
+
+def test_a_mean_over_prompts_without_groups_is_refused():
+    tokens = np.ones(2, bool), np.array([0, 1]), 2, "prompt_mean"
+    for function in (token_weights, update_denominator):
+        with pytest.raises(BatchError, match="group_ids is missing") as caught:
+            function(*tokens)
+        assert caught.value.field == "group_ids" and caught.value.hint
+
+
+@every_reduction
+def test_groups_matter_to_the_mean_over_prompts_alone(reduction):
+    mask, sample_of_token = np.ones(4, bool), np.array([0, 0, 1, 2])
+    one, other = (
+        weights_of(mask, sample_of_token, 3, reduction, group_ids=np.array(groups)) for groups in ([0, 0, 1], [0, 1, 1])
+    )
+    assert (one == other).all() == (reduction != "prompt_mean")

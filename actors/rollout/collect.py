@@ -1,0 +1,224 @@
+"""From prompts to a batch: responses are drawn, rewarded and filtered, and what will be trained on is recorded.
+
+What a step collects follows from the settings, `run.seed`, the step and the weights alone, so that a step can be
+repeated: from its record if there is one, else by drawing it anew.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from actors.rollout.engine import EnginePool
+from actors.rollout.filters import Filter, ScoredSample, load_filter
+from actors.rollout.prompts import PromptStream, Record, read_jsonl
+from actors.rollout.rewards import RewardFunction, load_reward
+from actors.run_folder import RecordedBatches
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout import RolloutBatch
+
+Metrics = dict[str, float]
+
+# first number of a seed behind run.seed: what is drawn for one purpose is never drawn for another
+_TRAINING, _EVALUATION, _BASELINE = 1, 2, 3
+# settings that a recorded batch follows from, through the samples or through the weights that were sampled
+_DECIDING: Any = {
+    "algorithm": True, "run": {"seed"}, "data": {"train"}, "rollout": True, "batch": {"samples_per_update"},
+    "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
+    "reference": {"path", "update_interval_steps"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    record: Record
+    samples: list[ScoredSample]
+
+
+class Collector:
+    """The batches of a run, and its evaluations.
+
+    Args:
+        recorded: where batches are recorded, for a run that may have to repeat a step.
+    """
+
+    def __init__(self, config: RunConfig, engines: EnginePool, recorded: RecordedBatches | None = None) -> None:
+        assert config.data.train is not None and config.rollout.reward is not None
+        self._config = config
+        self._engines = engines
+        self._recorded_batches = recorded
+        self._reward: RewardFunction = load_reward(config.rollout.reward)
+        self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
+        self.prompts = PromptStream(read_jsonl(config.data.train, field="data.train"), config.run.seed)
+        heldout = config.data.heldout
+        self.heldout: list[Record] = read_jsonl(heldout, field="data.heldout") if heldout else []
+
+    def collect(self, step: int, version: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
+        """The batch of a step and the metrics of its samples; None where nothing is left to train on.
+
+        A step that an earlier process had begun gets the batch it had recorded, and no engine is asked for samples.
+
+        Args:
+            version: of the weights that the engines hold.
+            seconds: what drawing and rewarding took is added here, as `generate` and `reward`.
+        """
+        recorded = self._recorded(step, version)
+        if recorded is not None:
+            return recorded
+        batch, metrics = self._drawn(step, seconds)
+        if batch is not None and self._recorded_batches is not None:
+            notes = {"metrics": metrics, "prompts": self.prompts.state(), "settings": self._deciding_settings()}
+            self._recorded_batches.write(step, batch, notes)
+        return batch, metrics
+
+    def evaluate(self, step: int) -> Metrics:
+        """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for."""
+        settings = self._config.evaluation
+        if settings.interval_steps is None:
+            return {}
+        _, groups = self._groups(self.heldout, settings.samples_per_prompt, (_EVALUATION, step), {})
+        return _mean_scores(groups, "eval/")
+
+    def _recorded(self, step: int, version: int) -> tuple[RolloutBatch, Metrics] | None:
+        """What was recorded of this step, if it can stand for sampling anew from the weights as they are."""
+        if self._recorded_batches is None or not self._config.checkpoint.resume:
+            return None
+        found = self._recorded_batches.read(step)
+        if found is None:
+            return None
+        batch, notes = found
+        if (batch.weight_version, notes["settings"]) != (version, self._deciding_settings()):
+            warnings.warn(
+                f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights or settings",
+                stacklevel=3,
+            )
+            return None
+        self.prompts.restore(notes["prompts"])
+        return batch, notes["metrics"]
+
+    def _deciding_settings(self) -> dict[str, Any]:
+        # which of the engines draws a sample makes no difference to it
+        return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": {"engines"}})
+
+    def _drawn(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
+        """Rounds of drawing until enough groups pass the filter; the surplus of the last round is left out."""
+        settings = self._config.rollout
+        drawn: list[_Group] = []
+        kept: list[_Group] = []
+        rounds = version = 0
+        while rounds < settings.max_rounds and len(kept) < settings.prompts_per_step:
+            records = self.prompts.take(settings.prompts_per_step)
+            # the first round is what a run without a filter draws
+            purpose = (_TRAINING, step, rounds) if rounds else (_TRAINING, step)
+            version, groups = self._groups(records, settings.samples_per_prompt, purpose, seconds)
+            drawn += groups
+            kept += [group for group in groups if self._filter is None or self._filter(group.record, group.samples)]
+            rounds += 1
+        metrics = self._metrics(drawn)
+        if self._filter is not None:
+            metrics["rollout/groups_dropped"] = 1 - len(kept) / len(drawn)
+            metrics["rollout/rounds"] = float(rounds)
+        kept = kept[: settings.prompts_per_step]
+        if not _trains(kept, settings.mask_truncated):
+            return None, metrics
+        baselines: list[float] | None = None
+        if self._config.estimator == "remax":
+            baselines = self._greedy_rewards(step, [group.record for group in kept], seconds)
+            metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
+        return self._batch(kept, baselines, version), metrics
+
+    def _groups(
+        self, records: Sequence[Record], per_prompt: int, purpose: Sequence[int], seconds: Metrics, greedy: bool = False
+    ) -> tuple[int, list[_Group]]:
+        """The weight version that sampled, and scored responses to each record."""
+        with timed(seconds, "generate"):
+            version, samples = self._engines.generate(
+                [record["prompt"] for record in records],
+                samples_per_prompt=per_prompt,
+                seed=(self._config.run.seed, *purpose),
+                greedy=greedy,
+            )
+        groups = [_Group(record, []) for record in records]
+        with timed(seconds, "reward"):
+            for sample in samples:
+                group = groups[sample.prompt]
+                scores = self._reward(group.record, sample.text, sample.finished)
+                reward = scores["reward"] - self._overlong_penalty(sample.response_length)
+                group.samples.append(ScoredSample(sample, scores, reward))
+        return version, groups
+
+    def _greedy_rewards(self, step: int, records: Sequence[Record], seconds: Metrics) -> list[float]:
+        """The reward of each prompt's likeliest response, the baseline of ReMax."""
+        _, groups = self._groups(records, 1, (_BASELINE, step), seconds, greedy=True)
+        return [group.samples[0].reward for group in groups]
+
+    def _overlong_penalty(self, response_length: int) -> float:
+        settings = self._config.rollout
+        if settings.overlong_buffer_tokens is None:
+            return 0.0
+        return overlong_penalty(
+            response_length, settings.max_new_tokens, settings.overlong_buffer_tokens, settings.overlong_penalty
+        )
+
+    def _metrics(self, groups: Sequence[_Group]) -> Metrics:
+        """Of all that was drawn, whether it trains or not; rewards as the reward function gave them."""
+        scored = [one for group in groups for one in group.samples]
+        lengths = [one.sample.response_length for one in scored]
+        metrics = _mean_scores(groups, "rollout/")
+        metrics["rollout/response_length"] = sum(lengths) / len(lengths)
+        metrics["rollout/response_length_max"] = float(max(lengths))
+        metrics["rollout/truncated"] = sum(not one.sample.finished for one in scored) / len(scored)
+        if self._config.rollout.overlong_buffer_tokens is not None:
+            metrics["rollout/overlong_penalty"] = sum(map(self._overlong_penalty, lengths)) / len(lengths)
+        return metrics
+
+    def _batch(self, groups: Sequence[_Group], baselines: Sequence[float] | None, version: int) -> RolloutBatch:
+        settings = self._config.rollout
+        samples = []
+        for group_id, group in enumerate(groups):
+            for scored in group.samples:
+                sampled = scored.sample
+                fields: dict[str, Any] = {
+                    "tokens": sampled.tokens,
+                    "response_length": sampled.response_length,
+                    "rollout_log_probs": sampled.log_probs,
+                    "reward": scored.reward,
+                    "group_id": group_id,
+                }
+                if settings.mask_truncated:
+                    fields["loss_mask"] = [sampled.finished] * sampled.response_length
+                if baselines is not None:
+                    fields["baseline_reward"] = baselines[group_id]
+                samples.append(fields)
+        return RolloutBatch.from_samples(samples, temperature=settings.temperature, weight_version=version)
+
+
+def overlong_penalty(response_length: int, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """What a response's length takes off its reward: 0 up to the buffer at the end of what is allowed, then linear.
+
+    A response cut at `max_new_tokens` loses `penalty` in full. Soft over-long punishment of DAPO (arXiv 2503.14476,
+    equation 13), whose penalty is 1.
+    """
+    return penalty * max(0, response_length - (max_new_tokens - buffer_tokens)) / buffer_tokens
+
+
+@contextmanager
+def timed(seconds: Metrics, name: str) -> Iterator[None]:
+    """Adds the seconds spent inside to `seconds[name]`."""
+    start = time.perf_counter()
+    yield
+    seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
+    """Whether any token would be trained on."""
+    return any(one.sample.finished or not masks_truncated for group in groups for one in group.samples)
+
+
+def _mean_scores(groups: Sequence[_Group], prefix: str) -> Metrics:
+    scores = [one.scores for group in groups for one in group.samples]
+    return {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}

@@ -1,0 +1,89 @@
+"""What `slimefsdp train` needs of the settings, beyond what a loop of one's own does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slimefsdp.config_messages import short_text
+from slimefsdp.errors import ConfigError
+from slimefsdp.loss.names import GROUPED
+
+if TYPE_CHECKING:
+    from slimefsdp.config import RunConfig
+
+
+def check_ready_to_train(config: RunConfig) -> None:
+    """Refuses settings that the loop of `slimefsdp train` cannot serve.
+
+    Raises:
+        ConfigError: naming the first setting that is missing, or that cannot be served.
+    """
+    needed = ["run.dir", "run.steps", "data.train"]
+    needed += ["batch.samples_per_update"] if config.algorithm == "sft" else ["rollout.reward"]
+    needed += ["data.heldout"] if config.evaluation.interval_steps is not None else []
+    for field in needed:
+        if config.value_of(field) is None:
+            raise ConfigError(f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML")
+    if config.algorithm == "sft":
+        _check_demonstrations(config)
+        return
+    if config.rollout.max_new_tokens >= config.max_pack_tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt in packs of "
+            f"{config.max_pack_tokens} tokens",
+            field="rollout.max_new_tokens",
+            hint="raise batch.max_tokens_per_rank, or lower it",
+        )
+    _check_estimator(config)
+    if config.loss.policy == "dpo":
+        _check_pairs(config)
+
+
+def _check_demonstrations(config: RunConfig) -> None:
+    if config.loss.reduction == "prompt_mean":
+        raise ConfigError(
+            "loss.reduction=prompt_mean counts groups, and the records of algorithm=sft are in none",
+            field="loss.reduction",
+            hint="choose sequence_mean, which counts each record once",
+        )
+
+
+def _check_estimator(config: RunConfig) -> None:
+    if config.estimator == "gae" and config.algorithm != "ppo":
+        raise ConfigError(
+            f"advantage.estimator=gae reads values, and algorithm={config.algorithm} has no critic to give them",
+            field="advantage.estimator",
+            hint="set algorithm=ppo, or choose another estimator",
+        )
+    smallest = 2 if config.estimator in GROUPED else 1
+    if config.estimator == "pass_at_k":
+        smallest = (config.advantage.pass_k or 1) + 1  # a group of k has one subset, which nothing is compared with
+    if config.rollout.samples_per_prompt < smallest:
+        raise ConfigError(
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} makes groups in which advantage.estimator="
+            f"{config.estimator} finds no advantage",
+            field="rollout.samples_per_prompt",
+            hint=f"sample at least {smallest} responses per prompt, or choose an estimator without groups",
+        )
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Whether every group that is sampled will be a pair of which one response is the better one."""
+    rollout = config.rollout
+    if rollout.samples_per_prompt != 2:
+        field, problem, hint = "samples_per_prompt", "makes no pairs", "set it to 2"
+    elif rollout.filter is None:
+        field, problem, hint = "filter", "lets pairs of equal reward through", "set it to mixed_groups"
+    elif rollout.mask_truncated:
+        field, problem, hint = "mask_truncated", "leaves pairs with one response", "remove it"
+    elif rollout.filter == "mixed_groups" and rollout.overlong_buffer_tokens is not None:
+        field, problem = "overlong_buffer_tokens", "can make rewards equal that rollout.filter=mixed_groups saw differ"
+        hint = "remove it, or write a filter of your own"
+    else:
+        return
+    raise ConfigError(
+        f"rollout.{field}={short_text(getattr(rollout, field))} {problem}, and loss.policy=dpo compares the two "
+        "responses of a pair",
+        field=f"rollout.{field}",
+        hint=hint,
+    )

@@ -1,0 +1,233 @@
+"""The critic in a group: beside the actor or in processes of its own, trained with it, saved with it, gone with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.loop import train
+from actors.worker_group import WorkerGroup
+from slimefsdp.checkpoint.atomic import CheckpointStore
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, SlimeError, StateError
+from slimefsdp.phase import plan_training
+from tests.actors.test_worker_group import Untouchable
+from tests.tiny_models import save_tiny_model
+
+TIMES = ("time", "train_seconds", "tokens_per_second", "seconds/")
+STEPS, PRETRAINED, WARMED = 5, 1, 1
+
+
+def bits(row: dict[str, float]) -> dict[str, str]:
+    """Every metric that is not a time, to the last bit."""
+    return {name: float(row[name]).hex() for name in row if not name.removeprefix("critic/").startswith(TIMES)}
+
+
+def rows_of(config: RunConfig) -> list[dict[str, float]]:
+    assert config.run.dir is not None
+    return [json.loads(line) for line in (config.run.dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def make_ppo(make_config: Any) -> Any:
+    """Settings as `make_config` makes them, of PPO."""
+
+    def make(**sections: dict[str, Any]) -> RunConfig:
+        critic = {"critic": sections.pop("critic", {})}
+        return config_from_dict(
+            {**make_config(**sections).model_dump(exclude_unset=True), "algorithm": "ppo", **critic}
+        )
+
+    return make
+
+
+CRITIC_LR = 0.01
+
+
+@pytest.fixture(scope="module")
+def colocated(cluster: None, make_ppo: Any) -> Iterator[WorkerGroup]:
+    group = WorkerGroup.launch(make_ppo(batch={"samples_per_update": 6}, critic={"lr": CRITIC_LR}))
+    yield group
+    group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def first_steps(colocated: WorkerGroup, batch: RolloutBatch) -> tuple[list[dict[str, str]], list[np.ndarray]]:
+    return two_steps(colocated, batch)
+
+
+@pytest.fixture(scope="module")
+def critic(colocated: WorkerGroup, first_steps: Any) -> WorkerGroup:
+    """As its first steps left it."""
+    assert colocated.critic is not None
+    return colocated.critic
+
+
+def two_steps(group: WorkerGroup, batch: RolloutBatch) -> tuple[list[dict[str, str]], list[np.ndarray]]:
+    """Metrics and values of two steps, each of which trains critic and policy."""
+    assert group.critic is not None
+    metrics, values = [], []
+    for _ in range(2):
+        values.append(group.critic.compute_values(batch))
+        with_values = batch.replace(values=values[-1])
+        metrics += [bits(group.critic.train_step(with_values)), bits(group.train_step(with_values))]
+    return metrics, values
+
+
+def test_a_critic_computes_the_same_beside_the_actor_and_in_processes_of_its_own(
+    colocated: WorkerGroup, critic: WorkerGroup, first_steps: Any, make_ppo: Any, batch: RolloutBatch
+) -> None:
+    settings = {"lr": CRITIC_LR, "placement": "group"}
+    group = WorkerGroup.launch(make_ppo(batch={"samples_per_update": 6}, critic=settings))
+    assert group.critic is not None
+    apart, own = two_steps(group, batch), {answer.pid for each in (group, group.critic) for answer in each.health()}
+    group.shutdown()
+    with pytest.raises(StateError):
+        group.critic.compute_values(batch)
+    metrics, values = first_steps
+    assert metrics == apart[0] and all(map(np.array_equal, values, apart[1]))
+    assert not values[0].any() and values[1].any() and values[1].shape == (batch.num_response_tokens,)
+    assert len(own) == 4 and len({answer.pid for each in (colocated, critic) for answer in each.health()}) == 2
+
+
+BAD_CALLS = {
+    "no values": (lambda group, batch: group.critic.train_step(batch), BatchError, "values"),
+    "no values for the policy": (lambda group, batch: group.train_step(batch), BatchError, "values"),
+    "a policy's call": (lambda group, batch: group.critic.compute_log_probs(batch), StateError, "compute_log_probs"),
+    "weights": (lambda group, _: group.critic.update_weights([]), StateError, "update_weights"),
+    "a reference": (lambda group, _: group.critic.update_ref(), StateError, "update_ref"),
+    "a critic's call": (lambda group, batch: group.compute_values(batch), StateError, "compute_values"),
+    "a policy's loss": (lambda group, batch: group.critic.forward_backward(batch), ConfigError, "loss"),
+    "a critic's loss": (lambda group, batch: group.forward_backward(batch, "value"), ConfigError, "loss"),
+    "another batch's plan": (
+        lambda group, batch: group.critic.train_step(
+            batch.select([4, 5]).replace(values=np.zeros(batch.response_lengths[4:6].sum())),
+            plan_training(group.config, batch, loss="value"),
+        ),
+        BatchError,
+        "plan",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_a_bad_call_is_refused_before_any_rank_sees_it(
+    case: str, colocated: WorkerGroup, critic: WorkerGroup, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, kind, field = BAD_CALLS[case]
+    for group in (colocated, critic):
+        monkeypatch.setattr(group, "_workers", [Untouchable(), Untouchable()])
+    with pytest.raises(kind) as caught:
+        call(colocated, batch)
+    assert caught.value.field == field and caught.value.hint and caught.value.rank is None
+
+
+def test_a_critic_sleeps_and_wakes_without_the_actor(
+    colocated: WorkerGroup, critic: WorkerGroup, batch: RolloutBatch
+) -> None:
+    before = critic.compute_values(batch)
+    assert all(report.device_bytes_after < report.device_bytes_before for report in critic.sleep())
+    assert all(memory.parameters == 0 and memory.optimizer == 0 for memory in critic.memory())
+    assert all(memory.parameters > 0 and not memory.asleep for memory in colocated.memory())
+    np.testing.assert_array_equal(critic.compute_values(batch), before)
+    assert critic.check_sync().is_in_sync
+
+
+def test_a_launch_that_cannot_work_says_so_before_any_process_starts(
+    colocated: WorkerGroup, make_ppo: Any, tmp_path: Path
+) -> None:
+    small = save_tiny_model(tmp_path / "small")  # of another vocabulary
+    for path, word in ((tmp_path / "nowhere", "does not exist"), (small, "vocabulary")):
+        with pytest.raises(ModelError, match=word) as caught:
+            WorkerGroup.launch(make_ppo(critic={"path": str(path)}))
+        assert caught.value.field == "critic.path"
+    with pytest.raises(StateError) as not_an_actor:
+        WorkerGroup.launch(colocated.config, "ref", beside=colocated)
+    assert not_an_actor.value.field == "beside"
+
+
+@pytest.fixture(scope="module")
+def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run in which everything moves: a KL in the rewards whose coefficient adapts, and several updates a step."""
+    folder = tmp_path_factory.mktemp("ppo")
+
+    def make(name: str, *, steps: int, **sections: Any) -> RunConfig:
+        return make_ppo(
+            run={"dir": str(folder / name), "steps": steps, "seed": 5, "export_dir": str(folder / f"{name}_{steps}")},
+            batch={"samples_per_update": 8},
+            loss={"kl_coefficient": 0.1, "kl_in": "reward", "kl_target": 0.01, "kl_horizon": 50},
+            data={"train": str(example / "train.jsonl")},
+            rollout={
+                "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
+                "reward": "tests.actors.test_loop:variety",
+            },
+            checkpoint={"interval_steps": 3, "keep_last": 1, **sections},
+            critic={"lr": 0.01, "pretrain_steps": PRETRAINED, "warmup_steps": WARMED},
+        )  # fmt: skip
+
+    return make
+
+
+def model_bits(config: RunConfig) -> str:
+    assert config.run.export_dir is not None
+    return hashlib.sha256((config.run.export_dir / "model.safetensors").read_bytes()).hexdigest()
+
+
+def critic_bits(config: RunConfig, step: int) -> list[str]:
+    assert config.run.dir is not None
+    folder = CheckpointStore(config.run.dir / "critic" / "checkpoints").path_of(step)
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.safetensors"))]
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: None, make_run: Any) -> RunConfig:
+    config: RunConfig = make_run("straight", steps=STEPS)
+    assert train(config).startswith("PPO on 2 FSDP2 ranks")
+    return config
+
+
+def test_the_critic_is_trained_alone_at_first_and_with_the_policy_later(straight: RunConfig) -> None:
+    rows = rows_of(straight)
+    assert len(rows) == STEPS
+    alone = PRETRAINED + WARMED
+    for index, row in enumerate(rows):
+        assert row["critic/updates"] == 2.0 and np.isfinite(row["critic/loss"])
+        assert row["updates"] == (0.0 if index < alone else 2.0) and ("grad_norm" in row) == (index >= alone)
+        assert row["weight_version"] == 2.0 * max(0, index + 1 - alone)
+    # nothing was expected at first, and something soon after
+    assert rows[0]["critic/value"] != 0.0 and abs(rows[-1]["critic/value"]) > 0.01
+    coefficients = [row["kl_coefficient"] for row in rows[alone:]]
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == len(coefficients)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(straight: RunConfig, make_run: Any) -> None:
+    for steps, resume in ((3, False), (STEPS, True)):
+        config = make_run("resumed", steps=steps, resume=resume)
+        train(config)
+    assert list(map(bits, rows_of(config))) == list(map(bits, rows_of(straight)))
+    assert model_bits(config) == model_bits(straight)
+    assert critic_bits(config, STEPS) == critic_bits(straight, STEPS) != critic_bits(straight, 3)
+
+
+def test_a_policys_checkpoint_without_the_critics_is_not_resumed(straight: RunConfig, make_run: Any) -> None:
+    config = make_run("halved", steps=STEPS + 1, resume=True)
+    assert straight.run.dir is not None and config.run.dir is not None
+    shutil.copytree(straight.run.dir, config.run.dir)
+    critics = CheckpointStore(config.run.dir / "critic" / "checkpoints")
+    shutil.rmtree(critics.path_of(STEPS))
+    with pytest.raises(CheckpointError, match=f"no checkpoint of step {STEPS} in .*critic"):
+        train(config)
+
+
+def test_errors_of_a_critic_reach_the_driver_with_their_rank(critic: WorkerGroup, batch: RolloutBatch) -> None:
+    with pytest.raises(SlimeError) as caught:
+        critic.optimizer_step()
+    assert isinstance(caught.value, StateError) and caught.value.rank == 0
