@@ -171,7 +171,7 @@ def _table(
         f"sharding's messages of a rank, per update: gathers {_bytes(sent.all_gather)}, reduce-scatters "
         f"{_bytes(sent.reduce_scatter)}, all-reduces {_bytes(sent.all_reduce)}",
         "",
-        f"memory of a rank, without activations and reference model{place}",
+        f"memory of a rank, without activations, reference model and critic{place}",
         *_rows(
             ["", "parameters", "gradients", "optimizer", "gathered", "total"],
             *(

@@ -81,7 +81,7 @@ def table(runs: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(runs: dict[str, Any], path: Path) -> None:
+def draw(runs: dict[str, Any], path: Path, title: str) -> None:
     """All curves in one picture."""
     import matplotlib
 
@@ -93,7 +93,7 @@ def draw(runs: dict[str, Any], path: Path) -> None:
         steps, exact = zip(*((point["step"], point["exact"]) for point in run["curve"]), strict=True)
         axes.plot(steps, exact, marker="o", markersize=3, linewidth=1.5, label=f"{name} ({run['after']:.2f})")
     axes.axhline(0.8, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="step", ylabel="held-out sampled accuracy", ylim=(0, 1), title="sort-digits, one warm-up for all")
+    axes.set(xlabel="step", ylabel="held-out sampled accuracy", ylim=(0, 1), title=title)
     axes.legend(loc="lower right", fontsize=8)
     axes.grid(alpha=0.25)
     figure.tight_layout()
@@ -116,7 +116,7 @@ def main() -> None:
     what = "held-out sampled accuracy of sort-digits, 256 prompts x 8 samples at temperature 1, every 15 steps"
     write_record(options.json, what, 1, runs)
     if options.picture:
-        draw(runs, options.picture)
+        draw(runs, options.picture, "sort-digits, one warm-up for all")
     print(table(runs))
 
 
