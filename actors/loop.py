@@ -101,7 +101,7 @@ class RolloutLoop:
 
     def before_training(self, *, evaluates: bool) -> Metrics:
         """First weights to the engines; held-out metrics of the policy as it is, if asked for."""
-        self._rest_critic()
+        self.rest_critic()
         self._update_engines()
         return self._collector.evaluate(0) if evaluates else {}
 
@@ -140,7 +140,7 @@ class RolloutLoop:
             if self._config.has_kl_in_reward:
                 batch = self._with_log_probs(batch)
             batch = batch.replace(values=critic.compute_values(batch))
-            self._rest_critic()
+            self.rest_critic()
         if step >= settings.pretrain_steps + settings.warmup_steps:
             with timed(seconds, "train"):
                 metrics |= group.train_step(batch)
@@ -150,7 +150,7 @@ class RolloutLoop:
             targets["kl_coefficient"] = metrics["kl_coefficient"]
         with timed(seconds, "critic"):
             found = critic.train_step(batch, **targets)
-            self._rest_critic()
+            self.rest_critic()
         return metrics | {f"critic/{name}": value for name, value in found.items()}
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
@@ -165,7 +165,7 @@ class RolloutLoop:
         self._version = self._group.update_weights(self._engines.receivers).version
         self._engines_are_behind = False
 
-    def _rest_critic(self) -> None:
+    def rest_critic(self) -> None:
         """Frees the device of a critic beside the policy until it is needed again."""
         settings = self._config.critic
         if self._group.critic is not None and (settings.placement, settings.offload) == ("colocated", "sleep"):
@@ -277,8 +277,11 @@ def _restore_reference_group(group: WorkerGroup, step: int, interval: int | None
 def _save(step: int, group: WorkerGroup, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:
     """A checkpoint from which `_resume` goes on; what the engines draw follows from run.seed and the step alone."""
     if group.critic is not None:
+        group.finish_save()  # the critic's save removes its oldest: the policy's last one must be there before
         group.critic.save(step)
         group.critic.finish_save()  # so that no step of the policy is on disk without the critic's
+        if isinstance(loop, RolloutLoop):
+            loop.rest_critic()
     group.save(step, {"step": step, "prompts": loop.prompts.state()})
     folder.forget_old_batches()
 

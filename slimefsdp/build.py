@@ -18,8 +18,10 @@ from slimefsdp.data.cost import CostModel
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.functions import load_function
 from slimefsdp.loss.correction import CorrectionOptions
+from slimefsdp.loss.names import LOOKS_AT_SEQUENCES
 from slimefsdp.loss.objective import LossName, Objective
-from slimefsdp.loss.policy import POLICY_LOSSES, PolicyLossFunction, PolicyOptions
+from slimefsdp.loss.policy import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyOptions, PolicyTokens
+from slimefsdp.loss.sequences import Sequences
 from slimefsdp.loss.value import ValueObjective
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
@@ -282,6 +284,7 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
     return Objective(
         policy=_policy_loss(settings.policy) if loss == "policy" else None,
         options=options,
+        looks_at_sequences=settings.policy in LOOKS_AT_SEQUENCES or ":" in settings.policy,
         correction=correction.method,
         correction_options=bounds,
         kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
@@ -290,6 +293,38 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
         entropy_coefficient=settings.entropy_coefficient,
         old_is_rollout=settings.old_log_probs == "rollout",
     )
+
+
+def check_policy_loss(config: RunConfig) -> None:
+    """Tries a loss of the user's own on a pack without tokens, as a rank without samples will.
+
+    Raises:
+        ConfigError: it cannot be imported, fails there, or returns something else than a loss per token.
+    """
+    name = config.loss.policy
+    if ":" not in name:
+        return
+    loss, nothing = _policy_loss(name), torch.zeros(0)
+    nowhere = Sequences(torch.zeros(0, dtype=torch.int64), 1)
+    reference = nothing if config.needs_reference else None
+    tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, nowhere, None, reference)
+    try:
+        found: object = loss(tokens, PolicyOptions())
+        fault = (
+            None if _is_per_token(found) else f"returned {type(found).__name__}, not a PolicyLoss of one value a token"
+        )
+    except Exception as error:  # the user's function may raise anything
+        fault = f"raised {type(error).__name__}: {error}"
+    if fault is not None:
+        raise ConfigError(
+            f"loss.policy={name} {fault}, given a pack without tokens",
+            field="loss.policy",
+            hint="return a PolicyLoss whose fields are as long as log_probs, of which there may be none",
+        )
+
+
+def _is_per_token(found: object) -> bool:
+    return isinstance(found, PolicyLoss) and all(isinstance(x, torch.Tensor) and x.shape == (0,) for x in found)
 
 
 def _policy_loss(name: str) -> PolicyLossFunction:

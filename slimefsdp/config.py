@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
-from slimefsdp.config_loss import AdvantageSettings, CorrectionSettings, CriticSettings, LossSettings
+from slimefsdp.config_algorithm import AlgorithmSettings
 from slimefsdp.config_messages import config_error, short_text
 from slimefsdp.config_ready import check_ready_to_train
 from slimefsdp.config_rollout import DataSettings, EvaluationSettings, RolloutSettings
@@ -29,20 +29,15 @@ from slimefsdp.config_sections import (
     PrecisionSettings,
     ReferenceSettings,
     RunSettings,
-    Settings,
 )
 from slimefsdp.errors import ConfigError
-from slimefsdp.loss.names import PER_SEQUENCE, TOKEN_ESTIMATORS
 from slimefsdp.surface import Role
 from slimefsdp.yaml_file import apply_override, read_yaml_mapping
 
 
-class RunConfig(Settings):
+class RunConfig(AlgorithmSettings):
     """Everything one run is made of."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = Field(
-        "grpo", description="grpo: reinforcement learning without a critic; ppo: with one; sft: supervised"
-    )
     run: RunSettings = RunSettings()
     model: ModelSettings
     reference: ReferenceSettings = ReferenceSettings()
@@ -51,10 +46,6 @@ class RunConfig(Settings):
     precision: PrecisionSettings = PrecisionSettings()
     fsdp: FsdpSettings = FsdpSettings()
     batch: BatchSettings = BatchSettings()
-    advantage: AdvantageSettings = AdvantageSettings()
-    loss: LossSettings = LossSettings()
-    correction: CorrectionSettings = CorrectionSettings()
-    critic: CriticSettings = CriticSettings()
     optim: OptimSettings
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -81,64 +72,12 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def a_critic_belongs_to_ppo(self) -> RunConfig:
-        given = [name for name, value in self.critic if value != type(self.critic).model_fields[name].default]
-        if self.algorithm == "grpo" and given:
-            field = f"critic.{given[0]}"
+    def updates_hold_whole_pairs(self) -> RunConfig:
+        per_update = self.batch.samples_per_update
+        if self.loss.policy == "dpo" and per_update is not None and per_update % 2:
             raise ValueError(
-                f"{field}={short_text(self.value_of(field))} does nothing with algorithm=grpo, which has no critic; "
-                "remove it, or set algorithm=ppo"
-            )
-        if self.algorithm == "ppo" and self.estimator != "gae" and ":" not in self.estimator:
-            raise ValueError(
-                f"advantage.estimator={self.estimator} reads no values, and algorithm=ppo trains a critic for them; "
-                "remove it, or set algorithm=grpo"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def advantage_parameters_belong_to_their_estimator(self) -> RunConfig:
-        self.advantage.refuse_unread(self.estimator)
-        return self
-
-    @model_validator(mode="after")
-    def rewards_that_are_counted_take_no_kl(self) -> RunConfig:
-        if self.has_kl_in_reward and self.estimator in ("maxrl", "pass_at_k"):
-            raise ValueError(
-                f"loss.kl_in=reward takes a KL off the rewards, and advantage.estimator={self.estimator} counts them; "
-                "set loss.kl_in=loss, or choose another estimator"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def a_loss_of_sequences_has_one_advantage_for_each(self) -> RunConfig:
-        by_token = self.estimator == "gae" or (self.has_kl_in_reward and self.estimator in TOKEN_ESTIMATORS)
-        if self.loss.policy in PER_SEQUENCE and by_token:
-            raise ValueError(
-                f"loss.policy={self.loss.policy} has one advantage for each sequence, and advantage.estimator="
-                f"{self.estimator} gives each token its own; choose gspo_token or ppo, or another estimator"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def a_rollout_is_corrected_once(self) -> RunConfig:
-        if self.correction.method != "none" and self.loss.old_log_probs == "rollout":
-            raise ValueError(
-                f"correction.method={self.correction.method} corrects for the engine's log-probs, and "
-                "loss.old_log_probs=rollout measures the ratio from them already; remove one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def preference_pairs_are_compared_by_their_rewards(self) -> RunConfig:
-        corrections = [f"correction.{name}" for name in ("method", "veto_below", "opsm_threshold")]
-        changing = [field for field in corrections if self.value_of(field) not in ("none", None)]
-        changing += ["loss.kl_in"] if self.has_kl_in_reward else []
-        changing += ["advantage.whiten"] if self.advantage.whiten else []
-        if self.loss.policy == "dpo" and changing:
-            raise ValueError(
-                f"{changing[0]}={short_text(self.value_of(changing[0]))} changes what single tokens count, and "
-                "loss.policy=dpo compares the rewards of whole pairs; remove one"
+                f"batch.samples_per_update={per_update} is odd, and loss.policy=dpo keeps the two samples of a pair in "
+                "one update; make it even"
             )
         return self
 
@@ -291,34 +230,9 @@ class RunConfig(Settings):
         return self.model_copy(update={"mesh": mesh})
 
     @property
-    def loss_name(self) -> Literal["policy", "sft"]:
-        """The loss that an actor's `train_step` takes under this algorithm."""
-        return "sft" if self.algorithm == "sft" else "policy"
-
-    @property
-    def kl_estimator(self) -> str:
-        """The KL estimator: `loss.kl_estimator`, or the one whose gradient is right where the KL enters."""
-        return self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
-
-    @property
-    def estimator(self) -> str:
-        """The advantage estimator: `advantage.estimator`, or what the algorithm is known by."""
-        return self.advantage.estimator or ("gae" if self.algorithm == "ppo" else "grpo")
-
-    @property
     def max_pack_tokens(self) -> int:
         """Hard cap on the tokens of one pack, which the cp ranks share."""
         return self.batch.max_tokens_per_rank * self.mesh.cp
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether training reads a reference model."""
-        return self.loss.kl_coefficient > 0 or self.loss.policy == "dpo"
-
-    @property
-    def has_kl_in_reward(self) -> bool:
-        """Whether rewards, and so advantages, depend on log-probs of policy and reference."""
-        return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     @property
     def critic_mesh(self) -> tuple[int, int]:
@@ -333,7 +247,9 @@ class RunConfig(Settings):
 
     def mesh_of(self, role: Role) -> tuple[int, int]:
         """(dp_replicate, dp) of a role."""
-        return {"actor": self.actor_mesh, "ref": self.reference_mesh, "critic": self.critic_mesh}[role]
+        if role == "actor":
+            return self.actor_mesh
+        return self.reference_mesh if role == "ref" else self.critic_mesh
 
     def folder_of(self, role: Role) -> tuple[Path, str]:
         """The model folder of a role, and the setting that names it."""
@@ -349,11 +265,6 @@ class RunConfig(Settings):
             ConfigError: naming the first setting that is missing, or that its loop cannot serve.
         """
         check_ready_to_train(self)
-
-    def value_of(self, field: str) -> Any:
-        """The value of `section.name`."""
-        section, name = field.split(".")
-        return getattr(getattr(self, section), name)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

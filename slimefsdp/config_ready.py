@@ -35,6 +35,7 @@ def check_ready_to_train(config: RunConfig) -> None:
             hint="raise batch.max_tokens_per_rank, or lower it",
         )
     _check_estimator(config)
+    _check_effects(config)
     if config.loss.policy == "dpo":
         _check_pairs(config)
 
@@ -55,6 +56,13 @@ def _check_estimator(config: RunConfig) -> None:
             field="advantage.estimator",
             hint="set algorithm=ppo, or choose another estimator",
         )
+    if config.estimator in ("maxrl", "pass_at_k") and config.rollout.overlong_buffer_tokens is not None:
+        raise ConfigError(
+            f"rollout.overlong_buffer_tokens={config.rollout.overlong_buffer_tokens} takes a penalty off the "
+            f"rewards, and advantage.estimator={config.estimator} counts them",
+            field="rollout.overlong_buffer_tokens",
+            hint="remove it, or choose another estimator",
+        )
     smallest = 2 if config.estimator in GROUPED else 1
     if config.estimator == "pass_at_k":
         smallest = (config.advantage.pass_k or 1) + 1  # a group of k has one subset, which nothing is compared with
@@ -64,6 +72,27 @@ def _check_estimator(config: RunConfig) -> None:
             f"{config.estimator} finds no advantage",
             field="rollout.samples_per_prompt",
             hint=f"sample at least {smallest} responses per prompt, or choose an estimator without groups",
+        )
+
+
+def _check_effects(config: RunConfig) -> None:
+    """Whether the policy will ever be trained, and what is to end its phases can."""
+    assert config.run.steps is not None
+    alone = config.critic.pretrain_steps + config.critic.warmup_steps
+    if alone >= config.run.steps:
+        raise ConfigError(
+            f"critic.pretrain_steps + critic.warmup_steps={alone} leave the policy none of "
+            f"run.steps={config.run.steps}",
+            field="critic.warmup_steps",
+            hint="lower them, or raise run.steps",
+        )
+    moves_before = config.updates_per_step > 1 or config.loss.old_log_probs == "rollout"
+    if config.loss.max_kl is not None and not moves_before:
+        raise ConfigError(
+            f"loss.max_kl={config.loss.max_kl} does nothing in phases of one update, before which the "
+            "policy is the old one",
+            field="loss.max_kl",
+            hint="remove it, or lower batch.samples_per_update or raise loss.epochs",
         )
 
 

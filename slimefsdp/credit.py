@@ -23,7 +23,7 @@ from slimefsdp.loss.advantages import (
     whitened,
 )
 from slimefsdp.loss.advantages import value_targets as gae_targets
-from slimefsdp.loss.names import PER_SEQUENCE
+from slimefsdp.loss.names import GROUPED, PER_SEQUENCE
 
 
 def check_functions(config: RunConfig) -> None:
@@ -72,6 +72,19 @@ def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.n
     return found
 
 
+def has_variance(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
+    """False for the samples of groups in which no trained token has an advantage; bool [B].
+
+    Only advantages that compare a group's samples, or the caller's own, say so by being zero: elsewhere a zero is a
+    number like any other, and leaving it out of an update's denominators would change the others' weight.
+    """
+    if batch.group_ids is None or not (batch.advantages is not None or config.estimator in GROUPED):
+        return np.ones(batch.num_samples, dtype=bool)
+    _, group_of = np.unique(batch.group_ids, return_inverse=True)
+    moved = batch.sample_ids[batch.mask & (response_advantages(config, batch) != 0)]
+    return np.bincount(group_of[moved], minlength=group_of.max() + 1)[group_of] > 0
+
+
 def value_targets(
     config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None, gae_lambda: float | None = None
 ) -> np.ndarray:
@@ -110,26 +123,52 @@ def _advantage_inputs(
                 field=name,
                 hint=hints.get(name, f"give {name}, or advantages of your own"),
             )
-    trained, sample_ids, none = batch.mask, batch.sample_ids, np.zeros(batch.num_samples)
-    per_token = np.zeros(batch.num_response_tokens)
-    if batch.token_rewards is not None:
-        per_token[trained] += batch.token_rewards[trained]
+    earned = _earned(batch)
     if kl_penalty is not None:
-        per_token[trained] -= kl_penalty[trained]
-    rewards = none if batch.rewards is None else batch.rewards.astype(np.float64)
-    scores = rewards + np.bincount(sample_ids, per_token, batch.num_samples)
-    last = np.full(batch.num_samples, -1)
-    last[sample_ids[trained]] = np.flatnonzero(trained)  # the last one of each sample stays
-    per_token[last[last >= 0]] += rewards[last >= 0]
+        earned -= np.where(batch.mask, kl_penalty, 0.0)
+    scores = np.bincount(batch.sample_ids, earned, batch.num_samples).astype(np.float64)
     return AdvantageInputs(
         scores=scores,
-        token_rewards=per_token,
-        mask=trained,
-        sample_ids=sample_ids,
+        token_rewards=_at_trained_tokens(earned, batch),
+        mask=batch.mask,
+        sample_ids=batch.sample_ids,
         group_ids=batch.group_ids,
         baseline_rewards=_float64(batch.baseline_rewards),
         values=_float64(batch.values),
     )
+
+
+def _at_trained_tokens(earned: np.ndarray, batch: RolloutBatch) -> np.ndarray:
+    """Rewards at the tokens that the policy chose: those at others move to the trained token before, [R].
+
+    What an environment answers rewards what was said before it. Ahead of a sample's first trained token they move to
+    that one; a sample without any loses them here, and not in its score.
+    """
+    trained = np.flatnonzero(batch.mask)
+    if not trained.size:
+        return np.zeros_like(earned)
+    places = np.searchsorted(trained, np.arange(earned.size), side="right") - 1
+    owners = np.stack([trained[np.maximum(places, 0)], trained[np.minimum(places + 1, trained.size - 1)]])
+    is_own = batch.sample_ids[owners] == batch.sample_ids
+    is_own[0] &= places >= 0
+    owner = np.where(is_own[0], owners[0], owners[1])
+    kept = is_own.any(axis=0)
+    return np.bincount(owner[kept], earned[kept], earned.size)
+
+
+def scores_of(batch: RolloutBatch) -> np.ndarray:
+    """The reward of each whole sample, with all its token rewards; float64 [B]."""
+    return np.bincount(batch.sample_ids, _earned(batch), batch.num_samples)
+
+
+def _earned(batch: RolloutBatch) -> np.ndarray:
+    """Every reward at a response token, float64 [R]: a sample's own at its last one."""
+    earned = np.zeros(batch.num_response_tokens)
+    if batch.token_rewards is not None:
+        earned += batch.token_rewards
+    if batch.rewards is not None:
+        earned[batch.response_offsets[1:] - 1] += batch.rewards
+    return earned
 
 
 def _float64(values: np.ndarray | None) -> np.ndarray | None:

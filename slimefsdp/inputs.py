@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,7 +51,8 @@ def agreed_plan(
         BatchError: it does not fit the batch or the mesh. StateError: ranks hold different plans.
     """
     together = phase.samples_together(config, batch, loss)
-    phase.check_plan(plan, batch, dp=data_ranks, max_pack_tokens=config.max_pack_tokens, together=together)
+    limits: dict[str, Any] = {"dp": data_ranks, "max_pack_tokens": config.max_pack_tokens, "together": together}
+    run_together(lambda: phase.check_plan(plan, batch, **limits), group)
     if not all_equal(plan.digest(), group):
         raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
     return plan
@@ -82,7 +83,7 @@ def training_inputs(
         weights=torch.zeros(batch.num_response_tokens),
         sample_ids=torch.from_numpy(batch.sample_ids),
         num_samples=batch.num_samples,
-        group_ids=_numbered(batch.group_ids, batch.sample_ids),
+        group_ids=_numbered(phase.samples_together(config, batch, loss), batch.sample_ids),
     )
     old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
     if loss == "sft" or not plan.updates:
@@ -122,7 +123,7 @@ def _kl_penalty(
 
 
 def _numbered(group_ids: np.ndarray | None, sample_ids: np.ndarray) -> torch.Tensor | None:
-    """The group of each response token, as numbers from 0."""
+    """The pair of each response token, as numbers from 0."""
     if group_ids is None:
         return None
     return torch.from_numpy(np.unique(group_ids, return_inverse=True)[1][sample_ids])

@@ -16,7 +16,7 @@ import numpy as np
 
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig
-from slimefsdp.credit import check_pairs, require, response_advantages, value_targets
+from slimefsdp.credit import check_pairs, has_variance, require, response_advantages, scores_of, value_targets
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.plan import Plan, plan_phase
@@ -167,9 +167,7 @@ def plan_training(
     trains[batch.sample_ids[batch.mask]] = True
     other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
     if loss == "policy" and config.loss.drop_zero_advantages and not other_terms:
-        moves = np.zeros(batch.num_samples, dtype=bool)
-        moves[batch.sample_ids[batch.mask & (response_advantages(config, batch) != 0)]] = True
-        trains &= moves
+        trains &= has_variance(config, batch)
     per_update = config.batch.samples_per_update
     one_update = per_update is None or per_update >= batch.num_samples
     return plan_phase(
@@ -289,6 +287,6 @@ def phase_metrics(
             "advantage_std": float(of_trained.std()),
             "advantage_abs_max": float(np.abs(of_trained).max()),
         }
-    if batch.rewards is not None and batch.group_ids is not None:
-        metrics["zero_variance_groups"] = zero_variance_share(batch.rewards, batch.group_ids)
+    if batch.group_ids is not None and not (batch.rewards is None and batch.token_rewards is None):
+        metrics["zero_variance_groups"] = zero_variance_share(scores_of(batch), batch.group_ids)
     return metrics

@@ -29,6 +29,7 @@ from slimefsdp.metrics import mean_over_updates
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.value import ValueModel
+from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.parallel.mesh import Mesh
@@ -69,6 +70,7 @@ class Trainer:
         self.config = config
         self.role = role
         self.mesh: Mesh = build.mesh_for(config, role, device)
+        run_together(lambda: build.check_policy_loss(config), self.mesh.group)
         self.folder = build.folder_for(config, role, self.mesh.group)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
         self.policy: DecoderModel = build.model_for(kind, config, role, self.folder, self.mesh)
@@ -169,7 +171,7 @@ class Trainer:
         seconds = time.perf_counter() - start
         advantages = None if inputs.advantages is None else inputs.advantages.numpy()
         metrics = phase.phase_metrics(self.config, plan, batch, seconds, cost, advantages=advantages)
-        metrics = mean_over_updates(reports) | metrics
+        metrics = mean_over_updates(reports) | metrics | {"updates": float(len(reports))}
         metrics |= self._learner.follow_kl_target(metrics, batch.num_samples)
         return metrics | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
 

@@ -60,9 +60,8 @@ class PlainPolicy:
         for number, indices in enumerate([None] if updates is None else updates):
             now = self.says(batch) if number else said
             samples = trained_samples(config, batch, now, said)
-            chosen = (
-                [one for one in samples if trains(config, one)] if indices is None else [samples[i] for i in indices]
-            )
+            trained = [one for one in samples if trains(config, one, samples)]
+            chosen = trained if indices is None else [samples[i] for i in indices]
             loss = update_loss(config, chosen)
             done.losses.append(loss.item())
             done.corrections.append(torch.cat([correction(config, sample) for sample in chosen]))
@@ -282,7 +281,7 @@ def kl(config: RunConfig, now: Tensor, ref: Tensor) -> Tensor:
     """[n] estimates of KL(policy || reference)."""
     r = ref.exp() / now.exp()
     estimates = {"k1": -r.log(), "k2": r.log() ** 2 / 2, "k3": r - 1 - r.log(), "abs": r.log().abs()}
-    return estimates[config.loss.kl_estimator]
+    return estimates[config.kl_estimator]
 
 
 def token_losses(config: RunConfig, sample: Sample, policy: Tensor) -> Tensor:
@@ -329,7 +328,10 @@ def pair_loss(config: RunConfig, sample: Sample, samples: list[Sample]) -> Tenso
     return -torch.log(1 / (1 + torch.exp(-config.loss.dpo_beta * (gains[0] - gains[1]))))
 
 
-def trains(config: RunConfig, sample: Sample) -> bool:
-    """Whether anything in a sample of a phase gives a gradient."""
+def trains(config: RunConfig, sample: Sample, samples: list[Sample]) -> bool:
+    """Whether a sample of a phase takes part: it has a token, and its group is not one of equal rewards."""
     others = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
-    return len(sample) > 0 and (others or bool((sample.advantages != 0).any()))
+    compares = config.advantage.estimator in (None, "grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k")
+    group = [other for other in samples if other.fields["group_id"] == sample.fields["group_id"]]
+    is_dead = compares and not others and not any(bool((other.advantages != 0).any()) for other in group)
+    return len(sample) > 0 and not is_dead

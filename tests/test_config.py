@@ -450,6 +450,24 @@ RULES = [
         ["loss.kl_in='reward'", "loss.policy=dpo"],
     ),
     (
+        "preference_pairs_are_compared_by_their_rewards",
+        {"loss__policy": "dpo", "advantage__estimator": "dr_grpo"},
+        {"loss__policy": "dpo", "advantage__estimator": "raw"},
+        ["advantage.estimator=raw", "loss.policy=dpo", "choose grpo or dr_grpo"],
+    ),
+    (
+        "updates_hold_whole_pairs",
+        {"loss__policy": "dpo", "batch__samples_per_update": 6},
+        {"loss__policy": "dpo", "batch__samples_per_update": 7},
+        ["batch.samples_per_update=7", "loss.policy=dpo", "make it even"],
+    ),
+    (
+        "a_loss_of_sequences_has_one_advantage_for_each",
+        {"loss__policy": "gspo", "advantage__estimator": "reinforce_pp"},
+        {"loss__policy": "gspo", "advantage__estimator": "reinforce_pp", "advantage__gamma": 0.9},
+        ["loss.policy=gspo", "advantage.estimator=reinforce_pp", "gspo_token"],
+    ),
+    (
         "a_full_kl_has_its_reference_beside_the_policy",
         {"loss__kl_coefficient": 0.1, "loss__kl_estimator": "full"},
         {"loss__kl_coefficient": 0.1, "loss__kl_estimator": "full", "reference__placement": "group"},
@@ -887,12 +905,15 @@ def settings_read_in(tree: ast.AST) -> tuple[set[str], set[str]]:
 
 def read_through_members(used: set[str]) -> set[str]:
     """Settings that RunConfig's properties and methods read, for those that others use; its rules are no use."""
-    run_config = next(
-        node for node in ast.parse((ROOT / "slimefsdp/config.py").read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "RunConfig"
-    )  # fmt: skip
+    classes = [
+        node
+        for file in ("config.py", "config_algorithm.py")
+        for node in ast.parse((ROOT / "slimefsdp" / file).read_text()).body
+        if isinstance(node, ast.ClassDef)
+    ]
     bodies = {
         node.name: [item for item in ast.walk(node) if isinstance(item, ast.Attribute)]
+        for run_config in classes
         for node in run_config.body
         if isinstance(node, ast.FunctionDef)
         and not any("model_validator" in ast.unparse(d) for d in node.decorator_list)

@@ -87,14 +87,18 @@ def test_a_reward_is_earned_at_the_last_trained_token(monkeypatch: pytest.Monkey
     assert inputs.values is None and inputs.baseline_rewards is None
 
 
-def test_token_rewards_and_the_kl_count_where_tokens_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reward_at_a_token_that_is_not_trained_is_earned_by_the_trained_one_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     token_rewards = 2.0 ** np.arange(11)
     kl = 0.5 * np.ones(11)
     inputs = seen_inputs(three_samples(token_rewards=token_rewards), monkeypatch, kl)
-    assert inputs.token_rewards.tolist() == [0, 1.5, 0, 7.5, 17.5, 0, *[0, 0], *[255.5, 511.5, 1027.5]]
-    assert inputs.scores.tolist() == [1.5 + 7.5 + 17.5, -1, 255.5 + 511.5 + 1027.5]
+    # the first one has none before it; the sample's own 2 is earned at its end; the KL is that of trained tokens alone
+    first, last = 1 + 2 + 4 - 0.5, 16 + 32 + 2 - 0.5
+    assert inputs.token_rewards.tolist() == [0, first, 0, 7.5, last, 0, *[0, 0], *[255.5, 511.5, 1027.5]]
+    assert inputs.scores.tolist() == [first + 7.5 + last, 64 + 128 - 1, 255.5 + 511.5 + 1027.5]
     alone = seen_inputs(three_samples(token_rewards=token_rewards, rewards=None), monkeypatch)
-    assert alone.scores.tolist() == [2 + 8 + 16, 0, 256 + 512 + 1024]
+    assert alone.scores.tolist() == [63, 64 + 128, 256 + 512 + 1024]
     plain = seen_inputs(three_samples(), monkeypatch, kl)
     assert plain.scores.tolist() == [2 - 1.5, -1, 4 - 1.5]
 
@@ -109,7 +113,7 @@ def test_fields_are_handed_on_as_float64(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rewards_of_tokens_alone_serve_every_estimator_that_reads_rewards() -> None:
     per_token = np.random.default_rng(0).normal(size=R).astype(np.float32)
-    sums = np.bincount(BATCH.sample_ids, np.where(BATCH.mask, per_token, 0.0).astype(np.float64), 10)
+    sums = np.bincount(BATCH.sample_ids, per_token.astype(np.float64), 10)
     for name in ("grpo", "rloo", "opo", "raw"):
         config = settings(advantage={"estimator": name})
         by_tokens = response_advantages(config, BATCH.replace(rewards=None, token_rewards=per_token))
@@ -288,8 +292,13 @@ def test_targets_are_the_callers_returns_or_rewards_to_go_mixed_with_values() ->
         for sample in range(10):
             target = value = 0.0
             tokens = np.flatnonzero(BATCH.mask & (BATCH.sample_ids == sample))[::-1]
-            for token in tokens:
-                reward = float(per_token[token]) - kl[token] + (BATCH.rewards[sample] if token == tokens[0] else 0.0)
+            earned = dict.fromkeys(tokens.tolist(), 0.0)
+            for place in np.flatnonzero(BATCH.sample_ids == sample).tolist():
+                earned[max((token for token in earned if token <= place), default=min(earned))] += float(
+                    per_token[place]
+                )
+            for token in tokens.tolist():
+                reward = earned[token] - kl[token] + (BATCH.rewards[sample] if token == tokens[0] else 0.0)
                 # the lambda-return by its recursion
                 target = reward + gamma * ((1 - lam) * value + lam * target)
                 value = float(values[token])

@@ -44,9 +44,8 @@ def critic_batch(seed: int = 0) -> RolloutBatch:
     """Holes in the masks, rewards of whole samples and of tokens, values near which the clip decides for some."""
     rng = np.random.default_rng(seed)
     batch = make_batch(Path(), seed=seed)
-    return batch.replace(
-        values=rng.normal(size=batch.num_response_tokens), token_rewards=rng.normal(size=batch.num_response_tokens)
-    )
+    values, token_rewards = rng.normal(size=(2, batch.num_response_tokens))
+    return batch.replace(values=values, token_rewards=token_rewards * batch.mask)
 
 
 def plain_targets(batch: RolloutBatch, gae_lambda: float = LAMBDA, kl: np.ndarray | None = None) -> np.ndarray:

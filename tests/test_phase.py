@@ -213,11 +213,26 @@ def test_samples_in_which_nothing_trains_are_left_out() -> None:
     assert planned_samples(kept) == list(range(10)) and kept.num_dropped == 0
     masked = BATCH.replace(loss_mask=BATCH.mask & (BATCH.sample_ids != 4))
     assert planned_samples(plan_training(settings(), masked)) == [0, 1, 5, 8, 9]
-    # advantages of one's own are looked at where the mask is True alone
-    own = np.where(BATCH.mask & (BATCH.sample_ids != 7), 1.0, 0.0) + np.where(BATCH.mask, 0.0, 9.0)
-    assert planned_samples(plan_training(settings(), BATCH.replace(advantages=own))) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
     supervised = plan_training(settings(algorithm="sft"), masked.replace(rewards=None, group_ids=None))
     assert planned_samples(supervised) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    # advantages of one's own are looked at where the mask is True alone, and group by group
+    own = np.where(BATCH.mask & (BATCH.sample_ids != 7), 1.0, 0.0) + np.where(BATCH.mask, 0.0, 9.0)
+    assert planned_samples(plan_training(settings(), BATCH.replace(advantages=own))) == list(range(10))
+    own[BATCH.sample_ids == 6] = 0.0
+    assert planned_samples(plan_training(settings(), BATCH.replace(advantages=own))) == [0, 1, 2, 3, 4, 5, 8, 9]
+
+
+def test_a_zero_advantage_that_says_nothing_of_a_group_leaves_its_sample_in_the_denominators() -> None:
+    zeros = BATCH.replace(rewards=np.zeros(10))
+    assert planned_samples(plan_training(settings(advantage={"estimator": "raw"}), zeros)) == list(range(10))
+    own = zeros.replace(advantages=np.zeros(BATCH.num_response_tokens), group_ids=None)
+    assert planned_samples(plan_training(settings(), own)) == list(range(10))
+    between = make_batch([0.0, 0.5, 1.0], group=3)
+    config = settings(advantage={"estimator": "dr_grpo"}, loss={"policy": "reinforce", "reduction": "sequence_mean"})
+    plan = plan_training(config, between)
+    assert planned_samples(plan) == [0, 1, 2]
+    weights = update_weights_of_tokens(config, between, plan.samples_of(0))
+    assert np.allclose(np.bincount(between.sample_ids, weights), 1 / 3), "the mean of three samples, not of two"
 
 
 def test_samples_of_zero_advantage_stay_where_another_term_trains_them() -> None:
@@ -240,7 +255,7 @@ def test_a_critic_trains_on_every_sample_with_a_token_and_on_its_own_mesh() -> N
 def test_a_preference_pair_is_never_cut() -> None:
     rewards = np.random.default_rng(2).permutation(20).astype(float)
     config = settings(
-        loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 40, "samples_per_update": 7}, mesh={"dp": 2}
+        loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 40, "samples_per_update": 6}, mesh={"dp": 2}
     )
     batch = make_batch(rewards.tolist())
     order = np.random.default_rng(3).permutation(20)  # pairs are not neighbours

@@ -25,6 +25,7 @@ DOORS = {
     "ray": ("actors/",),
     "pydantic": (
         "slimefsdp/config.py",
+        "slimefsdp/config_algorithm.py",
         "slimefsdp/config_loss.py",
         "slimefsdp/config_rollout.py",
         "slimefsdp/config_sections.py",
@@ -45,7 +46,7 @@ LAYERS = (
     ("data", "loss"),
     ("attention", "parallel"),
     (
-        *("config", "config_loss", "config_ready", "config_rollout", "credit", "phase", "simulate"),
+        *("config", "config_algorithm", "config_loss", "config_ready", "config_rollout", "credit", "phase", "simulate"),
         *("checkpoint", "footprint", "metrics", "models", "optim", "update", "weights"),
     ),
     ("reference",),

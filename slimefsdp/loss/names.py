@@ -59,5 +59,9 @@ TOKEN_ESTIMATORS = ("reinforce_pp", "remax", "gae")
 """Estimators that give each token its own advantage, where rewards or values differ inside a sample."""
 PER_SEQUENCE = ("gspo", "gmpo", "dpo")
 """Policy losses of whole sequences: the advantages of a sequence's tokens must be equal."""
+LOOKS_AT_SEQUENCES = (*PER_SEQUENCE, "gspo_token")
+"""Policy losses in which the loss of a token depends on others of its sequence."""
 PAIRWISE = ("dpo",)
 """Policy losses that compare the two samples of a group, which must be in one pack."""
+PAIRED_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl")
+"""Estimators under which the better one of two samples has a positive advantage and the other a negative one."""

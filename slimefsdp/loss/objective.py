@@ -40,7 +40,7 @@ class TokenInputs:
     weights: torch.Tensor
     sample_ids: torch.Tensor  # int64, below num_samples
     num_samples: int  # of the whole batch
-    group_ids: torch.Tensor | None = None  # int64, below num_samples
+    group_ids: torch.Tensor | None = None  # int64, below num_samples; for losses that compare pairs
     advantages: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None  # None: the current ones, detached
     ref_log_probs: torch.Tensor | None = None
@@ -63,7 +63,7 @@ class TokenInputs:
 
     @property
     def groups(self) -> Sequences | None:
-        """The prompt of each token."""
+        """The pair of each token."""
         return None if self.group_ids is None else Sequences(self.group_ids, self.num_samples)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenInputs:
@@ -78,6 +78,7 @@ class Objective:
 
     policy: PolicyLossFunction | None  # None: supervised, the cross-entropy of each token
     options: PolicyOptions = field(default_factory=PolicyOptions)
+    looks_at_sequences: bool = False  # the loss of a token may depend on others of its sequence
     correction: str = "none"  # or a name in CORRECTIONS
     correction_options: CorrectionOptions = field(default_factory=CorrectionOptions)
     kl_coefficient: float = 0.0  # of the term in the loss
@@ -115,9 +116,16 @@ class Objective:
         log_probs, sequences = outputs[0], inputs.sequences
         current = log_probs.detach()
         old = current if inputs.old_log_probs is None else inputs.old_log_probs
-        tokens = PolicyTokens(log_probs, old, inputs.advantages, sequences, inputs.groups, inputs.ref_log_probs)
+        weights = self._correction(current, old, inputs, sums)
+        # in place of what moves nothing, so that an infinite ratio there leaves no 0 * inf = nan behind
+        if self.looks_at_sequences:
+            dropped = sequences.spread(sequences.sum(weights)) == 0
+        else:
+            dropped = weights * inputs.advantages == 0
+        counted = torch.where(dropped, old, log_probs)
+        tokens = PolicyTokens(counted, old, inputs.advantages, sequences, inputs.groups, inputs.ref_log_probs)
         found = policy(tokens, self.options)
-        per_token = found.loss * self._correction(current, old, inputs, sums)
+        per_token = found.loss * weights
         if inputs.ref_log_probs is not None or len(outputs) > 2:
             kl = self._kl(outputs, old, inputs.ref_log_probs)
             if self.kl_coefficient:

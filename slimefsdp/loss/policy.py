@@ -27,7 +27,7 @@ class PolicyTokens:
     old_log_probs: torch.Tensor  # of the policy at the start of the phase
     advantages: torch.Tensor
     sequences: Sequences
-    groups: Sequences | None = None  # the prompt of each token; for losses of pairs
+    groups: Sequences | None = None  # the pair of each token, whole in the pack; for losses of pairs alone
     ref_log_probs: torch.Tensor | None = None  # of the reference model
 
 

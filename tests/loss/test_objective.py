@@ -354,9 +354,11 @@ def test_the_objective_has_every_number_of_the_settings() -> None:
     correction = {"method": "icepop", "low": 0.5, "high": 2.0, "veto_below": 0.01, "opsm_threshold": 0.2}
     found = objective_for(settings(loss=loss, correction=correction), "policy", 0.7)
     assert found == Objective(
-        ppo_loss, PolicyOptions(0.1, 0.3, 4.0), "icepop", CorrectionOptions(0.5, 2.0, 0.01, 0.2),
+        ppo_loss, PolicyOptions(0.1, 0.3, 4.0), False, "icepop", CorrectionOptions(0.5, 2.0, 0.01, 0.2),
         kl_coefficient=0.7, kl_estimator="k1", kl_unbiased=True, entropy_coefficient=0.25,
     )  # fmt: skip
+    for name in ("gspo", "gspo_token", "gmpo", "dpo"):
+        assert objective_for(settings(loss={"policy": name}), "policy", 0.0).looks_at_sequences
     sapo = {"policy": "sapo", "sapo_temperature_positive": 2.0, "sapo_temperature_negative": 3.0}
     options = objective_for(settings(loss=sapo), "policy", 0.0).options
     assert (options.sapo_temperature_positive, options.sapo_temperature_negative) == (2.0, 3.0)
@@ -367,6 +369,22 @@ def test_the_objective_has_every_number_of_the_settings() -> None:
     assert objective_for(settings(), "sft", 0.0).policy is None
     critic = settings(algorithm="ppo", critic={"clip": None})
     assert objective_for(critic, "value", 0.0) == ValueObjective(clip=None)
+
+
+@pytest.mark.parametrize("looks_at_sequences", [False, True])
+def test_a_ratio_that_overflows_spoils_nothing_where_its_token_is_dropped(looks_at_sequences: bool) -> None:
+    log_probs = torch.tensor([-1.0, -2.0, -1.0, -1.0], requires_grad=True)
+    old = torch.tensor([-1.0, -2.0, -500.0, -1.0])  # exp(499) is infinite in float32
+    rollout = torch.tensor([-1.0, -2.0, -520.0, -1.0])  # rho of exp(20): dropped
+    samples = torch.tensor([0, 0, 1, 2])
+    inputs = TokenInputs(
+        torch.full((4,), 0.25), samples, 3, None, -torch.ones(4), old_log_probs=old, rollout_log_probs=rollout
+    )
+    bounds = CorrectionOptions(high=2.0)
+    objective = Objective(ppo_loss, looks_at_sequences=looks_at_sequences, correction="mis", correction_options=bounds)
+    loss = objective(torch.stack([log_probs, torch.zeros(4)]), inputs)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    assert gradient.tolist() == [0.25, 0.25, 0.0, 0.25] and loss.item() == pytest.approx(0.75)
 
 
 def loss_of_ones_own(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
