@@ -18,7 +18,7 @@ from actors.rollout.filters import FILTERS, load_filter
 from actors.rollout.rewards import exact_match, load_reward, sorted_digits
 from slimefsdp import credit
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.errors import ResourceError
+from slimefsdp.errors import ConfigError, ResourceError
 from slimefsdp.functions import load_function
 from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 
@@ -59,17 +59,29 @@ def check_command(options: argparse.Namespace) -> int:
     if config is not None:
         check_machine(config)
     found = look_around()
+    refusal = None if config is None else _refusal_of_train(config)
     if options.json:
         packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
         record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
-        print(json.dumps(record if config is None else {**record, "chosen": chosen}, indent=1))
+        print(json.dumps(record if config is None else {**record, "chosen": chosen, "train": refusal}, indent=1))
     else:
         print("\n".join([*_environment_lines(found), *_registry_lines(chosen)]))
+        if refusal is not None:
+            print(f"\n`slimefsdp train` would refuse: {refusal}")
     if found.problems:
         raise ResourceError(
             "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
         )
     return 0
+
+
+def _refusal_of_train(config: RunConfig) -> str | None:
+    """Why `slimefsdp train` would not take these settings, which a loop of one's own may; None: it would."""
+    try:
+        config.check_ready_to_train()
+    except ConfigError as error:
+        return f"{error.message}; {error.hint}"
+    return None
 
 
 def chosen_functions(config: RunConfig) -> _Choices:

@@ -76,7 +76,7 @@ def train(config: RunConfig) -> str:
             dtype = config.run.export_dtype
             group.export_hf(config.run.export_dir, None if dtype == "auto" else dtype)
         rows = read_metrics(config.run.dir)
-        draw_curves(rows, config.run.dir / "curves.png", title=f"{config.run.dir.name}: {config.algorithm}")
+        draw_curves(rows, config.run.dir / "curves.png", title=f"{config.run.dir.name}: {_title(config)}")
         return loop.summary(rows)
 
 
@@ -183,9 +183,11 @@ class RolloutLoop:
             if len(values) > 1
             else f"reward {rows[0].get('rollout/reward', 0.0):.3f} -> {rows[-1].get('rollout/reward', 0.0):.3f}"
         )
+        num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
+        idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (
-            f"{config.algorithm.upper()} on {config.ranks} FSDP2 ranks: {what} "
-            f"in {config.run.steps} steps, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
+            f"{_title(config)} on {config.ranks} FSDP2 ranks: {what} "
+            f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
 
@@ -284,6 +286,13 @@ def _save(step: int, group: WorkerGroup, loop: RolloutLoop | SupervisedLoop, fol
             loop.rest_critic()
     group.save(step, {"step": step, "prompts": loop.prompts.state()})
     folder.forget_old_batches()
+
+
+def _title(config: RunConfig) -> str:
+    """The algorithm by its name, where it has one."""
+    if config.algorithm == "sft" or (config.estimator, config.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
+        return config.algorithm.upper()
+    return f"{config.estimator} with {config.loss.policy} loss"
 
 
 def _is_due(step: int, interval: int | None) -> bool:

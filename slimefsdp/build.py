@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from functools import partial
 
@@ -309,25 +310,34 @@ def check_policy_loss(config: RunConfig) -> None:
     reference = nothing if config.needs_reference else None
     tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, nowhere, None, reference)
     try:
-        found: object = loss(tokens, PolicyOptions())
-        fault = (
-            None if _is_per_token(found) else f"returned {type(found).__name__}, not a PolicyLoss of one value a token"
-        )
+        loss(tokens, PolicyOptions())
     except Exception as error:  # the user's function may raise anything
-        fault = f"raised {type(error).__name__}: {error}"
-    if fault is not None:
         raise ConfigError(
-            f"loss.policy={name} {fault}, given a pack without tokens",
+            f"loss.policy={name}, tried on a pack without tokens: {error}",
             field="loss.policy",
             hint="return a PolicyLoss whose fields are as long as log_probs, of which there may be none",
-        )
-
-
-def _is_per_token(found: object) -> bool:
-    return isinstance(found, PolicyLoss) and all(isinstance(x, torch.Tensor) and x.shape == (0,) for x in found)
+        ) from error
 
 
 def _policy_loss(name: str) -> PolicyLossFunction:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    return load_function(name, field="loss.policy", example="my_losses:my_loss")
+    function = load_function(name, field="loss.policy", example="my_losses:my_loss")
+
+    def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+        # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
+        try:
+            found: object = function(tokens, options)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{frame.filename}:{frame.lineno}"
+            raise RuntimeError(f"{name} raised {type(error).__name__}: {error} ({place})") from error
+        shape = tokens.log_probs.shape
+        if not isinstance(found, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in found):
+            shapes = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, PolicyLoss) else ""
+            raise RuntimeError(f"{name} returned a {type(found).__name__} {shapes} for {len(tokens.log_probs)} tokens")
+        if not found.loss.requires_grad:
+            raise RuntimeError(f"{name} returned a loss without a graph; make it of tokens.log_probs")
+        return found
+
+    return checked

@@ -12,6 +12,8 @@ from slimefsdp.config_messages import short_text
 from slimefsdp.config_sections import PathSetting, PositiveInt, Settings, broken_rule, function_name
 from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, POLICY_LOSSES
 
+LARGEST = 1e30  # float32 holds it
+
 
 def _name_in(table: Iterable[str]) -> Callable[[str], str]:
     """A validator: a name of the table, or a function of the user's own as `module:function`."""
@@ -73,19 +75,26 @@ class LossSettings(Settings):
         description="1/N tokens; mean over samples of their token mean; sum over constant_length; mean over prompts of "
         "their token mean",
     )
-    constant_length: PositiveInt | None = Field(None, description="the divisor of reduction=constant (Dr.GRPO)")
+    constant_length: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
+        None, description="the divisor of reduction=constant (Dr.GRPO)"
+    )
     clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
-    clip_high: float = Field(0.2, gt=0, description="and above at 1 + clip_high")
+    clip_high: float = Field(0.2, gt=0, le=LARGEST, description="and above at 1 + clip_high")
     dual_clip: float | None = Field(
         None,
         gt=1,
+        le=LARGEST,
         description="ppo: bounds the loss of a negative advantage A by dual_clip x |A|; null: no bound",
     )
-    sapo_temperature_positive: float = Field(1.0, gt=0, description="sapo: of the gate where the advantage is positive")
-    sapo_temperature_negative: float = Field(1.05, gt=0, description="sapo: of the gate where it is negative")
-    dpo_beta: float = Field(0.1, gt=0, description="dpo: how strongly the reference holds")
+    sapo_temperature_positive: float = Field(
+        1.0, gt=0, le=LARGEST, description="sapo: of the gate where the advantage is positive"
+    )
+    sapo_temperature_negative: float = Field(
+        1.05, gt=0, le=LARGEST, description="sapo: of the gate where it is negative"
+    )
+    dpo_beta: float = Field(0.1, gt=0, le=LARGEST, description="dpo: how strongly the reference holds")
     kl_coefficient: float = Field(
-        0.0, ge=0, description="weight of KL(policy || reference); the first one, with kl_target"
+        0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); the first one, with kl_target"
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] | None = Field(
         None,
@@ -104,7 +113,7 @@ class LossSettings(Settings):
         None, gt=0, description="adapt the coefficient after each step so that the KL nears this many nats a token"
     )
     kl_horizon: PositiveInt = Field(10000, description="samples over which it may change by a fifth (kl_target)")
-    entropy_coefficient: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    entropy_coefficient: float = Field(0.0, ge=0, le=LARGEST, description="weight of the entropy bonus")
     old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
         description="auto: the batch's own; without them the current ones where the phase has one update, else "
@@ -177,9 +186,9 @@ class CorrectionSettings(Settings):
         Field("none", description=f"none, or one of {', '.join(CORRECTIONS)}; reads rollout_log_probs")
     )
     low: float | None = Field(
-        None, ge=0, description="lower bound of trainer / rollout probability, where the method has one"
+        None, ge=0, le=LARGEST, description="lower bound of trainer / rollout probability, where the method has one"
     )
-    high: float | None = Field(None, gt=0, description="upper bound of it")
+    high: float | None = Field(None, gt=0, le=LARGEST, description="upper bound of it")
     veto_below: float | None = Field(
         None, gt=0, lt=1, description="drop a sequence with any token of a trainer / rollout probability below this"
     )
@@ -244,9 +253,12 @@ class CriticSettings(Settings):
     offload: Literal["sleep", "none"] = Field(
         "sleep", description="where it is while the policy trains or samples (placement: colocated)"
     )
-    lr: float | None = Field(None, gt=0, description="peak learning rate; null: optim.lr")
+    lr: float | None = Field(None, gt=0, le=LARGEST, description="peak learning rate; null: optim.lr")
     clip: float | None = Field(
-        0.2, gt=0, description="values further than this from those before the phase stop counting; null: no clipping"
+        0.2,
+        gt=0,
+        le=LARGEST,
+        description="values further than this from those before the phase stop counting; null: no clipping",
     )
     pretrain_steps: int = Field(
         0, ge=0, description="first steps of the run: the critic alone is trained, on rewards to go (lambda 1)"
@@ -277,6 +289,7 @@ def _refuse_unread(
         value: Any = getattr(settings, name)
         if chosen not in readers and value != type(settings).model_fields[name].default:
             raise ValueError(
-                f"{section}.{name}={value} does nothing with {section}.{choice}={chosen}; remove it, or set "
-                f"{section}.{choice} to {' or '.join(readers)}"
+                f"{section}.{name}={value} does nothing with {section}.{choice}={chosen}; remove it (its default is "
+                f"{short_text(type(settings).model_fields[name].default)}), or set {section}.{choice} to "
+                f"{' or '.join(readers)}"
             )

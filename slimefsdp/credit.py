@@ -5,6 +5,7 @@ Numpy only and float64; the functions of the settings are found here, and what t
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,13 +13,14 @@ import numpy as np
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError
+from slimefsdp.errors import BatchError, SlimeError
 from slimefsdp.functions import load_function
 from slimefsdp.loss.advantages import (
     ESTIMATORS,
     AdvantageInputs,
     AdvantageOptions,
     Estimator,
+    Floats,
     advantages,
     whitened,
 )
@@ -46,7 +48,22 @@ def estimator_of(config: RunConfig) -> Estimator:
     name = config.estimator
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    return Estimator(load_function(name, field="advantage.estimator", example="my_advantages:my_estimator"), reads=())
+    function = load_function(name, field="advantage.estimator", example="my_advantages:my_estimator")
+
+    def reported(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
+        try:
+            return np.asarray(function(inputs, options), dtype=np.float64)
+        except SlimeError:
+            raise
+        except Exception as error:  # the user's function may raise, or return, anything
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise BatchError(
+                f"advantage.estimator={name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
+                field="advantages",
+                hint="return an array of numbers, one per sample or one per response token",
+            ) from error
+
+    return Estimator(reported, reads=())
 
 
 def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
@@ -115,7 +132,7 @@ def _advantage_inputs(
     for name in reads:
         if getattr(batch, name) is None and not (name == "rewards" and batch.token_rewards is not None):
             hints = {
-                "values": "set algorithm=ppo, whose loop asks the critic, or give values of compute_values",
+                "values": "give those of compute_values on a critic, as the loop of algorithm=ppo does",
                 "baseline_rewards": "give baseline_rewards, the reward of the greedy response to each sample's prompt",
             }
             raise BatchError(

@@ -28,7 +28,7 @@ def load_function(name: str, *, field: str, example: str) -> Callable[..., Any]:
         )
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that ends
         raise ConfigError(
             f"module {module_name!r} of {name!r} cannot be imported: {type(error).__name__}: {error}",
             field=field,

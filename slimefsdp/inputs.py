@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,16 +24,27 @@ from slimefsdp.parallel.agree import all_equal, run_together
 
 
 def check_together(
-    config: RunConfig, batch: RolloutBatch, folder: ModelFolder, loss: LossName | None, group: dist.ProcessGroup
+    config: RunConfig,
+    batch: RolloutBatch,
+    folder: ModelFolder,
+    loss: LossName | None,
+    group: dist.ProcessGroup,
+    *,
+    given: object = None,
 ) -> None:
     """Collective: `phase.check_batch` for a folder's model; all ranks refuse the batch or none.
+
+    Args:
+        given: what else the call was given, and must be equal on all ranks.
 
     Raises:
         StateError: ranks hold different batches. BatchError: the batch does not fit the settings. ConfigError: a
             function of the user's own cannot be imported. What such a function raises on any rank.
     """
-    if not all_equal(phase.batch_digest(batch), group):
-        raise StateError("ranks hold different batches", hint="call every rank with the same batch")
+    if not all_equal(f"{phase.batch_digest(batch)} {given!r}", group):
+        raise StateError(
+            "ranks hold different batches, or other arguments", hint="call every rank with the same batch and arguments"
+        )
 
     def check() -> None:
         if loss == "policy":
@@ -40,6 +52,14 @@ def check_together(
         phase.check_batch(config, batch, folder.vocab_size, loss=loss, max_sample_tokens=folder.max_sample_tokens)
 
     run_together(check, group)  # a function of the user's own may fail on one machine alone
+    if loss == "policy" and ":" in config.estimator and batch.advantages is None:
+        found = response_advantages(config, batch)
+        if not all_equal(hashlib.sha256(found.tobytes()).hexdigest(), group):
+            raise StateError(
+                f"advantage.estimator={config.estimator} gave ranks different advantages",
+                field="advantage.estimator",
+                hint="let it depend on its arguments alone: no random numbers, no clock, no order of sets",
+            )
 
 
 def agreed_plan(

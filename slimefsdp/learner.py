@@ -85,6 +85,9 @@ class Learner:
         if loss != "value" and (gae_lambda, kl_coefficient) != (None, None):
             name = "kl_coefficient" if gae_lambda is None else "gae_lambda"
             raise ConfigError(f"{name} is for the targets of a critic", field=name, hint="set it in the settings")
+        for name, value, most in (("gae_lambda", gae_lambda, 1.0), ("kl_coefficient", kl_coefficient, 1e30)):
+            if value is not None and not (isinstance(value, int | float) and 0 <= value <= most):
+                raise ConfigError(f"{name}={value!r} is no number in [0, {most:g}]", field=name, hint="leave it out")
         of_model: dict[str, Callable[..., torch.Tensor]] = {"actor": self.outputs, "ref": self.reference_outputs}
 
         def log_probs(model: Literal["actor", "ref"]) -> torch.Tensor:

@@ -199,6 +199,10 @@ class Checkpoints:
         own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
         if changed := differences(info["config"].get("optim", {}), own):
             yield f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}"
+        for section in ("advantage", "loss", "correction"):
+            saved = info["config"].get(section, {})
+            if changed := differences(saved, self._config.model_dump(mode="json")[section]):
+                yield f"this run's settings hold, not the checkpoint's: {section}.{f', {section}.'.join(changed)}"
         if changed := differences(info["mesh"], self._axes):
             yield f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}"
 

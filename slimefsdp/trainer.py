@@ -152,7 +152,7 @@ class Trainer:
         """
         start = time.perf_counter()
         loss: LossName = "value" if self.role == "critic" else self.config.loss_name
-        self._check(batch, loss)
+        self._check(batch, loss, (gae_lambda, kl_coefficient))
         cost = self.policy.attention.cost  # what plans are balanced by
         plan = plan or phase.plan_training(self.config, batch, cost, loss=loss)
         plan = agreed_plan(self.config, plan, batch, loss, self.mesh.group, data_ranks=self.mesh.data_ranks)
@@ -160,12 +160,14 @@ class Trainer:
         self._forget_gradients()  # what a failed or abandoned update left
         inputs = self._learner.inputs(batch, plan, loss, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient)
         reports: list[dict[str, float]] = []
+        stopped: dict[str, float] = {}
         with self._learner.beside_reference(loss):
             for update, packs in enumerate(plan.updates):
                 weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
                 metrics = self._accumulate(batch, packs, inputs, weights, loss)
                 if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
                     self._forget_gradients()
+                    stopped = {"kl_old_stopped": metrics["kl_old"]}
                     break
                 reports.append(metrics | self.optimizer_step())
         seconds = time.perf_counter() - start
@@ -173,7 +175,7 @@ class Trainer:
         metrics = phase.phase_metrics(self.config, plan, batch, seconds, cost, advantages=advantages)
         metrics = mean_over_updates(reports) | metrics | {"updates": float(len(reports))}
         metrics |= self._learner.follow_kl_target(metrics, batch.num_samples)
-        return metrics | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
+        return metrics | stopped | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
 
     @rpc
     def forward_backward(
@@ -191,7 +193,7 @@ class Trainer:
             BatchError: the batch does not fit the settings; no gradient was added.
         """
         require_loss(loss, self.role)
-        self._check(batch, loss)
+        self._check(batch, loss, denominator)
         self._residency.wake_up(("parameters",))
         plan = self._learner.plan_everything(batch, loss)
         weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
@@ -380,8 +382,8 @@ class Trainer:
 
     # ------------------------------------------------------------------ inside
 
-    def _check(self, batch: RolloutBatch, loss: LossName | None) -> None:
-        check_together(self.config, batch, self.folder, loss, self.mesh.group)
+    def _check(self, batch: RolloutBatch, loss: LossName | None, given: object = None) -> None:
+        check_together(self.config, batch, self.folder, loss, self.mesh.group, given=given)
 
     def _forget_gradients(self) -> None:
         self.updater.optimizer.zero_grad(set_to_none=True)

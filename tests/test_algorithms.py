@@ -180,12 +180,12 @@ JOINED = {
     " + ".join(names): joined(*names)
     for names in (
         ("grpo", "gspo", "tis", "k3", "sequence_mean"),
-        ("dr_grpo", "gmpo", "sequence_tis", "constant"),
+        ("dr_grpo", "gspo_token", "sequence_tis", "constant"),
         ("rloo", "clip-higher", "mis", "k1, unbiased", "prompt_mean"),
         ("reinforce_pp", "cispo", "icepop", "k2", "token_mean"),
         ("reinforce_pp_baseline", "importance_sampling", "sequence_mis", "abs", "sequence_mean"),
         ("remax", "sapo", "geometric_mis", "k3, unbiased", "prompt_mean"),
-        ("opo", "gspo_token", "veto", "entropy"),
+        ("opo", "importance_sampling", "veto", "entropy"),
         ("maxrl", "dual clip", "opsm", "k1"),
         ("pass_at_k", "reinforce", "importance, bounded"),
         ("k3 in the reward of tokens", "mis, two bounds", "sequence_mean"),

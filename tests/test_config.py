@@ -755,6 +755,17 @@ NOT_READY = {
         READY_GRPO, {"advantage__estimator": "pass_at_k", "advantage__pass_k": 8}, "rollout.samples_per_prompt",
         ["rollout.samples_per_prompt=8", "at least 9"],
     ),
+    "rewards that are counted": (
+        READY_GRPO, {"advantage__estimator": "maxrl", "rollout__overlong_buffer_tokens": 8},
+        "rollout.overlong_buffer_tokens", ["advantage.estimator=maxrl counts them", "remove it"],
+    ),
+    "a policy that never moves": (
+        {**READY_GRPO, "algorithm": "ppo"}, {"critic__pretrain_steps": 1, "critic__warmup_steps": 9, "run__steps": 10},
+        "critic.warmup_steps", ["=10 leave the policy none of run.steps=10", "raise run.steps"],
+    ),
+    "an end that never comes": (
+        READY_GRPO, {"loss__max_kl": 0.1}, "loss.max_kl", ["loss.max_kl=0.1 does nothing", "loss.epochs"],
+    ),
     "no pairs": (READY_DPO, {"rollout__samples_per_prompt": 4}, "rollout.samples_per_prompt", ["=4 makes no", "to 2"]),
     "equal pairs": (READY_DPO, {"rollout__filter": None}, "rollout.filter", ["rollout.filter=null", "mixed_groups"]),
     "half pairs": (READY_DPO, {"rollout__mask_truncated": True}, "rollout.mask_truncated", ["=true leaves", "remove"]),
@@ -773,6 +784,8 @@ def test_training_refuses_what_its_loop_cannot_serve(case):
 
 
 def test_what_a_function_of_the_users_own_sees_to_is_not_refused():
+    settings(**READY_GRPO, loss__max_kl=0.1, loss__old_log_probs="rollout").check_ready_to_train()
+    settings(**READY_GRPO, loss__max_kl=0.1, batch__samples_per_update=128).check_ready_to_train()
     own = {"rollout__filter": "m:f", "rollout__overlong_buffer_tokens": 8}
     settings(**{**READY_DPO, **own}).check_ready_to_train()
     settings(**READY_GRPO, advantage__estimator="m:f", rollout__samples_per_prompt=1).check_ready_to_train()

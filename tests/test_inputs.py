@@ -23,6 +23,8 @@ def fails_on_one_rank(inputs, options):
     if dist.get_rank() == 1:
         raise OSError("no such table")
     return inputs.scores
+def differs(inputs, options):
+    return inputs.scores + dist.get_rank()
 def loss(tokens, options):
     raise NotImplementedError
 """
@@ -56,16 +58,18 @@ def test_what_one_rank_cannot_do_all_ranks_refuse(tmp_path: Path, ranks: RankPoo
     (tmp_path / "own_inputs.py").write_text(OWN)
     batch = make_batch([0.0, 1.0])
     estimator = settings(advantage={"estimator": "own_inputs:fails_on_one_rank"})
+    differs = settings(advantage={"estimator": "own_inputs:differs"})
     policy = settings(loss={"policy": "own_inputs:loss"})
     given = batch.replace(advantages=np.ones(batch.num_response_tokens))
     cases: list[tuple[RunConfig, RolloutBatch, Any]] = [
         (estimator, batch, "policy"), (policy, batch, "policy"), (settings(), batch.replace(rewards=None), "policy"),
         (settings(), batch, "other batches"), (estimator, batch, None), (estimator, given, "policy"),
-        (settings(), batch, "policy"),
+        (settings(), batch, "policy"), (differs, batch, "policy"),
     ]  # fmt: skip
     first, second = ranks.run(2, refusals, tmp_path, cases)
     assert first == second
     assert [error and error[:2] for error in first] == [
-        (OSError, None), (ConfigError, "loss.policy"), (BatchError, "rewards"), (StateError, None), None, None, None,
+        (BatchError, "advantages"), (ConfigError, "loss.policy"), (BatchError, "rewards"), (StateError, None),
+        None, None, None, (StateError, "advantage.estimator"),
     ]  # fmt: skip
-    assert "no such table" in first[0][2] and "has no 'loss'" in first[1][2]
+    assert "OSError: no such table" in first[0][2] and "has no 'loss'" in first[1][2]

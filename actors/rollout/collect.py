@@ -20,6 +20,7 @@ from actors.rollout.rewards import RewardFunction, load_reward
 from actors.run_folder import RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError
 
 Metrics = dict[str, float]
 
@@ -116,7 +117,9 @@ class Collector:
             purpose = (_TRAINING, step, rounds) if rounds else (_TRAINING, step)
             version, groups = self._groups(records, settings.samples_per_prompt, purpose, seconds)
             drawn += groups
-            kept += [group for group in groups if self._filter is None or self._filter(group.record, group.samples)]
+            kept += [
+                group for group in groups if self._filter is None or self._filter(group.record, tuple(group.samples))
+            ]
             rounds += 1
         metrics = self._metrics(drawn)
         if self._filter is not None:
@@ -130,6 +133,9 @@ class Collector:
             baselines = self._greedy_rewards(step, [group.record for group in kept], seconds)
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
         return self._batch(kept, baselines, version), metrics
+
+    def _keeps(self, group: _Group) -> bool:
+        return self._filter is None or self._filter(group.record, tuple(group.samples))
 
     def _groups(
         self, records: Sequence[Record], per_prompt: int, purpose: Sequence[int], seconds: Metrics, greedy: bool = False
@@ -221,4 +227,11 @@ def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
 
 def _mean_scores(groups: Sequence[_Group], prefix: str) -> Metrics:
     scores = [one.scores for group in groups for one in group.samples]
+    for score in scores:
+        if score.keys() != scores[0].keys():
+            raise BatchError(
+                f"the reward function returned the names {sorted(score)}, and {sorted(scores[0])} before",
+                field="rollout.reward",
+                hint="return the same names for every response",
+            )
     return {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}

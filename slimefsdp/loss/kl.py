@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 import torch
 
+MAX_COEFFICIENT = 1e6  # where a target cannot be met
 MAX_RELATIVE_ERROR = 0.2  # of the KL against its target, as far as `next_coefficient` minds it
 
 
@@ -93,4 +94,4 @@ def next_coefficient(coefficient: float, kl: float, target: float, samples: int,
     if not math.isfinite(kl):
         return coefficient
     error = min(max(kl / target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-    return coefficient * (1 + error * min(samples / horizon, 1.0))
+    return min(coefficient * (1 + error * min(samples / horizon, 1.0)), MAX_COEFFICIENT)

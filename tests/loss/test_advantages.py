@@ -160,8 +160,9 @@ def test_whitening_equal_values_gives_exactly_zero(epsilon, trained):
     assert (whitened(np.full(4, 0.1), np.arange(4) < trained, epsilon) == 0.0).all()
 
 
-def test_the_authors_of_reinforce_pp_whiten_and_the_others_do_not():
+def test_reinforce_pp_and_gae_are_whitened_and_the_others_are_not():
     assert {name for name, estimator in ESTIMATORS.items() if estimator.whitens} == {
+        "gae",
         "reinforce_pp",
         "reinforce_pp_baseline",
     }

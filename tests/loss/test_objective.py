@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.build import objective_for
+from slimefsdp.build import check_policy_loss, objective_for
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.loss.correction import CorrectionOptions
@@ -417,3 +417,55 @@ def test_a_loss_of_ones_own_that_cannot_be_imported_is_a_fault_of_the_settings()
     with pytest.raises(ConfigError) as caught:
         objective_for(settings(loss={"policy": "no_such_losses:f"}), "policy", 0.0)
     assert caught.value.field == "loss.policy" and "no_such_losses" in caught.value.message and caught.value.hint
+
+
+def _wide(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+    found = ppo_loss(tokens, options)
+    return found._replace(loss=found.loss[:, None])  # would broadcast to [tokens, tokens]
+
+
+def _mean(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+    found = ppo_loss(tokens, options)
+    return found._replace(loss=found.loss.sum())
+
+
+def _largest(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+    return ppo_loss(replace(tokens, advantages=tokens.advantages / tokens.advantages.max()), options)
+
+
+def _short(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+    found = ppo_loss(tokens, options)
+    return found._replace(loss=found.loss[:-1])
+
+
+def _detached(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+    found = ppo_loss(tokens, options)
+    return found._replace(loss=found.loss.detach())
+
+
+def _bare(tokens: PolicyTokens, options: PolicyOptions) -> Any:
+    return ppo_loss(tokens, options).loss
+
+
+BAD_LOSSES = {
+    "_wide": "(0, 1)", "_mean": "()", "_largest": "test_objective.py:", "_detached": "without a graph",
+    "_bare": "Tensor",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_LOSSES)
+def test_a_loss_of_ones_own_is_tried_before_a_model_is_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_losses", sys.modules[__name__])
+    check_policy_loss(settings(loss={"policy": "my_losses:loss_of_ones_own"}))
+    with pytest.raises(ConfigError) as caught:
+        check_policy_loss(settings(loss={"policy": f"my_losses:{name}"}))
+    assert caught.value.field == "loss.policy" and caught.value.hint
+    assert f"my_losses:{name}" in caught.value.message and BAD_LOSSES[name] in caught.value.message
+
+
+def test_a_loss_of_ones_own_of_the_wrong_length_never_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_losses", sys.modules[__name__])
+    objective = objective_for(settings(loss={"policy": "my_losses:_short"}), "policy", 0.0)
+    outputs, inputs = random_inputs()
+    with pytest.raises(RuntimeError, match="my_losses:_short returned"):
+        objective(outputs[:2], inputs)
