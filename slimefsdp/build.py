@@ -292,7 +292,6 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
         kl_estimator=config.kl_estimator,
         kl_unbiased=settings.kl_unbiased,
         entropy_coefficient=settings.entropy_coefficient,
-        old_is_rollout=settings.old_log_probs == "rollout",
     )
 
 

@@ -116,8 +116,8 @@ class LossSettings(Settings):
     entropy_coefficient: float = Field(0.0, ge=0, le=LARGEST, description="weight of the entropy bonus")
     old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
         "auto",
-        description="auto: the batch's own; without them the current ones where the phase has one update, else "
-        "recompute; rollout: the engine's",
+        description="where the batch brings none; auto: the current ones if the phase has one update, else recompute; "
+        "rollout: the engine's",
     )
     drop_zero_advantages: bool = Field(
         True, description="leave out samples whose advantage is zero, unless there is a KL or an entropy term"

@@ -114,9 +114,10 @@ def training_inputs(
         return replace(inputs, old_values=_tensor(batch.values), returns=targets)
     how = config.loss.old_log_probs
     needs_old = len(plan.updates) > 1 or (config.has_kl_in_reward and batch.advantages is None)
-    if how == "rollout":
+    is_rollout = old is None and how == "rollout"
+    if is_rollout:
         old = _tensor(batch.rollout_log_probs)
-    elif how == "recompute" or (old is None and needs_old):
+    elif old is None and (how == "recompute" or needs_old):
         old = log_probs("actor")[0]
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
         reference = None
@@ -127,6 +128,7 @@ def training_inputs(
         inputs,
         advantages=torch.from_numpy(response_advantages(config, batch, penalty)),
         old_log_probs=old,
+        old_is_rollout=is_rollout,
         ref_log_probs=reference,
         rollout_log_probs=_tensor(batch.rollout_log_probs),
     )

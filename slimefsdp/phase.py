@@ -87,7 +87,7 @@ def check_batch(
 
 def _check_policy_inputs(config: RunConfig, batch: RolloutBatch) -> None:
     response_advantages(config, batch)  # raises what is wrong with rewards, values and groups
-    if config.loss.old_log_probs == "rollout":
+    if config.loss.old_log_probs == "rollout" and batch.old_log_probs is None:
         require(batch, "rollout_log_probs", "loss.old_log_probs=rollout reads it", "set loss.old_log_probs=recompute")
     if config.correction.reads_rollout_log_probs:
         way_out = "switch the correction off"

@@ -161,7 +161,8 @@ def test_a_phase_ends_before_the_first_update_beyond_max_kl_as_if_it_had_been_pl
 def test_old_log_probs_beyond_max_kl_leave_the_policy_as_it_was(pair: tuple[Path, Path], ranks: RankPool) -> None:
     config = early_stop(pair[0], {"dp": 2}, 0.01)
     for stopped, moved in ranks.run(2, phase_of_stale_samples, config, make_batch(Path())):
-        assert stopped["early_stopped_updates"] == stopped["updates"] > 1 and "loss" not in stopped
+        assert stopped["early_stopped_updates"] > 1 and stopped["updates"] == 0 and "loss" not in stopped
+        assert stopped["kl_old_stopped"] > 0.01
         assert not moved
 
 

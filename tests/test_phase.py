@@ -137,9 +137,9 @@ def test_what_the_settings_read_is_asked_of_the_batch(case: str) -> None:
     check_batch(settings(), BATCH, VOCAB, loss="policy")
 
 
-def test_old_log_probs_of_the_batch_do_not_stand_for_those_of_the_rollout() -> None:
+def test_old_log_probs_of_the_batch_serve_where_those_of_the_rollout_would() -> None:
     old = np.full(BATCH.num_response_tokens, -1.0)
-    assert refusal(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old))[0] == "rollout_log_probs"
+    check_batch(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old), VOCAB, loss="policy")
 
 
 def test_masking_sequences_that_the_policy_has_left_needs_no_log_probs_of_the_rollout() -> None:

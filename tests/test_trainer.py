@@ -291,7 +291,7 @@ def test_the_ratio_is_taken_against_the_chosen_old_log_probs(folder: Path, ranks
             read = current if old is None else old
             assert metrics["ratio"] == pytest.approx(np.exp(current - read)[trained].mean(), rel=1e-4)
             # where the engine's own serve as the old ones, its mismatch shows in the current ones
-            mismatch = np.abs((current if how == "rollout" else read) - rollout)[trained]
+            mismatch = np.abs((current if how == "rollout" and given is None else read) - rollout)[trained]
             assert metrics["rollout_mismatch"] == pytest.approx(mismatch.mean(), rel=1e-4)
             assert metrics["rollout_mismatch_max"] == pytest.approx(mismatch.max(), rel=1e-4)
 

@@ -43,6 +43,7 @@ class TokenInputs:
     group_ids: torch.Tensor | None = None  # int64, below num_samples; for losses that compare pairs
     advantages: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None  # None: the current ones, detached
+    old_is_rollout: bool = False  # they are the engine's, whose mismatch shows in the current ones then
     ref_log_probs: torch.Tensor | None = None
     rollout_log_probs: torch.Tensor | None = None  # corrections and metrics
     old_values: torch.Tensor | None = None  # a critic's before the phase
@@ -85,7 +86,6 @@ class Objective:
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     entropy_coefficient: float = 0.0
-    old_is_rollout: bool = False  # the old log-probs are the engine's, so its mismatch shows in the current ones
 
     def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
         """The 0-d loss of one pack.
@@ -158,7 +158,7 @@ class Objective:
         correction = Correction(torch.ones_like(current), nowhere, nowhere)
         log_rho = None
         if inputs.rollout_log_probs is not None:
-            log_rho = (current if self.old_is_rollout else old) - inputs.rollout_log_probs
+            log_rho = (current if inputs.old_is_rollout else old) - inputs.rollout_log_probs
             if self.correction != "none":
                 correction = CORRECTIONS[self.correction](log_rho, sequences, options)
             if options.veto_below is not None:

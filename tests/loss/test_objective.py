@@ -243,7 +243,8 @@ def test_where_the_old_log_probs_are_the_engines_its_mismatch_is_that_of_the_cur
     inputs = replace(inputs, old_log_probs=inputs.rollout_log_probs)
     recorders = Recorder(), Recorder()
     for old_is_rollout, recorder in zip((True, False), recorders, strict=True):
-        Objective(ppo_loss, old_is_rollout=old_is_rollout)(outputs[:2], inputs, recorder)  # type: ignore[arg-type]
+        given = replace(inputs, old_is_rollout=old_is_rollout)
+        Objective(ppo_loss)(outputs[:2], given, recorder)  # type: ignore[arg-type]
     gap = (outputs[0].detach() - inputs.rollout_log_probs).abs()  # type: ignore[operator]
     assert torch.equal(recorders[0].values["rollout_mismatch"], gap)
     assert torch.equal(recorders[0].maxima["rollout_mismatch_max"], gap)
@@ -365,7 +366,6 @@ def test_the_objective_has_every_number_of_the_settings() -> None:
     assert objective_for(settings(loss={"policy": "dpo", "dpo_beta": 0.3}), "policy", 0.0).options.dpo_beta == 0.3
     in_reward = settings(loss={"kl_coefficient": 0.5, "kl_in": "reward"})
     assert objective_for(in_reward, "policy", 0.5).kl_coefficient == 0.0
-    assert objective_for(settings(loss={"old_log_probs": "rollout"}), "policy", 0.0).old_is_rollout
     assert objective_for(settings(), "sft", 0.0).policy is None
     critic = settings(algorithm="ppo", critic={"clip": None})
     assert objective_for(critic, "value", 0.0) == ValueObjective(clip=None)
