@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -220,6 +221,28 @@ def test_the_demos_figures_are_the_recorded_ones_and_keep_its_promise() -> None:
         before, after, mismatch = run["before"], run["after"], run["largest_rollout_mismatch"]
         assert before <= 0.45 and after >= 0.85 and mismatch <= 1e-4
         assert f"| {run['seed']} | {before:.3f} | {after:.3f} | {mismatch:.1e} |" in README
+
+
+def test_the_algorithms_compared_are_the_recorded_ones_and_all_of_them_learned() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/sort_digits_algorithms.json").read_text())["results"]
+    assert len(runs) == 7
+    page = (ROOT / "docs/algorithms.md").read_text()
+    for name, run in runs.items():
+        assert run["before"] <= 0.45 and run["after"] >= 0.80 and run["curve"][-1]["exact"] == run["after"]
+        settings = ", ".join(f"`{setting}`" for setting in run["settings"]) or f"none (`{run['config']}`)"
+        assert f"| {name} | {settings} | {run['before']:.3f} | {run['after']:.3f} |" in page
+        load_config(ROOT / run["config"], run["settings"])
+
+
+def test_a_correction_keeps_learning_what_stale_engines_alone_do_not() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/stale_engines.json").read_text())["results"]
+    page = (ROOT / "docs/algorithms.md").read_text()
+    for name, run in runs.items():
+        assert f"| {name} | {run['before']:.3f} | {run['after']:.3f} | {run['means']['rollout_k3']:.1e} |" in page
+    stalled, corrected = runs["15 steps behind, uncorrected"], runs["15 steps behind, TIS"]
+    assert corrected["after"] - stalled["after"] > 0.2 and corrected["means"]["correction_weight"] < 1
+    exact = [point["exact"] for point in stalled["curve"]]
+    assert any(later < earlier for earlier, later in pairwise(exact)), "it falls back"
 
 
 def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
