@@ -227,6 +227,32 @@ def test_a_checkpoint_that_fails_on_one_rank_fails_on_all_and_the_group_works_on
     assert [str(error) for error in results[0]["errors"]] == [str(error) for error in results[1]["errors"]]
 
 
+def saved_and_loaded(rank: int, config: RunConfig, other: RunConfig) -> tuple[str, ...]:
+    Trainer(config, device=CPU).save(1)
+    trainer = Trainer(other, device=CPU)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.load(1)
+    found = trainer.restored()
+    assert found is not None
+    return found.differences
+
+
+def test_a_load_says_which_algorithm_and_schedule_it_goes_on_with(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = settings(folder, run={"dir": str(tmp_path)})
+    other = settings(
+        folder, run={"dir": str(tmp_path)}, advantage={"estimator": "rloo"}, loss={"clip_high": 0.5, "policy": "cispo"},
+        correction={"veto_below": 0.1},
+    )  # fmt: skip
+    (found,) = ranks.run(1, saved_and_loaded, config, other)
+    words = " ".join(found)
+    assert "advantage.estimator is rloo (saved: None)" in words and "correction.veto_below is 0.1" in words
+    assert "loss.policy is cispo (saved: ppo)" in words and "loss.clip_high is 0.5 (saved: 0.2)" in words
+    assert ranks.run(1, saved_and_loaded, config.model_copy(update={"run": other.run}), config) == [()]
+
+
 def save_without_a_folder(rank: int, config: RunConfig) -> list[Any]:
     trainer = Trainer(config, device=CPU)
     return [error_of(lambda: trainer.save(1)), error_of(trainer.load)]
