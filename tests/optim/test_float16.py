@@ -233,8 +233,8 @@ def test_a_trainer_can_be_looked_into_at_any_time(folder: Path, ranks: RankPool)
         }
         check, woken = result["checks"]
         assert check.is_in_sync and check == woken
-        # two models' buffers, Adam's step counts and five numbers
-        assert check.checked == 2 * result["buffers"] + len(result["names"]) + 5
+        # two models' buffers, Adam's step counts, and six numbers: the KL coefficient is one
+        assert check.checked == 2 * result["buffers"] + len(result["names"]) + 6
         assert result["freed"].device_bytes_after == 0  # what was looked at can still be freed
         names = [difference.name for difference in result["spoiled"].differences]
         assert names[:1] == ["state.updates_taken"] and names[1].startswith("buffer.") and len(names) == 2
