@@ -1,8 +1,8 @@
-"""Advantages: how much better a sample, or a token, did than could be expected; computed once for a whole batch.
+"""Advantages: how much better a sample, or a token, did than could be expected; computed over a whole batch.
 
 ESTIMATORS is the table of names to pure functions. A function returns one number per sample or one per response token;
 `advantages` does what all have in common: groups are checked before, masked tokens get exactly 0.0, and the result is
-whitened where asked for. Numpy only and float64, so that the driver decides it once for all ranks.
+whitened where asked for. Numpy only and float64, so that driver and ranks find the same numbers.
 
 Masked tokens are skipped as if they were not there: the next state of a trained token is the next trained token,
 whatever stands between them, and discounts count trained tokens only.

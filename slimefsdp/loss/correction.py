@@ -103,17 +103,6 @@ The product and the geometric mean are those of rho over a sequence. off-policy-
 https://fengyao.notion.site/off-policy-rl, rl-collapse https://richardli.xyz/rl-collapse.
 """
 
-REQUIRED_BOUNDS: dict[str, tuple[str, ...]] = {
-    "importance": (),
-    "tis": ("high",),
-    "mis": ("high",),
-    "icepop": ("low", "high"),
-    "sequence_tis": ("high",),
-    "sequence_mis": ("high",),
-    "geometric_mis": ("low", "high"),
-}
-"""Method -> the fields of CorrectionOptions that it cannot do without."""
-
 
 def kept_by_veto(log_rho: torch.Tensor, sequences: Sequences, veto_below: float) -> torch.Tensor:
     """False for every token of a sequence in which any token's rho is below `veto_below`; [tokens] bool.

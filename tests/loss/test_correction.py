@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slimefsdp.config_loss import CORRECTION_BOUNDS
 from slimefsdp.loss.correction import (
     CORRECTIONS,
-    REQUIRED_BOUNDS,
     Correction,
     CorrectionOptions,
     correction_statistics,
@@ -116,7 +116,7 @@ def test_bounds_that_a_method_can_do_without_may_be_missing():
     rho = log_rho.exp()
     assert torch.equal(CORRECTIONS["importance"](log_rho, sequences, CorrectionOptions()).weights, rho)
     for method in CORRECTIONS:
-        needed = {name: getattr(BOUNDS, name) for name in REQUIRED_BOUNDS[method]}
+        needed = {name: getattr(BOUNDS, name) for name in CORRECTION_BOUNDS[method][0]}
         found = CORRECTIONS[method](log_rho, sequences, CorrectionOptions(**needed))
         assert found.below.any() <= ("low" in needed) and found.above.any() <= ("high" in needed)
     without_low = CORRECTIONS["mis"](log_rho, sequences, CorrectionOptions(high=HIGH))
@@ -124,7 +124,7 @@ def test_bounds_that_a_method_can_do_without_may_be_missing():
 
 
 def test_the_tables_have_the_names_that_settings_offer():
-    assert CORRECTIONS.keys() == NAMES.keys() == REQUIRED_BOUNDS.keys()
+    assert CORRECTIONS.keys() == NAMES.keys()
 
 
 @every_method
