@@ -1,8 +1,8 @@
 """Losses of the policy, one value per token; `reduce.py` decides how much each token counts.
 
 A loss of whole sequences, or of pairs (PER_SEQUENCE in names.py), gives each of their tokens the one value that it has
-for all of them. Under the reduction sequence_mean, whose weights are 1 / (samples * tokens of the sample), the loss of an
-update is then the mean over sequences that the papers write, and for dpo the mean over pairs.
+for all of them. Under the reduction sequence_mean, whose weights are 1 / (samples * tokens of the sample), the loss of
+an update is then the mean over sequences that the papers write, and for dpo the mean over pairs.
 
 Ratios are exactly 1 where log-probs are equal. A token whose gradient a bound stops has gradient 0 even where its ratio
 overflows to infinity.
