@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -103,7 +103,8 @@ class Learner:
     def accumulate(
         self,
         batch: RolloutBatch,
-        packs: Sequence[Sequence[np.ndarray]],
+        plan: Plan,
+        update: int,
         inputs: TokenInputs,
         weights: np.ndarray,
         loss: LossName,
@@ -113,18 +114,19 @@ class Learner:
         """Collective: adds the gradients of one update, inside of `beside_reference`; returns its metrics.
 
         Args:
-            packs: of each data rank.
+            update: which of the plan's.
             weights: [R], of the update's tokens.
         """
         sums = MetricSums(self._mesh.device, counted=self._mesh.cp_rank == 0)
         accumulate_gradients(
             self._model,
             batch,
-            packs[self._mesh.data_rank],
+            plan.updates[update][self._mesh.data_rank],
             replace(inputs, weights=torch.from_numpy(weights)),
             build.objective_for(self._config, loss, self.kl_coefficient),
             self._mesh,
             sums,
+            shared=plan.shared,
             reference=self._reference.model if self._reads_hidden_states(loss) else None,
             loss_scale=loss_scale,
             **self._how(self._config.loss.entropy_coefficient != 0),
@@ -157,7 +159,9 @@ class Learner:
 
     def _outputs_of(self, model: DecoderModel, batch: RolloutBatch, plan: Plan, trained_only: bool) -> torch.Tensor:
         packs = first_epoch_packs(plan, self._mesh.data_rank)
-        return outputs_of_packs(model, batch, packs, self._mesh, trained_only=trained_only, **self._how())
+        return outputs_of_packs(
+            model, batch, packs, self._mesh, trained_only=trained_only, shared=plan.shared, **self._how()
+        )
 
     def _how(self, entropy_grad: bool = False) -> dict[str, Any]:
         """Further arguments of the model's forward."""

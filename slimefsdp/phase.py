@@ -19,7 +19,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.credit import check_pairs, has_variance, require, response_advantages, scores_of, value_targets
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.data.plan import Plan, plan_phase
+from slimefsdp.data.plan import MIN_GAIN, Plan, plan_phase
+from slimefsdp.data.prefixes import find_prefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.loss.advantages import zero_variance_share
@@ -129,7 +130,9 @@ def check_plan(
         first = plan.updates[: plan.num_first_epoch_updates]
         if any(pack.min() < 0 or pack.max() >= batch.num_samples for pack in packs):
             fault = f"names samples that a batch of {batch.num_samples} does not have"
-        elif any(batch.lengths[pack].sum() > max_pack_tokens for pack in packs):
+        elif plan.shared is not None and not plan.shared.fit(batch.tokens, batch.lengths):
+            fault = "says that samples share what they do not"
+        elif any(_tokens_of(plan, batch, pack) > max_pack_tokens for pack in packs):
             fault = f"has packs of more than {max_pack_tokens} tokens"
         elif together is not None and any(np.isin(together, together[pack]).sum() != len(pack) for pack in packs):
             fault = "parts samples that the loss compares"
@@ -140,6 +143,10 @@ def check_plan(
         else:
             return
     raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
+
+
+def _tokens_of(plan: Plan, batch: RolloutBatch, pack: np.ndarray) -> int:
+    return int(batch.lengths[pack].sum()) if plan.shared is None else plan.shared.tokens(batch.lengths, pack)
 
 
 def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> np.ndarray:
@@ -179,9 +186,18 @@ def plan_training(
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
         trains=trains,
         together=samples_together(config, batch, loss),
+        **_sharing(config, batch),
         cost_model=cost,
         cp=config.mesh.cp,
     )
+
+
+def dimensions_of(model_config: Mapping[str, Any] | None) -> ModelDimensions | None:
+    """What a config.json says of the model's sizes; None where it does not."""
+    try:
+        return ModelDimensions.from_config(model_config or {})
+    except ModelError:
+        return None
 
 
 def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> CostModel:
@@ -195,9 +211,8 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
     Raises:
         ConfigError: `attention.strategy` cannot serve the model on this mesh.
     """
-    try:
-        dimensions = ModelDimensions.from_config(model_config or {})
-    except ModelError:
+    dimensions = dimensions_of(model_config)
+    if dimensions is None:
         return DEFAULT_COST_MODEL
     shape = AttentionShape.of_dimensions(dimensions)
     strategy = choose_strategy(config.attention.strategy, shape, config.mesh.cp).traffic
@@ -224,9 +239,22 @@ def plan_everything(
         dp=data_ranks,
         max_pack_tokens=config.max_pack_tokens,
         together=samples_together(config, batch, loss),
+        **_sharing(config, batch),
         cost_model=cost,
         cp=config.mesh.cp,
     )
+
+
+def _sharing(config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    """What samples share, and how much that must save, as arguments of `plan_phase`."""
+    how = config.batch.share_prefixes
+    # the package's calls know no sample that goes on from another
+    if how == "never" or (config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1):
+        return {}
+    return {
+        "shared": find_prefixes(batch.tokens, batch.lengths),
+        "min_gain": -math.inf if how == "always" else MIN_GAIN,
+    }
 
 
 def samples_together(
@@ -259,12 +287,11 @@ def phase_metrics(
     config: RunConfig,
     plan: Plan,
     batch: RolloutBatch,
-    seconds: float,
     cost: CostModel = DEFAULT_COST_MODEL,
     *,
     advantages: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """What a phase of `seconds` was about: updates, dropped samples, balance by `cost`, and trained tokens a second.
+    """What a phase was about: updates, dropped samples, balance by `cost`, lengths, advantages.
 
     Args:
         advantages: [R], where the loss has them: of the trained tokens mean, standard deviation and largest size.
@@ -275,8 +302,7 @@ def phase_metrics(
         "empty_updates": float(plan.num_skipped_updates),
         "dropped_samples": float(plan.num_dropped),
         "plan_imbalance": plan.imbalance(batch.lengths, cost, config.mesh.cp),
-        "tokens_per_second": trained / seconds,
-        "train_seconds": seconds,
+        "shared_tokens": 1 - plan.computed_tokens(batch.lengths) / trained if trained else 0.0,
         "response_length": float(batch.response_lengths.mean()),
         "response_length_max": float(batch.response_lengths.max()),
     }

@@ -84,6 +84,8 @@ class Trainer:
         self.updater = build.updater_for(config, role, self.policy)
         self._residency.optimizer = self.updater.optimizer
         self._checkpoints = Checkpoints(config, role, self.folder, self.mesh)
+        self._throughput = build.throughput_for(config, self.folder, self.policy, self.mesh)
+        self._profiler = build.profiler_for(config, role, self.mesh)
         if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
             self._reference.load()
 
@@ -162,18 +164,19 @@ class Trainer:
         reports: list[dict[str, float]] = []
         stopped: dict[str, float] = {}
         with self._learner.beside_reference(loss):
-            for update, packs in enumerate(plan.updates):
-                weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
-                metrics = self._accumulate(batch, packs, inputs, weights, loss)
-                if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
-                    self._forget_gradients()
-                    stopped = {"kl_old_stopped": metrics["kl_old"]}
-                    break
-                reports.append(metrics | self.optimizer_step())
-        seconds = time.perf_counter() - start
+            for update in range(len(plan.updates)):
+                with self._profiler.profiled(self.updates_taken + 1):
+                    weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
+                    metrics = self._accumulate(batch, plan, update, inputs, weights, loss)
+                    if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
+                        self._forget_gradients()
+                        stopped = {"kl_old_stopped": metrics["kl_old"]}
+                        break
+                    reports.append(metrics | self.optimizer_step())
+        speed = self._throughput.metrics(plan, batch, time.perf_counter() - start, len(reports))
         advantages = None if inputs.advantages is None else inputs.advantages.numpy()
-        metrics = phase.phase_metrics(self.config, plan, batch, seconds, cost, advantages=advantages)
-        metrics = mean_over_updates(reports) | metrics | {"updates": float(len(reports))}
+        metrics = phase.phase_metrics(self.config, plan, batch, cost, advantages=advantages)
+        metrics = mean_over_updates(reports) | metrics | speed | {"updates": float(len(reports))}
         metrics |= self._learner.follow_kl_target(metrics, batch.num_samples)
         return metrics | stopped | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
 
@@ -199,7 +202,7 @@ class Trainer:
         weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
         inputs = self._learner.inputs(batch, plan, loss)
         with self._learner.beside_reference(loss):
-            return self._accumulate(batch, plan.updates[0], inputs, weights, loss)
+            return self._accumulate(batch, plan, 0, inputs, weights, loss)
 
     @rpc
     def optimizer_step(self) -> dict[str, float]:
@@ -389,8 +392,7 @@ class Trainer:
         self.updater.optimizer.zero_grad(set_to_none=True)
 
     def _accumulate(
-        self, batch: RolloutBatch, packs: Sequence[Sequence[np.ndarray]], inputs: TokenInputs, weights: np.ndarray,
-        loss: LossName,
+        self, batch: RolloutBatch, plan: Plan, update: int, inputs: TokenInputs, weights: np.ndarray, loss: LossName
     ) -> dict[str, float]:  # fmt: skip
         scale = self.updater.loss_scale
-        return self._learner.accumulate(batch, packs, inputs, weights, loss, loss_scale=scale)
+        return self._learner.accumulate(batch, plan, update, inputs, weights, loss, loss_scale=scale)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, pack
+from slimefsdp.data.prefixes import SharedPrefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss.objective import TokenInputs
 from slimefsdp.metrics import MetricSums
@@ -31,30 +32,39 @@ class MicroBatch:
 
 
 def micro_batches(
-    batch: RolloutBatch, samples: Sequence[np.ndarray], attention: Attention, mesh: Mesh, *, trained_only: bool
+    batch: RolloutBatch,
+    samples: Sequence[np.ndarray],
+    attention: Attention,
+    mesh: Mesh,
+    *,
+    trained_only: bool,
+    shared: SharedPrefixes | None,
 ) -> Iterator[MicroBatch]:
     """This rank's packs, one after the other.
 
     Args:
         attention: of the policy that will evaluate them.
+        shared: what the batch's samples have in common is in a pack once.
     """
     for indices in samples:
-        packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple)
-        layout = attention.layout(packed.cu_seqlens)
+        packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple, shared=shared)
+        layout = attention.layout(packed.cu_seqlens, packed.forest)
         share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
-        yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device))
+        parents = None if packed.forest is None else packed.forest.parents
+        yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device, parents))
 
 
 def evaluate(model: DecoderModel, micro_batch: MicroBatch, mesh: Mesh, **how: Any) -> torch.Tensor:
-    """What the model says of all pairs of the pack, [outputs, pairs], on every cp rank.
+    """What the model says of all tokens that the pack predicts, [outputs, predicted], on every cp rank.
 
     Args:
         how: further arguments of the model's forward.
     """
     outputs: torch.Tensor = model(micro_batch.share, micro_batch.attend, **how)
-    if mesh.cp == 1:
-        return outputs
-    return gather_pairs(outputs, micro_batch.share.pairs, len(micro_batch.packed.rows), mesh)
+    if mesh.cp > 1:
+        outputs = gather_pairs(outputs, micro_batch.share.pairs, len(micro_batch.packed.rows), mesh)
+    fan_out = micro_batch.packed.fan_out
+    return outputs if fan_out is None else outputs[:, fan_out.to(mesh.device)]
 
 
 @torch.no_grad()
@@ -65,6 +75,7 @@ def outputs_of_packs(
     mesh: Mesh,
     *,
     trained_only: bool,
+    shared: SharedPrefixes | None = None,
     **how: Any,
 ) -> torch.Tensor:
     """The outputs of the model in the order of the batch, [outputs, R] on the CPU, the same on every rank.
@@ -74,10 +85,11 @@ def outputs_of_packs(
     Args:
         samples: this rank's packs; over the dp ranks they are disjoint.
         trained_only: only tokens under the loss mask.
+        shared: of the plan that the packs are of.
         how: further arguments of the model's forward.
     """
     result: torch.Tensor | None = None
-    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=trained_only):
+    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=trained_only, shared=shared):
         values = evaluate(model, micro_batch, mesh, **how)
         if result is None:
             result = values.new_zeros(len(values), batch.num_response_tokens)
@@ -100,6 +112,7 @@ def accumulate_gradients(
     mesh: Mesh,
     sums: MetricSums,
     *,
+    shared: SharedPrefixes | None = None,
     reference: PolicyModel | None = None,
     loss_scale: float = 1.0,
     **how: Any,
@@ -110,11 +123,12 @@ def accumulate_gradients(
         inputs: per response token of the batch, [R], on the CPU.
         objective: from the model's outputs and what is known of their tokens to a pack's loss.
         sums: receives this rank's metrics.
+        shared: of the plan that the packs are of.
         reference: whose KL over the whole vocabulary is a further output of the model; awake, and of its architecture.
         loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
         how: further arguments of the model's forward.
     """
-    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=True):
+    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=True, shared=shared):
         if reference is not None:
             with torch.no_grad():
                 how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)

@@ -23,6 +23,7 @@ from slimefsdp.attention.ulysses import ulysses_attention
 from slimefsdp.attention.wire import Wire
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, CostModel
 from slimefsdp.data.layout import hybrid_layout, zigzag_layout
+from slimefsdp.data.prefixes import Forest
 
 # (q, k, v, scoring, sinks) of this rank's tokens in one pack to its output, [local_tokens, heads, head_dim]
 PackAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Scoring, torch.Tensor | None], torch.Tensor]
@@ -62,8 +63,8 @@ class Attention:
         """Packs must have a multiple of this many tokens; 1 for all strategies of our own."""
         return self.wire.size if self.wire is not None and self.choice.name == "ring_flash_attn" else 1
 
-    def layout(self, cu_seqlens: Sequence[int]) -> Layout:
-        """Which rank computes which tokens of a pack whose sequences have these offsets."""
+    def layout(self, cu_seqlens: Sequence[int], forest: Forest | None = None) -> Layout:
+        """Which rank computes which tokens of a pack whose nodes have these offsets and hang together like this."""
         if self.wire is None:
             return zigzag_layout(cu_seqlens, 1)
         if self.choice.name == "ring_flash_attn":

@@ -3,6 +3,9 @@
 What is predicted is decided here, on the whole pack, before any split: pair i says that packed row `rows[i]` predicts
 token `targets[i]`, which is response token `response_index[i]` of the batch. Per-token quantities (weights, advantages,
 old log-probs) stay in the batch's order and are looked up through `response_index`, so they are never shifted twice.
+
+Samples that begin alike may lie in a pack as a forest: what they share is one node, which is computed once, and their
+own tokens follow it. A response token that several samples share is then one pair, and `fan_out` gives it to each.
 """
 
 from __future__ import annotations
@@ -14,19 +17,22 @@ import numpy as np
 import torch
 
 from slimefsdp.data.layout import Piece
+from slimefsdp.data.prefixes import Forest, SharedPrefixes, forest_of
 from slimefsdp.data.rollout import RolloutBatch
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Several samples laid end to end."""
+    """Several samples laid end to end; without shared prefixes each is a node and has its pairs to itself."""
 
     tokens: torch.Tensor  # [tokens] int64
-    positions: torch.Tensor  # [tokens] int64, restart at 0 at each sample
-    cu_seqlens: tuple[int, ...]  # [samples + 1], first 0, last == tokens
+    positions: torch.Tensor  # [tokens] int64, of each in its sample
+    cu_seqlens: tuple[int, ...]  # [nodes + 1], first 0, last == tokens
     rows: torch.Tensor  # [pairs] int64, the packed row whose hidden state predicts
     targets: torch.Tensor  # [pairs] int64, this token
-    response_index: torch.Tensor  # [pairs] int64, its place among the batch's response tokens
+    response_index: torch.Tensor  # [predicted] int64, the places of what is predicted among the batch's response tokens
+    fan_out: torch.Tensor | None = None  # [predicted] int64, the pair of each; None: pair i is of predicted token i
+    forest: Forest | None = None  # None: no node goes on from another
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,14 @@ class LocalShare:
         return LocalShare(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
 
 
-def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool, multiple_of: int = 1) -> PackedBatch:
+def pack(
+    batch: RolloutBatch,
+    samples: np.ndarray,
+    *,
+    trained_only: bool,
+    multiple_of: int = 1,
+    shared: SharedPrefixes | None = None,
+) -> PackedBatch:
     """The given samples as one pack.
 
     Args:
@@ -53,11 +66,15 @@ def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool, multip
             backward and adds exactly nothing, so that every rank runs the same number of collectives.
         trained_only: pairs for tokens under the loss mask only, instead of every response token.
         multiple_of: fill the pack up to a multiple of so many tokens, with a document of its own and without pairs.
+        shared: what the batch's samples share is in the pack once; None: every sample is whole.
     """
     if len(samples) == 0:
         nothing = torch.zeros(0, dtype=torch.int64)
         one = torch.zeros(1, dtype=torch.int64)
         return _filled_up(PackedBatch(one, one, (0, 1), nothing, nothing, nothing), multiple_of)
+    if shared is not None:
+        assert multiple_of == 1, "no pack is both shared and filled up"
+        return _shared_pack(batch, *shared.among(samples), trained_only=trained_only)
     lengths = batch.lengths[samples]
     responses = batch.response_lengths[samples]
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)])
@@ -80,6 +97,54 @@ def pack(batch: RolloutBatch, samples: np.ndarray, *, trained_only: bool, multip
         response_index=torch.from_numpy(response_index),
     )
     return _filled_up(packed, multiple_of)
+
+
+def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *, trained_only: bool) -> PackedBatch:
+    """The samples as a forest.
+
+    Args:
+        samples, shared: of `SharedPrefixes.among`.
+    """
+    forest, made_by, sizes, last_node = forest_of(batch.lengths[samples], shared)
+    depths = np.array(forest.depths)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    tokens = batch.tokens[_ranges(batch.token_offsets[samples[made_by]] + depths, sizes)]
+    responses = batch.response_lengths[samples]
+    # each sample's response runs through the last nodes of its path
+    runs: list[list[tuple[int, int]]] = []  # (row, tokens) of every sample, ascending
+    for node, length, response in zip(
+        last_node.tolist(), batch.lengths[samples].tolist(), responses.tolist(), strict=True
+    ):
+        above: int | None = node
+        until, path = length, []
+        while above is not None and until > length - response:
+            begin = max(int(depths[above]), length - response)
+            path.append((int(starts[above]) + begin - int(depths[above]), until - begin))
+            until, above = begin, forest.parents[above]
+        runs.append(path[::-1])
+    places = np.array([run for path in runs for run in path])
+    response_rows = _ranges(places[:, 0], places[:, 1])
+    response_index = _ranges(batch.response_offsets[samples], responses)
+    if trained_only:
+        trained = batch.mask[response_index]
+        response_rows, response_index = response_rows[trained], response_index[trained]
+    # a node's first token is predicted by its parent's last row
+    predictor = np.arange(len(tokens)) - 1
+    for node, parent in enumerate(forest.parents):
+        predictor[starts[node]] = -1 if parent is None else ends[parent] - 1
+    predicted, fan_out = np.unique(response_rows, return_inverse=True)
+    is_one_to_one = len(predicted) == len(response_rows) and bool((np.diff(response_rows) > 0).all())
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(_ranges(depths, sizes)),
+        cu_seqlens=(0, *ends.tolist()),
+        rows=torch.from_numpy(predictor[predicted]),
+        targets=torch.from_numpy(tokens[predicted]),
+        response_index=torch.from_numpy(response_index),
+        fan_out=None if is_one_to_one else torch.from_numpy(fan_out),
+        forest=forest if any(parent is not None for parent in forest.parents) else None,
+    )
 
 
 def local_share(packed: PackedBatch, layout: Sequence[Sequence[Piece]], cp_rank: int) -> LocalShare:

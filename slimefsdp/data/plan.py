@@ -1,34 +1,27 @@
 """The plan says which samples each dp rank trains on, micro-batch by micro-batch, in every update of a phase.
 
-It is made once, from lengths alone, and is equal on every machine that makes it, so ranks never negotiate: all of them
-see the same number of micro-batches in an update, and no pack is longer than the cap. An update takes n log n steps:
-
-1. first-fit decreasing finds how many packs suffice, and so, rounded up to a multiple of dp, how many each rank gets;
-2. the same samples are placed again, longest first, each on the rank with least work so far and there into the pack
-   with least work so far, among those with room for it. This evens out ranks and, within a rank, micro-batches;
-3. where that does not fit (long samples, a tight cap), the packs of pass 1 are kept and dealt to ranks in tiers of
-   similar cost, the costliest of a tier to the rank with least so far.
-
-A rank's costliest micro-batch comes first: ranks that wait for each other in every collective hold similar work then,
-and a pack that is too much for the device's memory shows at once.
+It is made once, from lengths and shared prefixes, and is equal on every machine that makes it, so ranks never
+negotiate: all of them see the same number of micro-batches in an update, and no pack is longer than the cap. This
+module cuts updates and decides whether samples that begin alike share what they have in common: where that saves time
+by the estimate, though bundles are harder to even out than samples. `slimefsdp.data.balance` places them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from heapq import heapify, heappop, heappush, heapreplace
-from itertools import chain
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from slimefsdp.data.balance import balanced_packs
+from slimefsdp.data.bundles import Items, SampleCosts, bundles, groups, singles
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, CostModel
+from slimefsdp.data.prefixes import SharedPrefixes
 from slimefsdp.errors import BatchError
 
-Packs = list[list[int]]  # positions in the order of descending length, pack by pack
+MIN_GAIN = 0.05  # sharing that saves less of the estimated time is not worth its further attention calls
+
+Update = tuple[tuple[np.ndarray, ...], ...]  # [dp_rank][micro_batch] -> ascending sample indices
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,11 +32,12 @@ class Plan:
     samples than micro-batches has dummies, and they come last.
     """
 
-    updates: tuple[tuple[tuple[np.ndarray, ...], ...], ...]
+    updates: tuple[Update, ...]
     num_dropped: int  # samples of the batch left out because nothing in them trains, counted once for all epochs
     num_skipped_updates: int  # updates with nothing left to train on, over all epochs; they are not in `updates`
     num_first_epoch_updates: int  # updates[:this] are the first epoch
     max_pack_tokens: int
+    shared: SharedPrefixes | None = None  # what samples have in common is in a pack once; None: every sample is whole
 
     def digest(self) -> str:
         """sha256 over the whole content, as hex; equal on every rank that made the same plan."""
@@ -53,6 +47,8 @@ class Plan:
         for update in self.updates:
             packs = [pack for micro_batches in update for pack in micro_batches]
             parts += [np.array([len(update), *map(len, update)]), np.array([len(pack) for pack in packs]), *packs]
+        if self.shared is not None:
+            parts += [self.shared.place, self.shared.shared]
         return hashlib.sha256(np.concatenate(parts).astype("<i8").tobytes()).hexdigest()
 
     def samples_of(self, update: int) -> np.ndarray:
@@ -66,12 +62,17 @@ class Plan:
             lengths: int64 [B], tokens per sample of the batch that was planned.
             cp: ranks that share each pack, as when it was planned.
         """
-        costs = cost_model.cost_after_split(lengths, cp=cp, max_tokens_per_rank=self.max_pack_tokens // cp)
-        loads = [[sum(costs[pack].sum() for pack in packs) for packs in update] for update in self.updates]
+        costs = SampleCosts(lengths, cost_model, cp, self.max_pack_tokens, self.shared)
+        loads = [[sum(map(costs.work, packs)) for packs in update] for update in self.updates]
         if not loads:
             return 1.0
         by_rank = np.array(loads)  # [updates, dp]
         return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
+
+    def computed_tokens(self, lengths: np.ndarray) -> int:
+        """Tokens of all packs, what samples share counted once; of a batch of these lengths, int64 [B]."""
+        whole = SampleCosts(lengths, DEFAULT_COST_MODEL, 1, self.max_pack_tokens, self.shared)
+        return sum(whole.tokens(pack) for update in self.updates for packs in update for pack in packs)
 
 
 def plan_phase(
@@ -84,6 +85,8 @@ def plan_phase(
     seed: int | None = None,
     trains: np.ndarray | None = None,
     together: np.ndarray | None = None,
+    shared: SharedPrefixes | None = None,
+    min_gain: float = MIN_GAIN,
     cost_model: CostModel = DEFAULT_COST_MODEL,
     cp: int = 1,
 ) -> Plan:
@@ -100,243 +103,132 @@ def plan_phase(
             are cut, so that an update's content does not depend on what else is dropped. None: all train.
         together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
             holds as many of these groups as fill `samples_per_update`, at least one. None: every sample by itself.
+        shared: what samples have in common at their beginning; None: nothing, or it is computed for each.
+        min_gain: share only where that saves this part of the estimated time; minus infinity: share in any case.
         cp: context-parallel ranks that share each pack; a sample's cost is its time on all of them.
 
     Raises:
         BatchError: a sample that trains, or a group that stays together, is longer than max_pack_tokens.
     """
-    if together is not None:
-        return _plan_groups(
-            lengths, together, dp=dp, max_pack_tokens=max_pack_tokens, samples_per_update=samples_per_update,
-            epochs=epochs, seed=seed, trains=trains, cost_model=cost_model, cp=cp,
-        )  # fmt: skip
     assert lengths.ndim == 1 and len(lengths) > 0 and epochs >= 1, (lengths.shape, epochs)
-    num_samples = len(lengths)
-    keep = np.ones(num_samples, dtype=bool) if trains is None else trains
+    keep = np.ones(len(lengths), dtype=bool) if trains is None else trains
     assert keep.dtype == bool and keep.shape == lengths.shape, (keep.dtype, keep.shape)
-    stride = num_samples if samples_per_update is None else samples_per_update
-    assert stride >= 1, stride
-    _refuse_over_the_cap(lengths, np.flatnonzero(keep), max_pack_tokens)  # all updates, before any is planned
+    contents, num_skipped, num_first_epoch, keep = _cut_updates(keep, together, samples_per_update, epochs, seed)
 
-    updates = []
-    num_skipped = num_first_epoch = 0
-    for epoch in range(epochs):
-        order = np.arange(num_samples) if seed is None else _shuffled(num_samples, seed, epoch)
-        for start in range(0, num_samples, stride):
-            samples = order[start : start + stride]
-            samples = samples[keep[samples]]
-            if len(samples) == 0:
-                num_skipped += 1
-                continue
-            updates.append(
-                plan_update(lengths, samples, dp=dp, max_pack_tokens=max_pack_tokens, cost=cost_model, cp=cp)
-            )
-        if epoch == 0:
-            num_first_epoch = len(updates)
-    return Plan(tuple(updates), num_samples - int(keep.sum()), num_skipped, num_first_epoch, max_pack_tokens)
+    def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
+        costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared)
+        _refuse_over_the_cap(costs, np.flatnonzero(keep), together)  # all updates, before any is planned
+        updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in contents)
+        time = sum(_time_of(update, costs) for update in updates)
+        num_dropped = len(lengths) - int(keep.sum())
+        return Plan(updates, num_dropped, num_skipped, num_first_epoch, max_pack_tokens, shared), time
+
+    if shared is None or not contents:
+        return planned(None)[0]
+    with_sharing, time = planned(shared)
+    try:
+        without, time_without = planned(None)
+    except BatchError:  # a group that fits only because its samples share
+        return with_sharing
+    return with_sharing if time <= (1 - min_gain) * time_without else without
 
 
-def _plan_groups(
-    lengths: np.ndarray,
-    together: np.ndarray,
-    *,
-    samples_per_update: int | None,
-    trains: np.ndarray | None,
-    **settings: Any,
-) -> Plan:
-    """As `plan_phase`, of groups as if each were one long sample; balanced by that length's cost."""
-    ids, group_of = np.unique(together, return_inverse=True)
-    sizes, group_lengths = np.bincount(group_of), np.bincount(group_of, lengths).astype(np.int64)
-    members = np.split(np.argsort(group_of, kind="stable"), np.cumsum(sizes)[:-1])
-    group_trains = sizes > 0 if trains is None else np.bincount(group_of, trains) > 0
-    _refuse_over_the_cap(
-        group_lengths, np.flatnonzero(group_trains), settings["max_pack_tokens"], lambda group: f"group {ids[group]}"
-    )
-    plan = plan_phase(
-        group_lengths,
-        samples_per_update=None if samples_per_update is None else max(1, samples_per_update // int(sizes.max())),
-        trains=group_trains,
-        **settings,
-    )
-
-    def samples_in(pack: np.ndarray) -> np.ndarray:
-        return np.sort(np.concatenate([members[group] for group in pack])) if len(pack) else pack
-
-    updates = tuple(tuple(tuple(map(samples_in, packs)) for packs in update) for update in plan.updates)
-    first = [pack for update in updates[: plan.num_first_epoch_updates] for packs in update for pack in packs]
-    num_dropped = len(lengths) - sum(map(len, first))
-    return replace(plan, updates=updates, num_dropped=num_dropped)
-
-
-def plan_update(
-    lengths: np.ndarray, samples: np.ndarray, *, dp: int, max_pack_tokens: int, cost: CostModel, cp: int = 1
-) -> tuple[tuple[np.ndarray, ...], ...]:
+def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: np.ndarray | None = None) -> Update:
     """One update as [dp_rank][micro_batch] -> ascending sample indices, each rank's costliest micro-batch first.
 
-    Depends on which samples there are, not on their order. 11/9 of the fewest possible packs at most, plus one and the
-    rounding to dp (first-fit decreasing, Dosa 2007).
+    Depends on which samples there are, not on their order.
 
     Args:
-        lengths: int64 [B], tokens of every sample of the batch, each at least 1.
-        samples: int64 [n], the distinct indices into lengths to plan; at least one.
+        costs: of the batch's samples.
+        samples: int64 [n], the distinct indices of those to plan; at least one.
+        together: int64 [B], samples of equal number stay in one pack; None: every sample by itself.
 
     Raises:
-        BatchError: a sample is longer than max_pack_tokens.
+        BatchError: a sample, or a group, is longer than the cap.
     """
     assert dp >= 1 and len(samples) > 0, (dp, len(samples))
-    assert lengths[samples].min() >= 1, "an empty sample"
-    _refuse_over_the_cap(lengths, samples, max_pack_tokens)
+    assert costs.lengths[samples].min() >= 1, "an empty sample"
+    _refuse_over_the_cap(costs, samples, together)
     samples = np.sort(samples)
-    samples = samples[np.argsort(-lengths[samples], kind="stable")]  # longest first, ties by index
-    tokens = lengths[samples]
-    costs = cost.cost_after_split(tokens, cp=cp, max_tokens_per_rank=max_pack_tokens // cp)
-
-    tight = _fewest_packs(tokens.tolist(), max_pack_tokens)
-    micro_batches = -(-len(tight) // dp)
-    packs = _balanced_packs(tokens.tolist(), costs, dp, micro_batches, max_pack_tokens)
-    if packs is None:
-        packs = _deal(_split_costliest(tight, costs, dp * micro_batches), costs, dp)
-
-    members, pack_of = _flat(packs)
-    sizes, pack_tokens = np.bincount(pack_of, minlength=len(packs)), np.bincount(pack_of, tokens[members])
-    assert sizes.sum() == len(samples) and pack_tokens.max() <= max_pack_tokens
-    ascending = samples[members][np.lexsort((samples[members], pack_of))]
-    arrays = np.split(ascending, np.cumsum(sizes)[:-1])
-    by_cost = np.argsort(-_costs_of(packs, costs).reshape(dp, micro_batches), axis=1, kind="stable")
-    return tuple(
-        tuple(arrays[rank * micro_batches + index] for index in order) for rank, order in enumerate(by_cost.tolist())
-    )
+    if together is not None:
+        return _placed(groups(costs, samples, together), costs, dp)
+    if costs.shared is None:
+        return _placed(singles(costs, samples), costs, dp)
+    best, least_time = None, float("inf")
+    limit = costs.max_pack_tokens
+    # larger bundles share more and are harder to even out: whatever takes the least time by the estimate
+    while best is None or limit > costs.lengths[samples].min():
+        items = bundles(costs, samples, limit)
+        update = _placed(items, costs, dp)
+        time = _time_of(update, costs)
+        if time < least_time:
+            best, least_time = update, time
+        limit = min(limit, int(items.tokens.max())) // 2
+    return best
 
 
-def _shuffled(num_samples: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_samples)
+def _cut_updates(
+    keep: np.ndarray, together: np.ndarray | None, samples_per_update: int | None, epochs: int, seed: int | None
+) -> tuple[list[np.ndarray], int, int, np.ndarray]:
+    """The samples of every update with something to train on, how many have nothing, how many updates the first epoch
+    has, and which samples take part.
+    """
+    # units are cut and shuffled as one: samples, or groups of them
+    unit_of = np.arange(len(keep)) if together is None else np.unique(together, return_inverse=True)[1]
+    sizes = np.bincount(unit_of)
+    members = np.split(np.argsort(unit_of, kind="stable"), np.cumsum(sizes)[:-1]) if together is not None else None
+    keep_unit = keep if together is None else np.bincount(unit_of, keep) > 0
+    num_units = len(sizes)
+    stride = num_units if samples_per_update is None else max(1, samples_per_update // int(sizes.max()))
+    contents: list[np.ndarray] = []
+    num_skipped = num_first_epoch = 0
+    for epoch in range(epochs):
+        order = np.arange(num_units) if seed is None else _shuffled(num_units, seed, epoch)
+        for start in range(0, num_units, stride):
+            units = order[start : start + stride]
+            units = units[keep_unit[units]]
+            if len(units) == 0:
+                num_skipped += 1
+                continue
+            contents.append(units if members is None else np.concatenate([members[unit] for unit in units]))
+        if epoch == 0:
+            num_first_epoch = len(contents)
+    return contents, num_skipped, num_first_epoch, keep_unit[unit_of]
 
 
-def _refuse_over_the_cap(
-    lengths: np.ndarray,
-    samples: np.ndarray,
-    max_pack_tokens: int,
-    name: Callable[[int], str] = lambda sample: f"sample {sample}",
-) -> None:
+def _placed(items: Items, costs: SampleCosts, dp: int) -> Update:
+    packs = balanced_packs(items.tokens, items.costs, dp=dp, cap=costs.max_pack_tokens)
+    ends = np.cumsum(items.sizes)
+
+    def samples_of(pack: np.ndarray) -> np.ndarray:
+        if len(ends) == len(items.samples):  # an item is a sample
+            return np.sort(items.samples[pack])
+        parts = [items.samples[ends[item] - items.sizes[item] : ends[item]] for item in pack.tolist()]
+        return np.sort(np.concatenate(parts)) if parts else pack
+
+    return tuple(tuple(map(samples_of, of_rank)) for of_rank in packs)
+
+
+def _time_of(update: Update, costs: SampleCosts) -> float:
+    """Of the rank with most work; the others wait for it."""
+    return max(sum(map(costs.work, packs)) for packs in update)
+
+
+def _shuffled(num_units: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_units)
+
+
+def _refuse_over_the_cap(costs: SampleCosts, samples: np.ndarray, together: np.ndarray | None) -> None:
     if len(samples) == 0:
         return
-    longest = int(samples[np.argmax(lengths[samples])])  # naming the longest, one raise of the setting is enough
-    length = int(lengths[longest])
-    if length > max_pack_tokens:
+    items = singles(costs, samples) if together is None else groups(costs, samples, together)
+    longest = int(np.argmax(items.tokens))  # naming the longest, one raise of the setting is enough
+    length = int(items.tokens[longest])
+    if length > costs.max_pack_tokens:
+        of = f"sample {samples[longest]}" if together is None else f"group {np.unique(together[samples])[longest]}"
         raise BatchError(
-            f"batch.max_tokens_per_rank x mesh.cp = {max_pack_tokens} tokens cannot hold {name(longest)}, "
+            f"batch.max_tokens_per_rank x mesh.cp = {costs.max_pack_tokens} tokens cannot hold {of}, "
             f"which has {length}",
             field="batch.max_tokens_per_rank",
             hint=f"raise batch.max_tokens_per_rank or mesh.cp, so that their product is at least {length}",
         )
-
-
-def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
-    """First-fit decreasing, pack by pack: a pack takes the longest sample left that fits until none does."""
-    ascending = [-length for length in tokens]
-    num_samples = len(tokens)
-    next_left = list(range(num_samples + 1))  # union-find: leads to the first sample left at or after a position
-
-    def first_left(position: int) -> int:
-        while next_left[position] != position:
-            next_left[position] = next_left[next_left[position]]
-            position = next_left[position]
-        return position
-
-    packs: Packs = []
-    while (position := first_left(0)) < num_samples:
-        room, pack = cap, []
-        while position < num_samples:
-            pack.append(position)
-            next_left[position] = position + 1
-            room -= tokens[position]
-            position = first_left(bisect_left(ascending, -room, lo=position))
-        packs.append(pack)
-    return packs
-
-
-def _balanced_packs(tokens: Sequence[int], costs: np.ndarray, dp: int, micro_batches: int, cap: int) -> Packs | None:
-    """dp x micro_batches packs, rank by rank: longest sample first, to the rank and there to the pack with least work.
-
-    Returns None if a sample finds no room. Samples only get shorter, so a pack without room for the present one is
-    parked and reopened once it has room, and so is a rank without an open pack: a few heap operations per sample,
-    however tight the cap.
-    """
-    num_packs = dp * micro_batches
-    packs: Packs = [[] for _ in range(num_packs)]
-    room = [cap] * num_packs
-    # A key is work x num_packs + index. One int compares several times faster than a tuple, and adding to it adds work.
-    # Work counts in 2^-20 of the costliest sample, at least 1 so that an empty pack always comes first.
-    added = np.maximum(np.rint(costs * (2**20 / costs.max())), 1).astype(np.int64) * num_packs
-    open_packs = [list(range(rank * micro_batches, (rank + 1) * micro_batches)) for rank in range(dp)]
-    parked_packs: list[list[tuple[int, int]]] = [[] for _ in range(dp)]  # (-room, key)
-    open_ranks = list(range(dp))
-    parked_ranks: list[tuple[int, int]] = []  # (-room of its roomiest pack, key)
-    for position, (length, work) in enumerate(zip(tokens, added.tolist(), strict=True)):
-        _reopen(parked_ranks, open_ranks, length)
-        if not open_ranks:
-            return None
-        rank_key = open_ranks[0]
-        of_rank, parked = open_packs[rank_key % num_packs], parked_packs[rank_key % num_packs]
-        _reopen(parked, of_rank, length)
-        pack_key = of_rank[0]
-        pack = pack_key % num_packs
-        packs[pack].append(position)
-        room[pack] -= length
-        if room[pack] >= length:
-            heapreplace(of_rank, pack_key + work)
-        else:
-            heappop(of_rank)
-            heappush(parked, (-room[pack], pack_key + work))
-        if of_rank:
-            heapreplace(open_ranks, rank_key + work)
-        else:
-            heappop(open_ranks)
-            heappush(parked_ranks, (parked[0][0], rank_key + work))
-    return packs
-
-
-def _reopen(parked: list[tuple[int, int]], is_open: list[int], length: int) -> None:
-    while parked and -parked[0][0] >= length:
-        heappush(is_open, heappop(parked)[1])
-
-
-def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
-    """As many packs as asked for, by halving the costliest that can be halved; empty ones only where none can."""
-    packs = list(packs)
-    splittable = [
-        (-cost, index) for index, cost in enumerate(_costs_of(packs, costs).tolist()) if len(packs[index]) > 1
-    ]
-    heapify(splittable)
-    while splittable and len(packs) < num_packs:
-        index = heappop(splittable)[1]
-        packs.append(packs[index][1::2])
-        packs[index] = packs[index][::2]
-        for half in (index, len(packs) - 1):
-            if len(packs[half]) > 1:
-                heappush(splittable, (-float(costs[packs[half]].sum()), half))
-    return packs + [[] for _ in range(num_packs - len(packs))]
-
-
-def _deal(packs: Packs, costs: np.ndarray, dp: int) -> Packs:
-    """The packs, rank by rank: of every dp packs of similar cost, the costliest to the rank with least work so far."""
-    pack_costs = _costs_of(packs, costs)
-    tiers = np.argsort(-pack_costs, kind="stable").reshape(-1, dp)  # [micro_batches, dp]
-    dealt = np.empty_like(tiers)
-    work = np.zeros(dp)
-    for micro_batch, tier in enumerate(tiers):
-        ranks = np.argsort(work, kind="stable")
-        dealt[micro_batch, ranks] = tier
-        work[ranks] += pack_costs[tier]
-    return [packs[pack] for pack in dealt.T.ravel().tolist()]
-
-
-def _flat(packs: Packs) -> tuple[np.ndarray, np.ndarray]:
-    """(positions end to end, the pack each is in); int64 [samples] both."""
-    positions = np.fromiter(chain.from_iterable(packs), np.int64)
-    return positions, np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
-
-
-def _costs_of(packs: Packs, costs: np.ndarray) -> np.ndarray:
-    positions, pack_of = _flat(packs)
-    return np.bincount(pack_of, costs[positions], len(packs))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slimefsdp.data.bundles import SampleCosts
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.plan import Plan, plan_phase, plan_update
 from slimefsdp.errors import BatchError
@@ -162,7 +163,7 @@ def test_a_group_over_the_cap_is_refused_by_name_with_the_way_out():
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.integers(12, 20), st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
 def test_micro_batches_are_within_first_fit_decreasings_bound_of_the_true_minimum(lengths, cap, dp):
-    update = plan_update(np.array(lengths), np.arange(len(lengths)), dp=dp, max_pack_tokens=cap, cost=COST)
+    update = plan_update(SampleCosts(np.array(lengths), COST, 1, cap), np.arange(len(lengths)), dp=dp)
     fewest = fewest_packs_by_search(lengths, cap)
     most = (11 * fewest + 6) // 9  # Dosa 2007
     assert math.ceil(fewest / dp) <= len(update[0]) <= math.ceil(most / dp)
@@ -295,7 +296,7 @@ def test_a_sample_over_the_cap_is_refused_by_name_with_the_way_out():
     assert "sample 3" in str(caught.value) and "7000" in caught.value.message and "4096" in caught.value.message
     assert caught.value.hint is not None and "at least 7000" in caught.value.hint
     with pytest.raises(BatchError, match="sample 1"):
-        plan_update(lengths, np.array([0, 1, 2]), dp=2, max_pack_tokens=4096, cost=COST)
+        plan_update(SampleCosts(lengths, COST, 1, 4096), np.array([0, 1, 2]), dp=2)
 
 
 def test_a_sample_over_the_cap_that_trains_nothing_is_dropped_like_any_other():
@@ -342,8 +343,8 @@ def test_without_a_seed_updates_follow_the_batch_and_with_one_each_epoch_is_shuf
 
 def test_an_update_does_not_depend_on_the_order_its_samples_come_in():
     lengths, samples = log_normal_lengths(300), np.arange(0, 300, 2)
-    shape = {"dp": 4, "max_pack_tokens": 8192, "cost": COST}
-    forwards, backwards = plan_update(lengths, samples, **shape), plan_update(lengths, samples[::-1], **shape)
+    costs = SampleCosts(lengths, COST, 1, 8192)
+    forwards, backwards = plan_update(costs, samples, dp=4), plan_update(costs, samples[::-1], dp=4)
     assert all(np.array_equal(a, b) for a, b in zip(packs_of(forwards), packs_of(backwards), strict=True))
 
 

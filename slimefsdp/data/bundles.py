@@ -1,0 +1,132 @@
+"""What stays together in a pack: a sample, a group that a loss compares, or a bundle of samples that begin alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from slimefsdp.data.cost import CostModel
+from slimefsdp.data.prefixes import SharedPrefixes
+
+
+class Items(NamedTuple):
+    """Samples that are placed as one, item after item."""
+
+    samples: np.ndarray  # int64 [samples]
+    sizes: np.ndarray  # int64 [items], samples of each
+    tokens: np.ndarray  # int64 [items], what it takes in a pack
+    costs: np.ndarray  # float64 [items]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleCosts:
+    """What the samples of a batch take, alone and together."""
+
+    lengths: np.ndarray  # int64 [B]
+    model: CostModel
+    cp: int  # ranks that share each pack
+    max_pack_tokens: int
+    shared: SharedPrefixes | None = None  # what is shared is computed once
+    each: np.ndarray = field(init=False)  # float64 [B], the cost of every sample alone
+
+    def __post_init__(self) -> None:
+        cap = self.max_pack_tokens // self.cp
+        each = self.model.cost_after_split(self.lengths, cp=self.cp, max_tokens_per_rank=cap)
+        object.__setattr__(self, "each", each)
+
+    def tokens(self, samples: np.ndarray) -> int:
+        """Of these samples in one pack."""
+        return int(self.lengths[samples].sum()) if self.shared is None else self.shared.tokens(self.lengths, samples)
+
+    def work(self, samples: np.ndarray) -> float:
+        """Cost of these samples in one pack."""
+        total = float(self.each[samples].sum())
+        if self.shared is not None and len(samples) > 1:
+            total -= float(self.saved(self.shared.among(samples)[1]).sum())
+        return total
+
+    def saved(self, shared: np.ndarray) -> np.ndarray:
+        """The cost of so many tokens that begin a sample and need not be computed again; float64, as shaped."""
+        return self.model.cost(shared) / self.cp
+
+
+def singles(costs: SampleCosts, samples: np.ndarray) -> Items:
+    """Every sample by itself."""
+    return Items(samples, np.ones_like(samples), costs.lengths[samples], costs.each[samples])
+
+
+def groups(costs: SampleCosts, samples: np.ndarray, together: np.ndarray) -> Items:
+    """Samples of equal number in `together` [B], in the order of these numbers."""
+    _, group_of = np.unique(together[samples], return_inverse=True)
+    sizes = np.bincount(group_of)
+    members = np.split(samples[np.argsort(group_of, kind="stable")], np.cumsum(sizes)[:-1])
+    return Items(
+        np.concatenate(members),
+        sizes,
+        np.array([costs.tokens(group) for group in members]),
+        np.array([costs.work(group) for group in members]),
+    )
+
+
+def bundles(costs: SampleCosts, samples: np.ndarray, limit: int) -> Items:
+    """Samples with a common beginning, as many as make at most `limit` tokens, or one sample.
+
+    What shares more stays together longer: a range of samples that is too large is parted where neighbours have least
+    in common, and what that leaves is joined again up to about equally large bundles.
+    """
+    assert costs.shared is not None
+    samples, shared = costs.shared.among(samples)
+    own = costs.lengths[samples] - shared  # tokens that each adds to those before it
+    new = np.concatenate([[0], np.cumsum(own)])
+    spent = np.concatenate([[0.0], np.cumsum(costs.each[samples] - costs.saved(shared))])
+    starts: list[int] = []
+
+    def size(low: int, high: int) -> int:
+        return int(new[high] - new[low] + shared[low])
+
+    ranges = [(0, len(samples))]
+    while ranges:
+        low, high = ranges.pop()
+        least = int(shared[low + 1 : high].min(initial=np.iinfo(np.int64).max))  # that neighbours have in common
+        if high - low == 1 or (least > 0 and size(low, high) <= limit):
+            starts.append(low)
+            continue
+        cuts = [low, *(low + 1 + np.flatnonzero(shared[low + 1 : high] == least)).tolist(), high]
+        parts = list(pairwise(cuts))
+        ranges += parts if least == 0 else _joined(parts, [size(*part) for part in parts], least, limit)
+    bounds = [*sorted(starts), len(samples)]
+    first = np.array(bounds[:-1])
+    return Items(
+        samples,
+        np.diff(bounds),
+        np.array([size(low, high) for low, high in pairwise(bounds)]),
+        np.diff(spent[bounds]) + costs.saved(shared[first]),
+    )
+
+
+def _joined(parts: list[tuple[int, int]], sizes: list[int], common: int, limit: int) -> list[tuple[int, int]]:
+    """Neighbouring parts joined while they stay within the limit, about equally large.
+
+    Args:
+        sizes: tokens of every part.
+        common: tokens that all parts begin with; they count once where parts are joined.
+    """
+    to_join = sum(size - common for size in sizes if size <= limit)
+    runs_needed = -(-to_join // max(1, limit - common))
+    enough = common + -(-to_join // max(1, runs_needed))
+    joined: list[tuple[int, int]] = []
+    held = 0  # tokens of the last run; 0: nothing joins it
+    for (low, high), size in zip(parts, sizes, strict=True):
+        together = held + size - common
+        if held and together <= limit:
+            joined[-1] = (joined[-1][0], high)
+            held = together
+        else:
+            joined.append((low, high))
+            held = size
+        if held >= enough:
+            held = 0
+    return joined
