@@ -38,7 +38,7 @@ def micro_batches(
     mesh: Mesh,
     *,
     trained_only: bool,
-    shared: SharedPrefixes | None,
+    shared: SharedPrefixes | None = None,
 ) -> Iterator[MicroBatch]:
     """This rank's packs, one after the other.
 
