@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `replay`, `plan`, `check` and `convert`.
+"""The command line: `slimefsdp train`, `replay`, `plan`, `calibrate`, `check`, `convert` and `bench`.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.bench_command import add_bench_arguments, bench_command
+from actors.calibrate_command import add_calibrate_arguments, calibrate_command
 from actors.check_command import add_check_arguments, check_command, check_functions
 from actors.cluster import check_machine, connect, disconnect
 from actors.convert_command import add_convert_arguments, convert_command
@@ -82,6 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="schedule, balance, traffic and memory, without running anything")
     add_plan_arguments(plan)
     plan.set_defaults(run=plan_command)
+    calibrate = commands.add_parser("calibrate", help="measure this machine's rates, for plan and batch.cost_model")
+    add_calibrate_arguments(calibrate)
+    calibrate.set_defaults(run=calibrate_command)
     check = commands.add_parser(
         "check", help="versions and devices, what there is to choose from, what settings choose"
     )
@@ -90,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="models between Hugging Face, DCP and checkpoint folders, offline")
     add_convert_arguments(convert)
     convert.set_defaults(run=convert_command)
+    bench = commands.add_parser("bench", help="the train step beside other trainers, measured here; from a checkout")
+    add_bench_arguments(bench)
+    bench.set_defaults(run=bench_command)
     return parser
 
 

@@ -55,6 +55,7 @@ def train(config: RunConfig) -> str:
         if first:
             log.write(0, first)
             table.write(0, first)
+        profiles = set(_profiles(config.run.dir))  # of an earlier start
         for step in range(start, config.run.steps):
             began = time.perf_counter()
             metrics = loop.step(step)
@@ -66,6 +67,9 @@ def train(config: RunConfig) -> str:
             metrics["seconds/step"] = time.perf_counter() - began
             log.write(step + 1, metrics)
             table.write(step + 1, metrics)
+            for profile in sorted(set(_profiles(config.run.dir)) - profiles):
+                profiles.add(profile)
+                print(profile.read_text(), end="", file=sys.stderr, flush=True)
             is_last = step + 1 == config.run.steps
             if keeps and (is_last or _is_due(step + 1, config.checkpoint.interval_steps)):
                 _save(step + 1, group, loop, folder)
@@ -274,6 +278,11 @@ def _restore_reference_group(group: WorkerGroup, step: int, interval: int | None
             "reference.placement=colocated",
         )
     group.update_ref()
+
+
+def _profiles(run_dir: Path) -> list[Path]:
+    """The tables of profiled updates; rank 0 writes them, and what it prints nobody sees."""
+    return list((run_dir / "profile").glob("**/update_??????.txt"))
 
 
 def _save(step: int, group: WorkerGroup, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:

@@ -1,6 +1,7 @@
 """`slimefsdp plan`: what a configuration would do with samples of given lengths, from config.json alone.
 
-Answers without torch, ray or transformers, on any machine: mesh, schedule, balance, traffic and memory.
+Answers without torch, ray or transformers, on any machine: mesh, schedule, balance, traffic, memory and time, and
+which way of sharding, storing and recomputing is estimated to be the fastest that fits.
 """
 
 from __future__ import annotations
@@ -8,17 +9,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
-from slimefsdp.attention.choice import AttentionShape, Choice, choose_strategy
+from actors.plan_outlook import Device, as_record, look_ahead
+from actors.plan_table import plan_table
+from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.data.cost import ELEMENT_BYTES
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.lengths import sample_lengths
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.footprint import ByteSizes
+from slimefsdp.expected import beside_of, byte_sizes_of, computing_of, simulate_settings, workload_of
 from slimefsdp.models.folder import check_architecture, read_model_folder
-from slimefsdp.simulate import MeshShape, Simulation, simulate
+from slimefsdp.phase import cost_model_of
+from slimefsdp.rates import DEVICES, device_bytes, guessed_rates, read_calibration
+from slimefsdp.surface import Role
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +38,21 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "RolloutBatch.save, or a JSON list; default: a guess from the settings",
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to be started; needed where mesh.dp is auto")
+    parser.add_argument(
+        "--counted", type=float, default=1.0, metavar="SHARE", help="of the tokens, those that are trained (default: 1)"
+    )
+    parser.add_argument(
+        "--device", choices=DEVICES, help="whose stated rates and memory to take; default: by mesh.device"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="rates that `slimefsdp calibrate` measured; default: batch.cost_model",
+    )
+    parser.add_argument("--memory-gb", type=float, metavar="GB", help="of a rank's device, in 10^9 bytes")
+    parser.add_argument("--tflops", type=float, metavar="RATE", help="of matrix products, instead of the device's")
+    parser.add_argument("--gbps", type=float, metavar="RATE", help="10^9 bytes that a rank sends in a second")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -39,8 +60,8 @@ def plan_command(options: argparse.Namespace) -> int:
     """Prints the plan.
 
     Raises:
-        ConfigError: the settings, --lengths or --ranks. ModelError: the model's folder. BatchError: a sample does not
-            fit.
+        ConfigError: the settings, --lengths, --ranks or a rate. ModelError: a model's folder. BatchError: a sample does
+            not fit. ResourceError: nothing fits the memory of the device that was named.
     """
     config = _with_ranks(load_config(options.config, options.overrides), options.ranks)
     folder = read_model_folder(config.model.path, with_weights=False)
@@ -48,7 +69,13 @@ def plan_command(options: argparse.Namespace) -> int:
     dimensions = ModelDimensions.from_config(folder.config)
     spec = options.lengths or _guessed_lengths(config)
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
-    found = _simulated(config, dimensions, choice, spec)
+    device = _device(options, config)
+    computing = computing_of(config, dimensions, on_cpu=device.on_cpu)
+    lengths = sample_lengths(spec, config.samples_per_step, seed=config.run.seed)
+    cost = cost_model_of(config, folder.config)
+    found = simulate_settings(
+        config, dimensions, choice, lengths, computing=computing, counted_share=options.counted, cost=cost
+    )
     if folder.max_sample_tokens is not None and found.longest > folder.max_sample_tokens:
         raise BatchError(
             f"a sample of {found.longest} tokens, but {folder.path} has learned positions for "
@@ -56,12 +83,16 @@ def plan_command(options: argparse.Namespace) -> int:
             field="lengths",
             hint="give shorter --lengths, or another model",
         )
+    beside = beside_of(config, *(_dimensions_of(config, role) for role in ("ref", "critic")))
+    work = workload_of(dimensions, found, byte_sizes_of(config), beside, computing.recomputed_share(dimensions.layers))
+    outlook = look_ahead(work, computing, device, config)
     if options.json:
         record = {"lengths": spec, "parameters": dimensions.parameters, **dataclasses.asdict(found)}
-        print(json.dumps(record, indent=1))
+        record |= {"memory": {level: as_record(held) for level, held in outlook.memory.items()}}
+        print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1))
     else:
         guessed = "" if options.lengths else " (a guess: give --lengths)"
-        print("\n".join(_table(config, dimensions, choice, found, spec + guessed)))
+        print("\n".join(plan_table(config, dimensions, choice, found, outlook, spec + guessed)))
     return 0
 
 
@@ -92,123 +123,32 @@ def _guessed_lengths(config: RunConfig) -> str:
     return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
 
 
-def _simulated(config: RunConfig, dimensions: ModelDimensions, choice: Choice, spec: str) -> Simulation:
-    precision = config.precision
-    compute = ELEMENT_BYTES[precision.compute_dtype]
-    master = max(4, compute)
-    recomputed = config.model.activation_checkpointing != "none"  # selective repeats the communication, too
-    every = config.model.checkpoint_every_n_layers
-    assert config.mesh.dp != "auto"
-    return simulate(
-        sample_lengths(spec, config.samples_per_step, seed=config.run.seed),
-        dimensions,
-        MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp),
-        max_tokens_per_rank=config.batch.max_tokens_per_rank,
-        samples_per_update=config.batch.samples_per_update,
-        strategy=choice.traffic,
-        sharding=config.fsdp.sharding,
-        sizes=ByteSizes(
-            compute=compute,
-            master=master,
-            reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
-            optimizer_states=2 if config.optim.name == "adamw" else 1,
-        ),
-        recomputed_layers=-(-dimensions.layers // every) / dimensions.layers if recomputed else 0.0,
-    )
+def _dimensions_of(config: RunConfig, role: Role) -> ModelDimensions:
+    path, field = config.folder_of(role)
+    return ModelDimensions.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
 
 
-def _table(
-    config: RunConfig, dimensions: ModelDimensions, choice: Choice, found: Simulation, lengths: str
-) -> list[str]:
-    mesh, updates, imbalance = found.mesh, found.updates, found.imbalance
-    fewest, mean, most = found.tokens_per_rank
-    samples = _range([update.samples for update in updates])
-    micro_batches = _range([update.micro_batches for update in updates])
-    repeated = f", {config.loss.epochs} times over" if config.loss.epochs > 1 else ""
-    lines = [
-        f"mesh      {mesh.ranks} ranks = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp}; packs of at "
-        f"most {config.max_pack_tokens:,} tokens",
-        f"model     {_count(dimensions.parameters)} parameters: {dimensions.layers} layers of {dimensions.hidden}, "
-        f"{dimensions.heads} heads over {dimensions.kv_heads} key heads",
-        f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {lengths}",
-        f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
-        f"data rank: {micro_batches}{repeated}",
-        f"tokens    {fewest:,} to {most:,} on a rank (mean {mean:,.0f}), at most {found.most_tokens_at_once:,} at once",
-        "",
-        "imbalance, slowest over mean (time and work are estimates)",
-        *_rows(
-            ["", "time", "tokens", "pairs", "work"],
-            ["data ranks, per update", f"{imbalance.data_ranks:.3f}", "", "", ""],
-            ["data ranks, per micro-batch", f"{imbalance.micro_batches:.3f}", "", "", ""],
-            *(
-                [name, "", f"{cp.tokens:.3f}", f"{cp.pairs:.3f}", f"{cp.work:.3f}"]
-                for name, cp in (("cp ranks, per pack", imbalance.cp), ("  were all cut", imbalance.zigzag))
-                if mesh.cp > 1
-            ),
-        ),
-        "",
-    ]
-    if mesh.cp > 1:
-        lines += [
-            "attention's messages in one layer, all ranks, per update",
-            *_rows(
-                ["", "forward", "backward"],
-                *(
-                    [_marked(name, name == found.strategy), *(_bytes(sent.forward), _bytes(sent.backward))]
-                    if sent is not None
-                    else [name, "heads do not", "divide by cp"]
-                    for name, sent in found.wire.items()
-                ),
-            ),
-            f"  of a rank in all layers: {_bytes(found.attention_bytes_per_rank)}",
-            f"  * {choice}",
-            "",
-        ]
-    place = ", all but the gathered on the host" if config.fsdp.cpu_offload else ""
-    sent = found.sharding
-    return [
-        *lines,
-        f"sharding's messages of a rank, per update: gathers {_bytes(sent.all_gather)}, reduce-scatters "
-        f"{_bytes(sent.reduce_scatter)}, all-reduces {_bytes(sent.all_reduce)}",
-        "",
-        f"memory of a rank, without activations, reference model and critic{place}",
-        *_rows(
-            ["", "parameters", "gradients", "optimizer", "gathered", "total"],
-            *(
-                [
-                    _marked(level, level == config.fsdp.sharding),
-                    *map(_bytes, (held.parameters, held.gradients, held.optimizer, held.unsharded, held.total)),
-                ]
-                for level, held in found.memory.items()
-            ),
-        ),
-    ]
-
-
-def _rows(*rows: list[str]) -> list[str]:
-    """Aligned columns, the first to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        lines.append("  ".join(["  " + first.ljust(widths[0]), *cells]).rstrip())
-    return lines
-
-
-def _marked(name: str, is_chosen: bool) -> str:
-    return f"{name} *" if is_chosen else name
-
-
-def _range(values: list[int]) -> str:
-    return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
-
-
-def _bytes(number: int) -> str:
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if number >= 1000**power:
-            return f"{number / 1000**power:.1f} {unit}"
-    return f"{number} B"
+def _device(options: argparse.Namespace, config: RunConfig) -> Device:
+    """What is known of a rank's device, or guessed."""
+    for flag, value in (("--memory-gb", options.memory_gb), ("--tflops", options.tflops), ("--gbps", options.gbps)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag}={value:g} is no positive number", field=flag, hint="give one, or leave it out")
+    if not 0 < options.counted <= 1:
+        raise ConfigError(f"--counted={options.counted:g} is no share in (0, 1]", field="--counted", hint="give one")
+    name = options.device or ("CPU" if config.mesh.device == "cpu" else "H100")
+    rates = guessed_rates(name, byte_sizes_of(config).compute)
+    if options.calibration is not None:
+        rates = read_calibration(options.calibration, field="--calibration")
+    elif config.batch.cost_model is not None:
+        rates = read_calibration(config.batch.cost_model, field="batch.cost_model")
+    if options.tflops is not None:
+        slowdown = rates.attention_slowdown
+        rates = replace(
+            rates, source=f"{rates.source} and --tflops", matrix_tflops=options.tflops,
+            attention_tflops=options.tflops / slowdown,
+        )  # fmt: skip
+    if options.gbps is not None:
+        rates = replace(rates, source=f"{rates.source} and --gbps", wire_gbps=options.gbps)
+    memory = device_bytes(name) if options.memory_gb is None else round(options.memory_gb * 1e9)
+    said = "--memory-gb" if options.memory_gb is not None else "--device" if options.device else None
+    return Device(rates, memory, said, on_cpu=name == "CPU")

@@ -123,7 +123,7 @@ def meshes(strategies: tuple[str, ...], max_ranks: int, only: tuple[tuple[int, i
             # four attention heads: Ulysses cannot divide them over eight ranks
             found += [Mesh(r, d, c, s) for s in strategies if c <= 4 or s != "ulysses"] if c > 1 else [Mesh(r, d, c)]
     if only is None:
-        for sharding in ("keep_parameters", "replicate"):
+        for sharding in ("keep_parameters", "optimizer", "replicate"):
             found += [Mesh(1, 4, 1, sharding=sharding), Mesh(1, 2, 2, strategies[0], sharding)]
     return [mesh for mesh in found if mesh.ranks <= max_ranks]
 

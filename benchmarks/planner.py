@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -28,6 +29,7 @@ from slimefsdp.data.plan import plan_phase
 from slimefsdp.simulate import MeshShape, simulate
 
 SEEDS = 20
+RANKS, CAP = 1024, 16_384  # of planning at scale
 SAMPLES = 512
 MESH = MeshShape(dp=4, cp=8)
 MODELS = {
@@ -100,6 +102,31 @@ def cpu_seconds(action: Callable[[], Any], rounds: int) -> float:
     return statistics.median(seconds)
 
 
+def growth() -> dict[str, Any]:
+    """Planning for 1,024 data ranks from a thousand samples to a million: how long, how even, and how full packs are.
+
+    The exponent is that of CPU time over the last factor of ten, where what is paid once no longer shows; n log n has
+    1.08 there.
+    """
+    rows = []
+    for samples in (1_000, 10_000, 100_000, 1_000_000):
+        drawn = sample_lengths("lognormal(1500, 0.8, 16, 16384)", samples)
+        plan = plan_phase(drawn, dp=RANKS, max_pack_tokens=CAP)
+        fullest = max(int(drawn[pack].sum()) for packs in plan.updates[0] for pack in packs if len(pack))
+        assert fullest <= CAP, f"a pack of {fullest} tokens"
+        seconds = cpu_seconds(lambda drawn=drawn: plan_phase(drawn, dp=RANKS, max_pack_tokens=CAP), 3)  # type: ignore[misc]
+        rows.append(
+            {
+                "samples": samples,
+                "cpu_s": round(seconds, 4),
+                "imbalance": round(plan.imbalance(drawn), 5),
+                "fullest_pack_over_cap": round(fullest / CAP, 5),
+            }
+        )
+    before, last = (float(row["cpu_s"]) for row in rows[-2:])
+    return {"ranks": RANKS, "max_pack_tokens": CAP, "sizes": rows, "exponent": round(math.log10(last / before), 3)}
+
+
 def speed() -> dict[str, float]:
     """CPU time of planning a million samples for 1,024 data ranks, and of laying out one pack."""
     million = sample_lengths("lognormal(1500, 0.8, 16, 16384)", 1_000_000)
@@ -127,6 +154,7 @@ def main() -> None:
         "CPU time of planning; work and time are estimates",
         **environment(1),
         "balance": {name: [balance(*case, dimensions) for case in CASES] for name, dimensions in MODELS.items()},
+        "growth": growth(),
         "speed": speed(),
     }
     text = json.dumps(record, indent=1)

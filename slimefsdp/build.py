@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.attention.strategy import Attention
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import CostModel
+from slimefsdp.data.flops import peak_tflops
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.functions import load_function
 from slimefsdp.loss.correction import CorrectionOptions
@@ -36,9 +38,11 @@ from slimefsdp.parallel.agree import all_equal, run_on_first, run_together
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.parallel.residency import Residency
-from slimefsdp.phase import cost_model_of
+from slimefsdp.phase import cost_model_of, dimensions_of
+from slimefsdp.profiling import UpdateProfiler
 from slimefsdp.reference import ColocatedReference
 from slimefsdp.surface import Role
+from slimefsdp.throughput import Throughput
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -79,7 +83,7 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
         master_dtype=master_dtype(config),
         reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
         buffer_dtype=_DTYPES.get(config.precision.buffer_dtype),
-        keep_parameters=fsdp.sharding == "keep_parameters",
+        keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
         wrap_layers=fsdp.wrap_layers,
         wrap_min_parameters=fsdp.wrap_min_parameters,
         prefetch_layers=fsdp.prefetch_layers,
@@ -167,16 +171,20 @@ def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -
     """Collective: what the model's tokens cost, the same on every rank: plans and layouts follow from it.
 
     Raises:
-        ModelError: ranks read different copies of config.json.
+        ModelError: ranks read different copies of config.json, or of the calibration.
+        ConfigError: `batch.cost_model` is no calibration.
     """
-    cost = cost_model_of(config, folder.config)
-    if not all_equal(repr(cost), group):
+    found: list[CostModel] = []
+    run_together(lambda: found.append(cost_model_of(config, folder.config)), group)
+    if not all_equal(repr(found[0]), group):
+        calibration = config.batch.cost_model
         raise ModelError(
-            f"ranks read different sizes from {folder.path / 'config.json'}",
+            f"ranks read different sizes from {folder.path / 'config.json'}"
+            + ("" if calibration is None else f", or different rates from {calibration}"),
             field="model.path",
-            hint="give every machine the same folder",
+            hint="give every machine the same files",
         )
-    return cost
+    return found[0]
 
 
 def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
@@ -258,6 +266,34 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Updater:
         max_skipped=settings.max_skipped_updates,
         loss_scaling=scaling if precision.compute_dtype == "float16" else None,
         with_layer_norms=settings.log_layer_norms,
+    )
+
+
+def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, mesh: Mesh) -> Throughput:
+    """What the seconds of a phase are measured by; the stated rates of devices are those of half precision."""
+    peak = config.profile.peak_tflops
+    if peak is None and mesh.device.type == "cuda" and compute_dtype(config).itemsize == 2:
+        peak = peak_tflops(torch.cuda.get_device_name(mesh.device))
+    weights, trained = (
+        sum(parameter.numel() for _, parameter in named) for named in (model.named_weights(), model.trained_weights())
+    )
+    return Throughput(
+        ranks=dist.get_world_size(mesh.group),
+        dimensions=dimensions_of(folder.config),
+        trained_share=trained / weights,
+        has_vocabulary_head=isinstance(model, PolicyModel),
+        peak_tflops=peak,
+    )
+
+
+def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
+    """The profiler of a group's updates; a critic's are in a folder of their own."""
+    folder = Path(config.run.dir or ".") / "profile"
+    return UpdateProfiler(
+        config.profile.updates or (),
+        folder / "critic" if role == "critic" else folder,
+        mesh,
+        with_memory=config.profile.memory,
     )
 
 

@@ -27,6 +27,7 @@ from slimefsdp.config_sections import (
     ModelSettings,
     OptimSettings,
     PrecisionSettings,
+    ProfileSettings,
     ReferenceSettings,
     RunSettings,
 )
@@ -52,6 +53,7 @@ class RunConfig(AlgorithmSettings):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
+    profile: ProfileSettings = ProfileSettings()
 
     @model_validator(mode="after")
     def sft_takes_no_rollout_settings(self) -> RunConfig:
@@ -164,6 +166,18 @@ class RunConfig(AlgorithmSettings):
                 f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates "
                 f"(run.steps={self.run.steps} x {self.updates_per_step} updates each); set optim.total_updates={needed}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def profiled_updates_are_taken_and_kept(self) -> RunConfig:
+        chosen = self.profile.updates
+        if chosen is not None and max(chosen) > self.optim.total_updates:
+            raise ValueError(
+                f"profile.updates={list(chosen)} goes beyond optim.total_updates={self.optim.total_updates}; "
+                "choose earlier ones"
+            )
+        if chosen is not None and self.run.dir is None:
+            raise ValueError(f"profile.updates={list(chosen)} has no folder to be written to; set run.dir")
         return self
 
     @property

@@ -240,10 +240,11 @@ class PrecisionSettings(Settings):
 class FsdpSettings(Settings):
     """How parameters, gradients and optimiser state are spread over ranks and host memory."""
 
-    sharding: Literal["full", "keep_parameters", "replicate"] = Field(
+    sharding: Literal["full", "keep_parameters", "optimizer", "replicate"] = Field(
         "full",
         description="full: parameters are gathered for each use; keep_parameters: they stay whole from forward to "
-        "backward; replicate: every rank holds everything",
+        "backward; optimizer: they stay whole, and gradients too, over all micro-batches of an update, which are "
+        "summed over ranks once; replicate: every rank holds everything",
     )
     wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
         None, description="classes of modules that are units; null: decoder layers and an untied embedding"
@@ -270,6 +271,11 @@ class BatchSettings(Settings):
 
     samples_per_update: PositiveInt | None = Field(None, description="samples per optimiser update; null: all at once")
     max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
+    cost_model: PathSetting | None = Field(
+        None,
+        description="file of `slimefsdp calibrate`, the same on every machine: packs and ranks are balanced by what it "
+        "measured of attention and of sending; null: by the model's dimensions",
+    )
     share_prefixes: Literal["auto", "always", "never"] = Field(
         "auto",
         description="compute what samples of a pack have in common at their beginning, such as a group's prompt, once; "
@@ -281,8 +287,10 @@ class OptimSettings(Settings):
     """Optimiser and schedule; counted in optimiser updates, not rollouts."""
 
     name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
-    implementation: Literal["foreach", "fused"] = Field(
-        "foreach", description="fused: one kernel for a whole AdamW update, where foreach has one for each operation"
+    implementation: Literal["auto", "foreach", "fused"] = Field(
+        "auto",
+        description="fused: one kernel for a whole AdamW update, where foreach has one for each operation; auto: "
+        "fused for adamw, foreach for sgd",
     )
     lr: float = Field(1e-6, gt=0, description="peak learning rate")
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
@@ -348,7 +356,7 @@ class ProfileSettings(Settings):
         "compute, communication and idle shares in run.dir/profile; null: none",
     )
     memory: bool = Field(
-        False, description="with each of them who allocates: a snapshot of CUDA's allocator, or a table of operators"
+        False, description="with each of them every allocation, and the peak; on CUDA a snapshot of its allocator, too"
     )
     peak_tflops: float | None = Field(
         None, gt=0, description="dense TFLOP/s of one rank's device, which `mfu` is a share of; null: by its name"

@@ -129,6 +129,7 @@ class Learner:
             shared=plan.shared,
             reference=self._reference.model if self._reads_hidden_states(loss) else None,
             loss_scale=loss_scale,
+            sum_once=self._config.fsdp.sharding == "optimizer",
             **self._how(self._config.loss.entropy_coefficient != 0),
         )
         metrics = sums.reduce(self._mesh.group)

@@ -28,16 +28,27 @@ class MetricSums:
         """A quantity that adds up over micro-batches and ranks, such as a weighted loss; 0-d."""
         self._accumulate(self._sums, name, value.detach().double())
 
-    def add_mean(self, name: str, values: torch.Tensor) -> None:
-        """Values whose mean over all tokens of the update is wanted; [tokens], possibly none."""
-        self.add_total(name, values.detach().double().sum())
-        count = torch.full((), float(values.numel()), dtype=torch.float64, device=self._device)
+    def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Values whose mean over the update is wanted; [n], possibly none.
+
+        Args:
+            counted: [n] bool, where values count; None: everywhere.
+        """
+        values = values.detach().double()
+        if counted is None:
+            count = torch.full((), float(values.numel()), dtype=torch.float64, device=self._device)
+        else:
+            values, count = values.masked_fill(~counted, 0.0), counted.sum(dtype=torch.float64)
+        self.add_total(name, values.sum())
         self._accumulate(self._counts, name, count)
 
-    def add_max(self, name: str, values: torch.Tensor) -> None:
-        """Values >= 0 whose maximum is wanted; [tokens], possibly none."""
+    def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Values >= 0 whose maximum is wanted; as `add_mean`."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        largest = values.detach().double().max().to(self._device) if values.numel() and self._counted else nothing
+        values = values.detach().double()
+        if counted is not None:
+            values = values.masked_fill(~counted, 0.0)
+        largest = values.max().to(self._device) if values.numel() and self._counted else nothing
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
     def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
@@ -47,8 +58,9 @@ class MetricSums:
             return {}
         sums = torch.stack([*self._sums.values(), *self._counts.values()]) if self._sums else torch.zeros(0)
         dist.all_reduce(sums, group=group)
-        totals = dict(zip(self._sums, sums.tolist(), strict=False))
-        counts = dict(zip(self._counts, sums.tolist()[len(self._sums) :], strict=True))
+        found = sums.tolist()
+        totals = dict(zip(self._sums, found, strict=False))
+        counts = dict(zip(self._counts, found[len(self._sums) :], strict=True))
         result = {
             name: total / counts[name] if name in counts else total
             for name, total in totals.items()

@@ -26,6 +26,7 @@ from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.loss.advantages import zero_variance_share
 from slimefsdp.loss.names import PAIRWISE
 from slimefsdp.loss.reduce import token_weights
+from slimefsdp.rates import read_calibration
 
 
 def batch_digest(batch: RolloutBatch) -> str:
@@ -209,7 +210,7 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
         model_config: what its config.json holds.
 
     Raises:
-        ConfigError: `attention.strategy` cannot serve the model on this mesh.
+        ConfigError: `attention.strategy` cannot serve the model on this mesh, or `batch.cost_model` is no calibration.
     """
     dimensions = dimensions_of(model_config)
     if dimensions is None:
@@ -217,7 +218,11 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
     shape = AttentionShape.of_dimensions(dimensions)
     strategy = choose_strategy(config.attention.strategy, shape, config.mesh.cp).traffic
     element_bytes = ELEMENT_BYTES[config.precision.compute_dtype]
-    return CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=element_bytes)
+    measured: dict[str, float] = {}
+    if config.batch.cost_model is not None:
+        rates = read_calibration(config.batch.cost_model, field="batch.cost_model")
+        measured = {"flops_per_byte": rates.flops_per_byte, "attention_slowdown": rates.attention_slowdown}
+    return CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=element_bytes, **measured)
 
 
 def plan_everything(

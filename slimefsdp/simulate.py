@@ -13,17 +13,20 @@ import numpy as np
 
 from slimefsdp.data.cost import STRATEGIES, CostModel, Strategy
 from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.flops import Flops, forward_flops, training_flops
 from slimefsdp.data.layout import Layout, hybrid_layout, layout_time, tokens_of, work_of, zigzag_layout
 from slimefsdp.data.plan import Plan, plan_phase
 from slimefsdp.data.traffic import attention_wire_bytes
 from slimefsdp.footprint import (
     SHARDINGS,
     ByteSizes,
+    Computing,
     Memory,
+    MicroBatches,
     Sharding,
     ShardingTraffic,
-    memory_per_rank,
     sharding_traffic,
+    step_memory,
 )
 
 _PAIRS = CostModel(linear=0.0, quadratic=0.5, wire=0.0)  # work that is nothing but attention pairs (n^2 / 2 of them)
@@ -104,7 +107,10 @@ class Simulation:
     wire: dict[Strategy, WireBytes | None]  # None: the strategy cannot serve this model on this mesh
     attention_bytes_per_rank: int  # sent in an update by the mean rank, all layers, under `strategy`
     sharding: ShardingTraffic  # per rank and update
-    memory: dict[Sharding, Memory]  # per rank, for every level of sharding
+    memory: dict[Sharding, Memory]  # per rank at its fullest moment, for every level of sharding
+    largest: MicroBatches  # the largest micro-batch of a rank, and the most micro-batches of an update
+    needed_flops: Flops  # of an update on all ranks: forward and backward, nothing twice; the mean over updates
+    forward_flops: Flops
 
 
 def simulate(
@@ -117,7 +123,9 @@ def simulate(
     strategy: Strategy = "ring",
     sharding: Sharding = "full",
     sizes: ByteSizes | None = None,
-    recomputed_layers: float = 0.0,
+    computing: Computing | None = None,
+    counted_share: float = 1.0,
+    cost: CostModel | None = None,
 ) -> Simulation:
     """Plans one phase over samples of these lengths and measures it.
 
@@ -126,14 +134,16 @@ def simulate(
         max_tokens_per_rank: hard cap on the tokens of a micro-batch on one rank.
         samples_per_update: None: all samples in one update.
         sizes: bytes per element; default: bfloat16 over float32 masters and AdamW.
-        recomputed_layers: share of the layers whose forward runs, and sends, once more in backward.
+        computing: what is recomputed, and so sent again in backward, and what else memory depends on.
+        counted_share: of the tokens, whose log-probs are asked for.
+        cost: what samples are balanced by; None: as the model's dimensions say.
 
     Raises:
         BatchError: a sample is longer than max_tokens_per_rank x cp.
         ConfigError: the strategy cannot serve this model on this mesh.
     """
-    sizes = sizes or ByteSizes()
-    cost = CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
+    sizes, computing = sizes or ByteSizes(), computing or Computing()
+    cost = cost or CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
     plan = plan_phase(
         lengths,
         dp=mesh.data_ranks,
@@ -143,19 +153,14 @@ def simulate(
         cp=mesh.cp,
     )
     packs = _measured(plan, lengths, mesh.cp, cost)
-    wire: dict[Strategy, WireBytes | None] = {}
-    for name in STRATEGIES:
-        if name != "ulysses" or dimensions.heads % mesh.cp == 0 or strategy == "ulysses":
-            wire[name] = _wire_bytes(plan, lengths, mesh.cp, name, dimensions, sizes, recomputed_layers)
-        else:
-            wire[name] = None
+    wire = _wire_of_strategies(plan, lengths, mesh.cp, strategy, dimensions, sizes, computing)
     chosen = wire[strategy]
     assert chosen is not None
     micro_batches = [len(update[0]) for update in plan.updates]
-    each = sharding_traffic(
-        dimensions, sharding, dp_replicate=mesh.dp_replicate, shard_ranks=mesh.dp * mesh.cp, sizes=sizes
-    )
-    per_update = sum(micro_batches) / len(micro_batches)
+    num_updates, shard_ranks = len(micro_batches), mesh.dp * mesh.cp
+    most = packs.most_tokens_at_once
+    largest = MicroBatches(most, max(1, round(most * counted_share)), max(micro_batches))
+    counted_rows = round(int(lengths.sum()) * counted_share)
     return Simulation(
         mesh=mesh,
         strategy=strategy,
@@ -171,14 +176,21 @@ def simulate(
         imbalance=packs.imbalance,
         wire=wire,
         attention_bytes_per_rank=chosen.total * dimensions.layers // mesh.ranks,
-        sharding=ShardingTraffic(
-            all_gather=round(each.all_gather * per_update),
-            reduce_scatter=round(each.reduce_scatter * per_update),
-            all_reduce=round(each.all_reduce * per_update),
+        sharding=sharding_traffic(
+            dimensions,
+            sharding,
+            dp_replicate=mesh.dp_replicate,
+            shard_ranks=shard_ranks,
+            sizes=sizes,
+            micro_batches=sum(micro_batches) / num_updates,
+            trained_share=computing.trained_share,
         ),
-        memory={
-            level: memory_per_rank(dimensions, level, shard_ranks=mesh.dp * mesh.cp, sizes=sizes) for level in SHARDINGS
-        },
+        memory=_memory_of_levels(dimensions, mesh, largest, sizes, computing),
+        largest=largest,
+        needed_flops=training_flops(
+            dimensions, lengths, counted_rows=counted_rows, trained_share=computing.trained_share
+        ).over(num_updates),
+        forward_flops=forward_flops(dimensions, lengths, counted_rows=counted_rows).over(num_updates),
     )
 
 
@@ -249,6 +261,43 @@ class _CpSums:
         return CpImbalance(tokens, pairs, work, worst_tokens, worst_work)
 
 
+def _memory_of_levels(
+    dimensions: ModelDimensions, mesh: MeshShape, largest: MicroBatches, sizes: ByteSizes, computing: Computing
+) -> dict[Sharding, Memory]:
+    return {
+        level: step_memory(
+            dimensions,
+            level,
+            largest,
+            shard_ranks=mesh.dp * mesh.cp,
+            copies=mesh.dp_replicate,
+            sizes=sizes,
+            computing=computing,
+        )
+        for level in SHARDINGS
+    }
+
+
+def _wire_of_strategies(
+    plan: Plan,
+    lengths: np.ndarray,
+    cp: int,
+    chosen: Strategy,
+    dimensions: ModelDimensions,
+    sizes: ByteSizes,
+    computing: Computing,
+) -> dict[Strategy, WireBytes | None]:
+    """Of all strategies, None where heads do not divide; asked for all the same, the chosen one is refused there."""
+    again = computing.recomputed_share(dimensions.layers)
+    wire: dict[Strategy, WireBytes | None] = {}
+    for name in STRATEGIES:
+        if name != "ulysses" or dimensions.heads % cp == 0 or chosen == "ulysses":
+            wire[name] = _wire_bytes(plan, lengths, cp, name, dimensions, sizes, again)
+        else:
+            wire[name] = None
+    return wire
+
+
 def _wire_bytes(
     plan: Plan,
     lengths: np.ndarray,
@@ -269,7 +318,7 @@ def _wire_bytes(
             kv_heads=dimensions.kv_heads,
             head_dim=dimensions.head_dim,
             bytes_per_element=sizes.compute,
-            grad_bytes_per_element=sizes.attention_gradients,
+            grad_bytes_per_element=sizes.wide,
         )
         forward += sent[0]
         backward += sent[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,14 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp.attention.strategy import Attention, PackAttention
-from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, pack
+from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, on_device, pack
 from slimefsdp.data.prefixes import SharedPrefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss.objective import TokenInputs
 from slimefsdp.metrics import MetricSums
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.fsdp import reshard
+from slimefsdp.parallel.fsdp import gradients_summed_once, reshard
 from slimefsdp.parallel.mesh import Mesh, gather_pairs
 
 
@@ -64,7 +65,7 @@ def evaluate(model: DecoderModel, micro_batch: MicroBatch, mesh: Mesh, **how: An
     if mesh.cp > 1:
         outputs = gather_pairs(outputs, micro_batch.share.pairs, len(micro_batch.packed.rows), mesh)
     fan_out = micro_batch.packed.fan_out
-    return outputs if fan_out is None else outputs[:, fan_out.to(mesh.device)]
+    return outputs if fan_out is None else outputs[:, on_device(fan_out, mesh.device)]
 
 
 @torch.no_grad()
@@ -93,7 +94,7 @@ def outputs_of_packs(
         values = evaluate(model, micro_batch, mesh, **how)
         if result is None:
             result = values.new_zeros(len(values), batch.num_response_tokens)
-        result[:, micro_batch.packed.response_index.to(mesh.device)] = values
+        result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
     assert result is not None
     # the root stays unsharded after a forward without backward; whoever changes the shards next must not be outrun
     reshard(model)
@@ -115,9 +116,12 @@ def accumulate_gradients(
     shared: SharedPrefixes | None = None,
     reference: PolicyModel | None = None,
     loss_scale: float = 1.0,
+    sum_once: bool = False,
     **how: Any,
 ) -> None:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
+
+    Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes.
 
     Args:
         inputs: per response token of the batch, [R], on the CPU.
@@ -126,13 +130,18 @@ def accumulate_gradients(
         shared: of the plan that the packs are of.
         reference: whose KL over the whole vocabulary is a further output of the model; awake, and of its architecture.
         loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
+        sum_once: over the ranks at the last micro-batch alone; see `gradients_summed_once`.
         how: further arguments of the model's forward.
     """
-    for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=True, shared=shared):
-        if reference is not None:
-            with torch.no_grad():
-                how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
-        outputs = evaluate(model, micro_batch, mesh, **how)
-        here = inputs.at(micro_batch.packed.response_index).to(mesh.device, outputs.dtype)
-        loss = objective(outputs, here, sums)
-        (loss * loss_scale).backward()
+    found = micro_batches(batch, samples, model.attention, mesh, trained_only=True, shared=shared)
+    with gradients_summed_once(model) if sum_once else nullcontext() as begin:
+        for index, micro_batch in enumerate(found):
+            here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
+            if begin is not None:
+                begin(index == len(samples) - 1)
+            if reference is not None:
+                with torch.no_grad():
+                    how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
+            outputs = evaluate(model, micro_batch, mesh, **how)
+            loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+            (loss * loss_scale).backward()

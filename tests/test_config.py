@@ -85,7 +85,12 @@ BAD_OVERRIDES = {
     "model.frozen=[]": ["model.frozen=[]", "list of name patterns"],
     "model.frozen=[' ']": ["model.frozen=[' ']", "list of name patterns"],
     "model.frozen=[3]": ["model.frozen=[3]", "list of name patterns"],
-    "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full', 'keep_parameters' or 'replicate'"],
+    "profile.updates=3": ["profile.updates=3", "list of update numbers", "like [3, 100]"],
+    "profile.updates=[]": ["profile.updates=[]", "list of update numbers"],
+    "profile.updates=[0]": ["profile.updates=[0]", "from 1 on"],
+    "profile.updates=[true]": ["profile.updates=[true]", "list of update numbers"],
+    "profile.peak_tflops=0": ["profile.peak_tflops=0", "above 0"],
+    "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full', 'keep_parameters', 'optimizer' or 'replicate'"],
     "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none', 'full' or 'selective'"],
     "optim.lr=": ["optim.lr=null", NUMBER, "1e-6"],
     "optim.lr=1e": ["optim.lr='1e'", NUMBER],
@@ -211,12 +216,12 @@ def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(least_file
 
 
 def test_an_unknown_name_is_told_before_what_is_missing_because_of_it():
-    error = refusal(config_from_dict, {"modle": {"path": "m"}, "optim": {"total_updates": 3}})
+    error = refusal(config_from_dict, {"modell": {"path": "m"}, "optim": {"total_updates": 3}})
     assert str(error).splitlines() == [
-        "modle={'path': 'm'} is not a setting; did you mean model?",
+        "modell={'path': 'm'} is not a setting; did you mean model?",
         "  also model is required and not set; add model.path",
     ]
-    assert error.field == "modle"
+    assert error.field == "modell"
 
 
 def test_several_faults_are_told_at_once_but_not_without_end():
@@ -311,6 +316,24 @@ RULES = [
         {"optim__warmup_updates": 9},
         {"optim__warmup_updates": 10},
         ["optim.warmup_updates=10", "optim.total_updates=10", "lower"],
+    ),
+    (
+        "memory_is_recorded_in_profiled_updates",
+        {"profile__updates": [3], "profile__memory": True, "run__dir": "x"},
+        {"profile__memory": True},
+        ["profile.memory=true", "without profile.updates", "remove it"],
+    ),
+    (
+        "profiled_updates_are_taken_and_kept",
+        {"profile__updates": [1, 10], "run__dir": "x"},
+        {"profile__updates": [1, 11], "run__dir": "x"},
+        ["profile.updates=[1, 11]", "optim.total_updates=10", "choose earlier"],
+    ),
+    (
+        "profiled_updates_are_taken_and_kept",
+        {"profile__updates": [1], "run__dir": "x"},
+        {"profile__updates": [1]},
+        ["profile.updates=[1]", "no folder", "set run.dir"],
     ),
     (
         "only_adamw_is_fused",

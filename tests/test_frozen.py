@@ -138,6 +138,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[int, int, int], dict[str, Any]]
     "selectively recomputed": (MIXED, (1, 2, 1), {"model": {"activation_checkpointing": "selective"}}),
     "recomputed, cp": (BEGINNING, (1, 1, 2), {"model": {"activation_checkpointing": "full"}}),
     "parameters kept": (BEGINNING, (1, 2, 1), {"fsdp": {"sharding": "keep_parameters"}}),
+    "summed once": (BEGINNING, (1, 2, 1), {"fsdp": {"sharding": "optimizer"}}),
     "parameters kept, mixed": (MIXED, (1, 2, 1), {"fsdp": {"sharding": "keep_parameters"}}),
     "whole on every rank": (MIXED, (1, 2, 1), {"fsdp": {"sharding": "replicate"}}),
     "on the host": (MIXED, (1, 2, 1), {"fsdp": {"cpu_offload": True}}),

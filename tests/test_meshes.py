@@ -92,7 +92,7 @@ def batches(draw: st.DrawFn) -> RolloutBatch:
     axes=st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4)]),
     strategy=st.sampled_from(STRATEGIES),
     spare_tokens=st.integers(0, 100),
-    sharding=st.sampled_from(["full", "keep_parameters", "replicate"]),
+    sharding=st.sampled_from(["full", "keep_parameters", "optimizer", "replicate"]),
 )
 def test_any_batch_on_any_mesh_gives_the_gradients_of_one_plain_process(
     folder: Path,

@@ -27,7 +27,10 @@ def reduced(rank: int) -> dict[str, Any]:
         sums.add_mean("ratio", values)
         sums.add_mean("clipped", values > 1)
         sums.add_mean("nothing", values[:0])
+        sums.add_mean("small", values, values < 1)
+        sums.add_mean("none of them", values, values < 0)
         sums.add_max("ratio_max", values)
+        sums.add_max("small_max", values, values < 1)
         only_maxima.add_max("largest", values)
     group = dist.group.WORLD
     assert group is not None
@@ -44,7 +47,9 @@ def test_totals_means_and_maxima_are_those_of_all_tokens(ranks: RankPool, world_
                 "loss": everything.sum() * 0.5,
                 "ratio": everything.mean(),  # of tokens, not of packs or ranks
                 "clipped": (everything > 1).mean(),
+                "small": everything[everything < 1].mean(),
                 "ratio_max": everything.max(),
+                "small_max": everything[everything < 1].max(),
             },
             rel=1e-6,
         )  # a mean over nothing is not there

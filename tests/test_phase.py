@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError
+from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.phase import (
     batch_digest,
     check_batch,
@@ -27,6 +28,7 @@ from slimefsdp.phase import (
     plan_training,
     update_weights_of_tokens,
 )
+from slimefsdp.rates import Rates, write_calibration
 
 VOCAB = 50
 
@@ -409,6 +411,19 @@ def test_prefixes_are_shared_where_the_settings_and_the_strategy_let_them(how, s
     batch = RolloutBatch.from_samples([{"tokens": [7] * 60 + [i], "response_length": 1} for i in range(4)])
     plan = plan_everything(settings(batch={"share_prefixes": how, "max_tokens_per_rank": 64}, **sections), batch, data_ranks=1)
     assert (plan.shared is not None) == is_shared
+
+
+def test_a_calibration_says_what_attention_and_sending_cost(tmp_path: Path) -> None:
+    model = {"model_type": "llama", "vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 2, "head_dim": 64}
+    model |= {"num_attention_heads": 2, "intermediate_size": 8}
+    write_calibration(tmp_path / "rates.json", Rates("made up", 3.0, 1.0, 1.0, 1.0, 1.0), {})
+    guessed = cost_model_of(settings(mesh={"cp": 2}), model)
+    measured = cost_model_of(settings(mesh={"cp": 2}, batch={"cost_model": str(tmp_path / "rates.json")}), model)
+    assert measured.quadratic == pytest.approx(3 * guessed.quadratic)
+    assert measured.wire == pytest.approx(3 * guessed.wire)  # 3,000 operations a byte, where 1,000 are guessed
+    with pytest.raises(ConfigError) as caught:
+        cost_model_of(settings(batch={"cost_model": str(tmp_path / "nowhere.json")}), model)
+    assert caught.value.field == "batch.cost_model"
 
 
 def test_ranks_are_balanced_by_the_cost_of_this_model_on_this_mesh() -> None:

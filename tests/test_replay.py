@@ -69,7 +69,7 @@ def test_metrics_and_weights_are_the_trainers_to_the_last_bit(recorded: Path, ra
     printed: dict[str, Any] = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1, "one object and nothing else"
     metrics, weights = ranks.run(1, train_in_this_process, recorded)[0]
-    times = {"train_seconds", "tokens_per_second"}
+    times = {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
     assert printed.keys() == metrics.keys() and metrics["updates"] >= 4
     assert {k: v.hex() for k, v in printed.items() if k not in times} == {
         k: v.hex() for k, v in metrics.items() if k not in times

@@ -47,7 +47,8 @@ LAYERS = (
     ("attention", "parallel"),
     (
         *("config", "config_algorithm", "config_loss", "config_ready", "config_rollout", "credit", "phase", "simulate"),
-        *("checkpoint", "footprint", "metrics", "models", "optim", "update", "weights"),
+        *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "update", "weights"),
+        *("activations", "calibrate", "estimate", "expected", "rates"),
     ),
     ("reference",),
     ("build", "inputs", "state"),
@@ -57,7 +58,7 @@ LAYERS = (
 )
 LAYER = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 # below the trainer functions take values, not settings; deciding a phase is where settings become values
-CONFIG_READERS = ("config", "build", "credit", "inputs", "learner", "phase", "state", "trainer", "replay")
+CONFIG_READERS = ("config", "build", "credit", "expected", "inputs", "learner", "phase", "state", "trainer", "replay")
 
 
 @cache

@@ -20,13 +20,14 @@ from slimefsdp.data.lengths import sample_lengths
 from slimefsdp.data.plan import plan_phase
 from slimefsdp.data.traffic import attention_wire_bytes
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.footprint import ByteSizes, memory_per_rank, sharding_traffic
+from slimefsdp.footprint import ByteSizes, Computing, MicroBatches, sharding_traffic, step_memory
 from slimefsdp.simulate import MeshShape, Simulation, simulate
 
 ROOT = Path(__file__).parents[1]
 MODEL = ModelDimensions(
     hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, intermediate=8192, vocab=128_256, is_tied=True
 )
+RECOMPUTED = Computing(recompute="full", recompute_every=2)
 LENGTHS = sample_lengths("lognormal(1500, 1.0, 16, 20000)", 150, seed=3)
 
 
@@ -37,7 +38,7 @@ def simulated(mesh: MeshShape, lengths: np.ndarray = LENGTHS, **options: Any) ->
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
 def test_the_report_adds_up_the_packs_of_the_plan(strategy: Strategy) -> None:
     mesh = MeshShape(dp_replicate=2, dp=2, cp=4)
-    found = simulated(mesh, strategy=strategy, samples_per_update=60, recomputed_layers=0.5)
+    found = simulated(mesh, strategy=strategy, samples_per_update=60, computing=RECOMPUTED)
     cost = CostModel.of_model(MODEL, strategy=strategy)
     plan = plan_phase(LENGTHS, dp=4, max_pack_tokens=4 * 8192, samples_per_update=60, cost_model=cost, cp=4)
     assert [(u.samples, u.tokens, u.micro_batches) for u in found.updates] == [
@@ -67,15 +68,29 @@ def test_the_report_adds_up_the_packs_of_the_plan(strategy: Strategy) -> None:
     assert found.attention_bytes_per_rank == wire.total * 16 // 16  # layers over ranks
 
 
-def test_micro_batches_multiply_what_sharding_sends_and_no_memory() -> None:
+def test_micro_batches_multiply_what_sharding_sends_and_the_largest_fills_memory() -> None:
     mesh, sizes = MeshShape(dp_replicate=2, dp=4), ByteSizes(optimizer_states=1)
     found = simulated(mesh, LENGTHS.clip(max=8000), samples_per_update=75, sharding="full", sizes=sizes)
     per_update = sum(update.micro_batches for update in found.updates) / 2
     assert len(found.updates) == 2 and per_update > 1
     each = sharding_traffic(MODEL, "full", dp_replicate=2, shard_ranks=4, sizes=sizes)
     assert found.sharding.total == pytest.approx(each.total * per_update, rel=1e-9)
+    largest = MicroBatches(
+        found.most_tokens_at_once, found.most_tokens_at_once, max(u.micro_batches for u in found.updates)
+    )
+    assert found.largest == largest
     for level, held in found.memory.items():
-        assert held == memory_per_rank(MODEL, level, shard_ranks=4, sizes=sizes)
+        assert held == step_memory(MODEL, level, largest, shard_ranks=4, copies=2, sizes=sizes)
+
+
+def test_operations_are_those_of_an_update_and_fewer_where_fewer_tokens_count() -> None:
+    whole, half = (simulated(MeshShape(dp=2), LENGTHS.clip(max=8000), counted_share=share) for share in (1.0, 0.5))
+    assert whole.forward_flops.head == 2.0 * MODEL.vocab * MODEL.hidden * whole.tokens
+    assert half.forward_flops.head == pytest.approx(whole.forward_flops.head / 2, rel=1e-4)  # of whole rows
+    assert whole.forward_flops.layers == half.forward_flops.layers
+    parts = simulated(MeshShape(dp=2), LENGTHS.clip(max=8000), samples_per_update=75)
+    assert parts.needed_flops.total == pytest.approx(whole.needed_flops.total / 2)
+    assert whole.needed_flops.total == pytest.approx(3 * whole.forward_flops.total)
 
 
 def test_one_rank_has_nothing_to_balance_or_send() -> None:

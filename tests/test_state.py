@@ -44,6 +44,7 @@ SPREADS: dict[str, dict[str, Any]] = {
     "two shards": {"mesh": {"dp": 2}},
     "two copies": {"mesh": {"dp_replicate": 2}},
     "parameters kept": {"mesh": {"dp": 2}, "fsdp": {"sharding": "keep_parameters"}},
+    "summed once": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
     "whole on every rank": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
     "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
 }

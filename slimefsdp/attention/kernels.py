@@ -24,7 +24,10 @@ _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _HALVES = (torch.bfloat16, torch.float16)
 _MAX_FLASH_HEAD_DIM = 256
-_BAND = 512  # query rows per masked call without a window; a mask is [band, keys]
+# torch's CPU kernel leaves hidden keys out by blocks of 512 only, and so computes up to twice what is visible. Bands of
+# queries with as many keys as they see are faster between these lengths.
+_BANDED_LENGTHS = range(256, 1025)
+_BAND, _LONG_BAND = 64, 512  # query rows per masked call: with up to so many keys, and more; a mask is [band, keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +80,16 @@ def varlen_forward(
             scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return out, Saved(lse, rng_state, unused)
-    out = torch.empty_like(q)
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=_wide(q.dtype))
+    outs, lses = [], []
+    queries, keys, values = _heads_first(q), _heads_first(k), _heads_first(v)
     for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
         segment_out, segment_lse = _cpu_forward(
-            _heads_first(q[qs]), _heads_first(k[ks]), _heads_first(v[ks]),
+            queries[:, :, qs], keys[:, :, ks], values[:, :, ks],
             0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
         )  # fmt: skip
-        out[qs] = segment_out[0].transpose(0, 1)
-        lse[:, qs] = segment_lse[0]
-    return out, Saved(lse)
+        outs.append(segment_out[0].transpose(0, 1))
+        lses.append(segment_lse[0])
+    return _joined(outs, 0), Saved(_joined(lses, 1))
 
 
 def varlen_backward(
@@ -117,22 +120,20 @@ def varlen_backward(
             scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return dq, dk, dv
-    dq = torch.empty_like(q)
+    dqs = []
     # bands of one segment share keys, so those gradients add up
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    group = q.shape[1] // k.shape[1]
+    dk, dv = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (k, v))
+    queries, keys, values = _heads_first(q), _heads_first(k), _heads_first(v)
+    grads, outs, lse = _heads_first(grad_out), _heads_first(out), saved.lse.unsqueeze(0)
     for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
-        # the CPU backward returns one gradient per query head, so it is given one key head per query head
         gq, gk, gv = _cpu_backward(
-            _heads_first(grad_out[qs]), _heads_first(q[qs]),
-            _heads_first(k[ks].repeat_interleave(group, 1)), _heads_first(v[ks].repeat_interleave(group, 1)),
-            _heads_first(out[qs]), saved.lse[:, qs].unsqueeze(0), 0.0, causal and mask is None,
-            attn_mask=mask, scale=scoring.scale,
+            grads[:, :, qs], queries[:, :, qs], keys[:, :, ks], values[:, :, ks], outs[:, :, qs], lse[:, :, qs],
+            0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
         )  # fmt: skip
-        dq[qs] = gq[0].transpose(0, 1)
-        dk[ks] += _sum_groups(gk[0], group)
-        dv[ks] += _sum_groups(gv[0], group)
-    return dq, dk, dv
+        dqs.append(gq[0].transpose(0, 1))
+        dk[ks] += gk[0].transpose(0, 1)
+        dv[ks] += gv[0].transpose(0, 1)
+    return _joined(dqs, 0), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _kernel_for(q: torch.Tensor, scoring: Scoring) -> Literal["cpu", "cuda", "plain", "flash_attn"]:
@@ -170,9 +171,8 @@ def _heads_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1).unsqueeze(0)  # [tokens, heads, head_dim] -> [1, heads, tokens, head_dim]
 
 
-def _sum_groups(grad: torch.Tensor, group: int) -> torch.Tensor:
-    heads, tokens, head_dim = grad.shape
-    return grad.reshape(heads // group, group, tokens, head_dim).sum(1).transpose(0, 1)
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _masked_segments(
@@ -181,18 +181,45 @@ def _masked_segments(
     """The (queries, keys, additive mask) of each CPU kernel call.
 
     The kernel's own causal mask aligns queries and keys at their beginning, so it serves segments of equal lengths
-    alone. Others, and long windowed ones, are cut into bands of queries with a mask each, one at a time.
+    alone. Others, and where it pays, are cut into bands of queries with a mask each.
     """
+    triangles: dict[int, torch.Tensor] = {}
     for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
         queries, more = q1 - q0, (k1 - k0) - (q1 - q0)
-        if not causal or (more == 0 and (window is None or queries <= window)):
+        sees_all = window is None or k1 - k0 <= window
+        if not causal or (more == 0 and sees_all and queries not in _BANDED_LENGTHS):
             yield slice(q0, q1), slice(k0, k1), None
-            continue
-        band = _BAND if window is None else max(window, 64)
-        for start in range(0, queries, band):
-            end = min(start + band, queries)
-            first_key = 0 if window is None else max(0, start + more - window + 1)
-            distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
-            is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            mask = torch.zeros(distance.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
-            yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + end + more), mask
+        elif sees_all:
+            band = _BAND if k1 - k0 < _BANDED_LENGTHS.stop else _LONG_BAND
+            if band not in triangles:
+                triangles[band] = _triangle(band, call.max_k + band, dtype)
+            triangle = triangles[band]
+            for start in range(0, queries, band):
+                end = min(start + band, queries)
+                last = triangle.shape[1] - band + end - start
+                mask = triangle[: end - start, last - (end + more) : last]
+                yield slice(q0 + start, q0 + end), slice(k0, k0 + end + more), mask
+        else:
+            assert window is not None
+            yield from _windowed_segments(q0, k0, queries, more, window, dtype)
+
+
+def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """[band, keys] mask of a band of queries, the last of which sees all keys; masks of fewer keys are its columns."""
+    mask = torch.zeros(band, keys, dtype=dtype)
+    mask[:, -band:].masked_fill_(torch.ones(band, band, dtype=torch.bool).triu(1), float("-inf"))
+    return mask
+
+
+def _windowed_segments(
+    q0: int, k0: int, queries: int, more: int, window: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Of one segment, with `more` keys than queries."""
+    band = max(window, 64)
+    for start in range(0, queries, band):
+        end = min(start + band, queries)
+        first_key = max(0, start + more - window + 1)
+        distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
+        mask = torch.zeros(distance.shape, dtype=dtype)
+        mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+        yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + end + more), mask

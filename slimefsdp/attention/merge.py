@@ -9,23 +9,39 @@ from __future__ import annotations
 
 import torch
 
+from slimefsdp.attention.plan import Rows
 
-def merge_rows(
-    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
-) -> None:
+
+def merge_rows(out: torch.Tensor, lse: torch.Tensor, rows: Rows, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges a partial result into some rows, in place.
 
     Args:
         out: [tokens, heads, head_dim], at least float32.
         lse: [heads, tokens].
-        rows: int64 [part_tokens], each at most once.
+        rows: [part_tokens], each at most once.
         part: [part_tokens, heads, head_dim].
         part_lse: [heads, part_tokens].
     """
-    before = lse[:, rows]
+    here, before = out[rows], lse[:, rows]
     merged = torch.logaddexp(before, part_lse)
-    out[rows] = out[rows] * _share(before, merged) + part * _share(part_lse, merged)
+    here.mul_(_share(before, merged)).addcmul_(part.to(out.dtype), _share(part_lse, merged))
     lse[:, rows] = merged
+    if isinstance(rows, torch.Tensor):
+        out[rows] = here  # of a slice it is the same memory
+
+
+def add_rows(total: torch.Tensor, rows: Rows, part: torch.Tensor) -> None:
+    """Adds to some rows, in place; a row may be named several times.
+
+    Args:
+        total: [tokens, heads, head_dim].
+        rows: [part_tokens].
+        part: [part_tokens, heads, head_dim], of any dtype.
+    """
+    if isinstance(rows, slice):
+        total[rows] += part
+    else:
+        total.index_add_(0, rows, part.to(total.dtype))
 
 
 def absorb_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,8 +19,10 @@ from itertools import pairwise
 import torch
 
 from slimefsdp.data.layout import Piece, ancestors, wire_pieces
+from slimefsdp.data.pack import on_device
 
 Layout = Sequence[Sequence[Piece]]  # the pieces of every rank, each rank's in ascending order
+Rows = slice | torch.Tensor  # of a tensor: int64 numbers, or a slice where they are a range, so that none is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class SourceCall:
     """What a rank's queries see of one source's keys, all of it in their past: a non-causal call."""
 
     segments: CallPlan
-    q_rows: torch.Tensor  # int64 [q_tokens] among the local rows
-    k_rows: torch.Tensor  # int64 [k_tokens] among the source's wire rows; for the rank itself among its local rows
+    q_rows: Rows  # [q_tokens] among the local rows
+    k_rows: Rows  # [k_tokens] among the source's wire rows; for the rank itself among its local rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,8 @@ def whole_plan(layout: Layout, device: torch.device) -> WholePlan:
     ranks_to_pack = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
     return WholePlan(
         counts=tuple(_tokens(owned) for owned in layout),
-        pack_to_ranks=torch.argsort(ranks_to_pack).to(device),
-        ranks_to_pack=ranks_to_pack.to(device),
+        pack_to_ranks=on_device(torch.argsort(ranks_to_pack), device),
+        ranks_to_pack=on_device(ranks_to_pack, device),
     )
 
 
@@ -204,8 +206,8 @@ def _source_call(
     query_offsets = _offsets(forest.layout[rank])
     return SourceCall(
         segments=_call([_tokens(pieces) for pieces in queries_of.values()], [_tokens(k) for k in queries_of], device),
-        q_rows=_rows([piece for pieces in queries_of.values() for piece in pieces], query_offsets, device),
-        k_rows=_rows([piece for keys in queries_of for piece in keys], key_offsets, device),
+        q_rows=_range_or_rows([piece for pieces in queries_of.values() for piece in pieces], query_offsets, device),
+        k_rows=_range_or_rows([piece for keys in queries_of for piece in keys], key_offsets, device),
     )
 
 
@@ -224,13 +226,21 @@ def _offsets(pieces: Iterable[Piece]) -> dict[Piece, int]:
 
 def _rows(pieces: Iterable[Piece], offsets: dict[Piece, int], device: torch.device) -> torch.Tensor:
     parts = [torch.arange(offsets[piece], offsets[piece] + piece.end - piece.start) for piece in pieces]
-    return torch.cat(parts).to(device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+    return on_device(torch.cat(parts), device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _range_or_rows(pieces: Sequence[Piece], offsets: dict[Piece, int], device: torch.device) -> Rows:
+    start = end = offsets[pieces[0]]
+    for piece in pieces:
+        if offsets[piece] != end:
+            return _rows(pieces, offsets, device)
+        end += piece.end - piece.start
+    return slice(start, end)
 
 
 def _call(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> CallPlan:
     cu_q, cu_k = _cumulative(q_lengths), _cumulative(k_lengths)
-    on_device = [torch.tensor(cu, dtype=torch.int32, device=device) for cu in (cu_q, cu_k)]
-    return CallPlan(cu_q, cu_k, *on_device)
+    return CallPlan(cu_q, cu_k, *(on_device(torch.tensor(cu, dtype=torch.int32), device) for cu in (cu_q, cu_k)))
 
 
 def _cumulative(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slimefsdp.attention.kernels import Saved, Scoring, varlen_backward, varlen_forward
-from slimefsdp.attention.merge import absorb_sinks, merge_rows, sinks_grad
+from slimefsdp.attention.merge import absorb_sinks, add_rows, merge_rows, sinks_grad
 from slimefsdp.attention.plan import RingPlan
 from slimefsdp.attention.wire import Transfer, Wire
 
@@ -59,8 +59,9 @@ class _RingAttention(torch.autograd.Function):
         out, saved = varlen_forward(q, k, v, plan.own, scoring, causal=True)
         lse = saved.lse
         if any(plan.sources):
-            lse = lse.clone()  # the kernel's own output may be stored for a recomputation: it is not written to
-        if sinks is not None or any(plan.sources):
+            # the kernel's own outputs may be stored for a recomputation: they are not written to
+            out, lse = out.to(lse.dtype, copy=True), lse.clone()
+        elif sinks is not None:
             out = out.to(lse.dtype)
         keys, values = k, v
         for step, source in enumerate(ring.order):
@@ -102,12 +103,12 @@ class _RingAttention(torch.autograd.Function):
                     grad_out[rows], q[rows], keys[call.k_rows], values[call.k_rows], out[rows],
                     Saved(lse[:, rows].contiguous(), *extra), segments, scoring, causal=False,
                 )  # fmt: skip
-                dq.index_add_(0, rows, part_q.to(dq.dtype))
+                add_rows(dq, rows, part_q)
                 grads_of_keys = (part_k, part_v)
             travelling = ring.accumulator(returning, source, like=keys, dtype=lse.dtype) if step > 0 else None
             if call is not None and grads_of_keys is not None:
                 for total, part in zip((dk, dv) if travelling is None else travelling, grads_of_keys, strict=True):
-                    total.index_add_(0, call.k_rows, part.to(total.dtype))
+                    add_rows(total, call.k_rows, part)
             if travelling is not None:
                 returning = ring.hand_over(travelling, source)
         if returning is not None:  # after the last step a rank's own sums come home

@@ -68,8 +68,9 @@ class Attention:
         if self.wire is None:
             return zigzag_layout(cu_seqlens, 1)
         if self.choice.name == "ring_flash_attn":
+            assert forest is None, "no plan of a phase shares prompts where this is set"
             return ring_flash_attn_package.contiguous_layout(cu_seqlens, self.wire.size)
-        return hybrid_layout(cu_seqlens, self.wire.size, self.cost)
+        return hybrid_layout(cu_seqlens, self.wire.size, self.cost, forest)
 
     def for_pack(
         self, layout: Layout, device: torch.device, parents: Sequence[int | None] | None = None

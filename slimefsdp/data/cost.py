@@ -70,6 +70,7 @@ class CostModel:
         strategy: Strategy = "ring",
         bytes_per_element: int = 2,
         flops_per_byte: float = FLOPS_PER_BYTE,
+        attention_slowdown: float = 1.0,
     ) -> CostModel:
         """The cost of this model's tokens: all matrices it runs a token through, the head included.
 
@@ -77,10 +78,11 @@ class CostModel:
             strategy: how cp ranks exchange keys and values.
             bytes_per_element: of keys and values on the wire; their gradients travel in 4, or 8 beside float64.
             flops_per_byte: FLOPs that a device does in the time that it sends a byte to another cp rank.
+            attention_slowdown: FLOPs that it does in matrices in the time of one in attention.
         """
         per_layer = dimensions.attention_parameters + dimensions.active_experts * dimensions.expert_parameters
         per_token = 2.0 * (dimensions.layers * per_layer + dimensions.embedding_parameters)  # FLOPs forward
-        of_pairs = 2.0 * dimensions.heads * dimensions.head_dim / per_token  # 4 FLOPs a pair, n^2 / 2 pairs
+        of_pairs = 2.0 * dimensions.heads * dimensions.head_dim / per_token * attention_slowdown  # 4 FLOPs a pair
         keys_and_values = 2 * dimensions.kv_heads * dimensions.head_dim * dimensions.layers
         gradient_bytes = max(4, bytes_per_element)
         # ring sends keys and values again in backward, all_gather keeps them; a step computes three forwards' worth

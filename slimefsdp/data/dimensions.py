@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 from slimefsdp.errors import ModelError
@@ -22,6 +23,9 @@ _WINDOWS: dict[str, tuple[int | None, bool]] = {
     "gemma3_text": (4096, True),
     "gpt_oss": (128, True),
 }
+# norms of a layer beside the two that every decoder has, and those of queries and keys; they only cost memory
+_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 _EVERY_SO_MANY_LAYERS_WHOLE = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # the layers between see a window
 
 
@@ -43,6 +47,8 @@ class ModelDimensions:
     windowed_layers: int = 0
     positions: int = 0  # rows of a learned position embedding
     is_tied: bool = False  # the head is the embedding
+    norms_per_layer: int = 2  # of hidden states
+    has_head_norms: bool = False  # queries and keys are normed
 
     @property
     def attention_parameters(self) -> int:
@@ -76,6 +82,39 @@ class ModelDimensions:
     def embedding_unit_parameters(self) -> int:
         """Of the embedding's own FSDP unit; 0 where it is tied to the head."""
         return 0 if self.is_tied else self.embedding_parameters
+
+    def trained_parameters(self, frozen: Sequence[str] = ()) -> int:
+        """Parameters that `model.frozen` leaves to train, by the names that most decoders give their matrices.
+
+        Args:
+            frozen: shell-style patterns; one that matches none of these names freezes nothing here.
+        """
+        keys = self.hidden * self.kv_heads * self.head_dim
+        queries = self.hidden * self.heads * self.head_dim
+        sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        sizes["self_attn.o_proj"] = queries
+        if self.experts > 1:
+            up, down = self.experts * self.expert_parameters * 2 // 3, self.experts * self.expert_parameters // 3
+            sizes |= {"mlp.gate": self.hidden * self.experts, "mlp.experts.gate_up_proj": up}
+            sizes["mlp.experts.down_proj"] = down
+        else:
+            names = ("gate_proj", "up_proj", "down_proj")[-self.mlp_matrices :]
+            sizes |= {f"mlp.{name}": self.hidden * self.intermediate for name in names}
+
+        def is_frozen(*names: str) -> bool:
+            written = [f"{name}{end}" for name in names for end in (".weight", "")]
+            return any(fnmatchcase(name, pattern) for name in written for pattern in frozen)
+
+        trained = sum(
+            size
+            for layer in range(self.layers)
+            for name, size in sizes.items()
+            if not is_frozen(f"model.layers.{layer}.{name}")
+        )
+        embedding, head = ("model.embed_tokens",), ("lm_head",)
+        for names in (embedding + head,) if self.is_tied else (embedding, head):
+            trained += 0 if is_frozen(*names) else self.embedding_parameters
+        return trained + (0 if is_frozen("transformer.wpe") else self.positions * self.hidden)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, field: str = "model.path") -> ModelDimensions:
@@ -117,6 +156,8 @@ class ModelDimensions:
             windowed_layers=windowed,
             positions=size("n_positions", default=1024) if is_gpt2 else 0,
             is_tied=config.get("model_type") in _TIED_BY_DEFAULT if tied is None else bool(tied),
+            norms_per_layer=4 if config.get("model_type") in _FOUR_NORMS else 2,
+            has_head_norms=config.get("model_type") in _HEAD_NORMS,
         )
 
 

@@ -52,6 +52,10 @@ class Flops:
     def total(self) -> float:
         return self.layers + self.attention + self.head
 
+    def over(self, parts: float) -> Flops:
+        """One of so many equal parts."""
+        return Flops(self.layers / parts, self.attention / parts, self.head / parts)
+
 
 def forward_flops(
     dimensions: ModelDimensions, lengths: np.ndarray, *, counted_rows: int, depths: np.ndarray | None = None

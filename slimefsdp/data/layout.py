@@ -3,12 +3,16 @@
 A sequence that is cut is cut zig-zag: r's chunk counted from the start and r's chunk counted from the end have the same
 size, so that a rank's share of the causal work equals its share of the tokens, whatever those sizes are. Any length
 will do and nothing is padded. A sequence that stays whole sends nothing. With cp == 1 the one rank owns all of them.
+
+Where samples share prompts, the sequences of a pack are the nodes of a forest. What reaches back to a node's beginning
+reaches back over the nodes above it, too, and a node travels where one below it is on another rank: so a whole tree
+stays on a rank, or its root is cut and what hangs from it stays whole, and so on down.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
@@ -16,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, CostModel
+from slimefsdp.data.prefixes import Forest
 
 MAX_IMBALANCE = 1.05  # work of the busiest cp rank over the mean; whole sequences must not cost more than that
 
@@ -65,7 +70,9 @@ def zigzag_layout(cu_seqlens: Sequence[int], cp: int) -> Layout:
     return [_joined(sorted(pieces)) for pieces in owned]
 
 
-def hybrid_layout(cu_seqlens: Sequence[int], cp: int, cost: CostModel = DEFAULT_COST_MODEL) -> Layout:
+def hybrid_layout(
+    cu_seqlens: Sequence[int], cp: int, cost: CostModel = DEFAULT_COST_MODEL, forest: Forest | None = None
+) -> Layout:
     """The longest sequences cut, the others whole; how many is whatever is estimated to take the least time.
 
     No rank holds more than its even share of the tokens, rounded up, so a pack of at most cp times a rank's cap keeps
@@ -77,25 +84,27 @@ def hybrid_layout(cu_seqlens: Sequence[int], cp: int, cost: CostModel = DEFAULT_
         cu_seqlens: [sequences + 1] offsets of the sequences in the pack, first 0.
         cp: number of context-parallel ranks.
         cost: what a token costs, also on the wire. Equal on all ranks, or they disagree on who owns what.
+        forest: how the sequences hang together, where they are nodes; a tree then counts as a sequence until its root
+            is cut, and after that what hangs from the root.
     """
     if cp == 1:
         return [_whole(cu_seqlens)]
-    pack = _Pack(cu_seqlens, cp, cost.of_owner())
+    pack = _Pack(cu_seqlens, cp, cost.of_owner(), forest)
     best: _Placement | None = None
-    for num_cut in _numbers_to_cut(len(pack.lengths)):
+    for num_cut in _numbers_to_cut(len(pack.nodes)):
         if best is not None and pack.least_time(num_cut) >= best.time:
             break  # the more is cut, the more is sent
         placement = pack.placed(num_cut)
-        if placement is None or (placement.imbalance > MAX_IMBALANCE and num_cut < len(pack.lengths)):
+        if placement is None or (placement.imbalance > MAX_IMBALANCE and num_cut < len(pack.nodes)):
             continue
         if best is None or placement.time < best.time:
             best = placement
     assert best is not None  # with everything cut all ranks are even
     layout = pack.layout(best)
-    time = layout_time(layout, cu_seqlens, cost)
+    time = layout_time(layout, cu_seqlens, cost, forest)
     if time > pack.least_time_of_zigzag():
         zigzag = zigzag_layout(cu_seqlens, cp)
-        if max(tokens_of(zigzag)) <= pack.max_tokens and layout_time(zigzag, cu_seqlens, cost) < time:
+        if max(tokens_of(zigzag)) <= pack.max_tokens and layout_time(zigzag, cu_seqlens, cost, forest) < time:
             return zigzag
     return layout
 
@@ -142,57 +151,82 @@ def ancestors(node: int, parents: Sequence[int | None] | None) -> list[int]:
     return above[::-1]
 
 
-def wire_rows(layout: Layout) -> list[int]:
-    """Tokens of every rank whose keys and values others need, [cp]."""
-    return tokens_of(wire_pieces(layout))
+def wire_rows(layout: Layout, parents: Sequence[int | None] | None = None) -> list[int]:
+    """Tokens of every rank whose keys and values others need, [cp]; arguments as for `wire_pieces`."""
+    return tokens_of(wire_pieces(layout, parents))
 
 
-def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel) -> np.ndarray:
+def work_of(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: Forest | None = None) -> np.ndarray:
     """Estimated work of the tokens that every rank owns, their attention included; float64 [cp]."""
     pieces = [piece for owned in layout for piece in owned]
     nodes, starts, ends = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
-    origins = np.asarray(cu_seqlens, dtype=np.int64)[nodes]
+    beginnings = np.asarray(cu_seqlens, dtype=np.int64)
+    if forest is not None:
+        beginnings = beginnings[:-1] - forest.depths  # where the samples of a node would begin
+    origins = beginnings[nodes]
     ranks = np.repeat(np.arange(len(layout)), [len(owned) for owned in layout])
     return np.bincount(ranks, cost.cost(ends - origins) - cost.cost(starts - origins), len(layout))
 
 
-def layout_time(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel) -> float:
+def layout_time(layout: Layout, cu_seqlens: Sequence[int], cost: CostModel, forest: Forest | None = None) -> float:
     """Estimated time of a pack: ranks meet in every layer's attention, so what comes before it takes as long as on the
     rank with most tokens, and attention as long as on the rank with most pairs to compute and keys and values to send.
     """
     local = cost.of_owner()
     tokens = np.array(tokens_of(layout)) * local.linear
-    attention = work_of(layout, cu_seqlens, local) - tokens
-    sent = local.wire * (len(layout) - 1) * np.array(wire_rows(layout))
+    attention = work_of(layout, cu_seqlens, local, forest) - tokens
+    parents = None if forest is None else forest.parents
+    sent = local.wire * (len(layout) - 1) * np.array(wire_rows(layout, parents))
     return float(tokens.max() + (attention + sent).max())
 
 
 class _Placement(NamedTuple):
     time: float
     imbalance: float  # of work, most over mean
-    whole: list[tuple[int, int]]  # (sequence, rank)
-    cut: list[tuple[int, list[int]]]  # (sequence, tokens for every rank)
+    whole: list[tuple[int, int]]  # (node at the top of what stays whole, rank)
+    cut: list[tuple[int, list[int]]]  # (node, tokens for every rank)
 
 
 class _Pack:
-    """What every candidate layout of a pack starts from: its sequences, longest first."""
+    """What every candidate layout of a pack starts from: its nodes, in the order in which they are cut."""
 
-    def __init__(self, cu_seqlens: Sequence[int], cp: int, cost: CostModel) -> None:
-        self.sequences = sorted(_whole(cu_seqlens), key=lambda piece: piece.start - piece.end)
-        self.lengths = [piece.end - piece.start for piece in self.sequences]
+    def __init__(self, cu_seqlens: Sequence[int], cp: int, cost: CostModel, forest: Forest | None) -> None:
+        self.nodes = _whole(cu_seqlens)
+        self.lengths = [piece.end - piece.start for piece in self.nodes]
+        self.parents = (None,) * len(self.nodes) if forest is None else forest.parents
+        depths = np.zeros(len(self.nodes)) if forest is None else np.array(forest.depths)
+        work: list[float] = (cost.cost(depths + self.lengths) - cost.cost(depths)).tolist()
+        self.attention = [of_all - length * cost.linear for of_all, length in zip(work, self.lengths, strict=True)]
+        # of a node and all below it, which stay whole with it
+        self.whole_tokens, self.whole_attention = list(self.lengths), list(self.attention)
+        children: dict[int | None, list[int]] = {}
+        for node in reversed(range(len(self.nodes))):
+            if (parent := self.parents[node]) is not None:
+                self.whole_tokens[parent] += self.whole_tokens[node]
+                self.whole_attention[parent] += self.whole_attention[node]
+            children.setdefault(parent, []).append(node)
+        self.largest_first = sorted(range(len(self.nodes)), key=lambda node: -self.whole_tokens[node])
+        self.cut_order: list[int] = []
+        wholes = [(-self.whole_tokens[node], node) for node in children[None]]
+        heapify(wholes)
+        while wholes:
+            node = heappop(wholes)[1]
+            self.cut_order.append(node)
+            for child in children.get(node, ()):
+                heappush(wholes, (-self.whole_tokens[child], child))
+        self.cut_place = {node: place for place, node in enumerate(self.cut_order)}
+        self.has_children = children.keys()
         self.cp = cp
         self.linear = cost.linear
-        work: list[float] = cost.cost(np.array(self.lengths)).tolist()
-        self.attention = [of_all - length * cost.linear for of_all, length in zip(work, self.lengths, strict=True)]
         self.sending = cost.wire * (cp - 1)  # of one token that travels
-        self.cut_tokens = [0, *accumulate(self.lengths)]
+        self.cut_tokens = [0, *accumulate(self.lengths[node] for node in self.cut_order)]
         self.max_tokens = -(-self.cut_tokens[-1] // cp)
         self.total_work = sum(work)
         self.per_token = cp / self.cut_tokens[-1]  # makes the mean over ranks 1
         self.per_attention = cp / total if (total := sum(self.attention)) > 0 else 0.0
 
     def least_time(self, num_cut: int) -> float:
-        """Next to no layout in which so many sequences are cut is faster."""
+        """Next to no layout in which so many nodes are cut is faster."""
         return (self.total_work + self.sending * self.cut_tokens[num_cut]) / self.cp
 
     def least_time_of_zigzag(self) -> float:
@@ -201,30 +235,33 @@ class _Pack:
         return (self.total_work + self.sending * sent) / self.cp
 
     def placed(self, num_cut: int) -> _Placement | None:
-        """The longest `num_cut` sequences cut, the others whole; None where a whole one finds no room."""
+        """The first `num_cut` nodes cut, what hangs from them whole; None where something whole finds no room."""
         tokens = [0] * self.cp
         attention = [0.0] * self.cp
         whole: list[tuple[int, int]] = []
-        for sequence in range(num_cut, len(self.lengths)):
-            length, pairs = self.lengths[sequence], self.attention[sequence]
+        for node in self.largest_first:
+            parent = self.parents[node]
+            if self.cut_place[node] < num_cut or not (parent is None or self.cut_place[parent] < num_cut):
+                continue
+            length, pairs = self.whole_tokens[node], self.whole_attention[node]
             rank = self._best_rank(tokens, attention, length, pairs)
             if rank is None:
                 return None
             tokens[rank] += length
             attention[rank] += pairs
-            whole.append((sequence, rank))
+            whole.append((node, rank))
         sent = [0.0] * self.cp
         cut: list[tuple[int, list[int]]] = []
-        for sequence in reversed(range(num_cut)):
-            length = self.lengths[sequence]
+        for node in sorted(self.cut_order[:num_cut], key=lambda node: (self.lengths[node], -node)):
+            length = self.lengths[node]
             shares = _filled_up(tokens, length)
-            per_token = self.attention[sequence] / length  # cut zig-zag: a rank's share of it is that of the tokens
-            sending = self.sending if max(shares) < length else 0.0
+            per_token = self.attention[node] / length  # cut zig-zag: a rank's share of it is that of the tokens
+            travels = max(shares) < length or node in self.has_children
             for rank, share in enumerate(shares):
                 tokens[rank] += share
                 attention[rank] += share * per_token
-                sent[rank] += share * sending
-            cut.append((sequence, shares))
+                sent[rank] += share * self.sending * travels
+            cut.append((node, shares))
         work = max(held * self.linear + pairs for held, pairs in zip(tokens, attention, strict=True))
         time = max(tokens) * self.linear + max(pairs + wire for pairs, wire in zip(attention, sent, strict=True))
         return _Placement(time, work * self.cp / self.total_work, whole, cut)
@@ -247,10 +284,15 @@ class _Pack:
 
     def layout(self, placement: _Placement) -> Layout:
         owned: Layout = [[] for _ in range(self.cp)]
-        for index, rank in placement.whole:
-            owned[rank].append(self.sequences[index])
-        for index, shares in placement.cut:
-            _give(owned, self.sequences[index], shares)
+        owner = dict(placement.whole)
+        for node, piece in enumerate(self.nodes):
+            parent = self.parents[node]
+            if node not in owner and parent in owner:
+                owner[node] = owner[parent]
+            if node in owner:
+                owned[owner[node]].append(piece)
+        for node, shares in placement.cut:
+            _give(owned, self.nodes[node], shares)
         return [_joined(sorted(pieces)) for pieces in owned]
 
 

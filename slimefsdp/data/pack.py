@@ -47,7 +47,12 @@ class LocalShare:
 
     def to(self, device: torch.device) -> LocalShare:
         """The same on another device."""
-        return LocalShare(*(getattr(self, field.name).to(device, non_blocking=True) for field in fields(self)))
+        return LocalShare(*(on_device(getattr(self, field.name), device) for field in fields(self)))
+
+
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on a device, without waiting for what the device is at: copies to CUDA leave from locked pages."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def pack(

@@ -133,8 +133,15 @@ def kept_by_opsm(
     return (advantages >= 0) | (divergence <= opsm_threshold)
 
 
-Statistics = dict[str, tuple[Literal["mean", "max"], torch.Tensor]]
-"""Name -> whether the mean or the maximum over an update is wanted, and the values, one a token or one a sequence."""
+class Statistic(NamedTuple):
+    """Something of an update whose mean or maximum is wanted."""
+
+    kind: Literal["mean", "max"]
+    values: torch.Tensor  # one a token, or one a sequence of `Sequences`
+    counted: torch.Tensor | None = None  # bool of each value, False at sequences without a token here; None: all
+
+
+Statistics = dict[str, Statistic]
 
 
 def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statistics:
@@ -151,14 +158,14 @@ def mismatch_statistics(log_rho: torch.Tensor, sequences: Sequences) -> Statisti
     The effective sample size, as a share of the tokens, is rollout_rho^2 / (rollout_chi2 + 1) of the reduced values.
     """
     log_rho = log_rho.double()  # squares of rho overflow float32 from 44 nats on
-    log_ppl_diff = -sequences.mean(log_rho)[sequences.occurring()]
+    log_ppl_diff, occurs = -sequences.mean(log_rho), sequences.occurs()
     return {
-        "rollout_k1": ("mean", -log_rho),
-        "rollout_k3": ("mean", torch.expm1(log_rho) - log_rho),
-        "rollout_rho": ("mean", log_rho.exp()),
-        "rollout_chi2": ("mean", torch.expm1(2 * log_rho)),
-        "rollout_log_ppl_diff": ("mean", log_ppl_diff),
-        "rollout_log_ppl_diff_max": ("max", log_ppl_diff.abs()),
+        "rollout_k1": Statistic("mean", -log_rho),
+        "rollout_k3": Statistic("mean", torch.expm1(log_rho) - log_rho),
+        "rollout_rho": Statistic("mean", log_rho.exp()),
+        "rollout_chi2": Statistic("mean", torch.expm1(2 * log_rho)),
+        "rollout_log_ppl_diff": Statistic("mean", log_ppl_diff, occurs),
+        "rollout_log_ppl_diff_max": Statistic("max", log_ppl_diff.abs(), occurs),
     }
 
 
@@ -174,11 +181,11 @@ def correction_statistics(correction: Correction, sequences: Sequences) -> Stati
     | correction_dropped_sequences | (s) 1 where no token has a weight                                          |
     """
     dropped = correction.weights == 0
-    kept = sequences.sum((~dropped).to(correction.weights.dtype))[sequences.occurring()]
+    kept = sequences.sum((~dropped).to(correction.weights.dtype))
     return {
-        "correction_weight": ("mean", correction.weights),
-        "correction_below": ("mean", correction.below),
-        "correction_above": ("mean", correction.above),
-        "correction_dropped": ("mean", dropped),
-        "correction_dropped_sequences": ("mean", kept == 0),
+        "correction_weight": Statistic("mean", correction.weights),
+        "correction_below": Statistic("mean", correction.below),
+        "correction_above": Statistic("mean", correction.above),
+        "correction_dropped": Statistic("mean", dropped),
+        "correction_dropped_sequences": Statistic("mean", kept == 0, sequences.occurs()),
     }

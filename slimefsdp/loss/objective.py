@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from slimefsdp.data.pack import on_device
 from slimefsdp.loss.correction import (
     CORRECTIONS,
     Correction,
     CorrectionOptions,
+    Statistic,
     Statistics,
     correction_statistics,
     kept_by_opsm,
@@ -53,9 +55,13 @@ class TokenInputs:
         """The tokens at `index` [pairs]."""
         return self._each(lambda value: value[index])
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> TokenInputs:
-        """On `device`, numbers with a fraction as `dtype`."""
-        return self._each(lambda value: value.to(device, dtype if value.is_floating_point() else None))
+    def to(self, device: torch.device) -> TokenInputs:
+        """On `device`."""
+        return self._each(lambda value: on_device(value, device))
+
+    def as_dtype(self, dtype: torch.dtype) -> TokenInputs:
+        """Numbers with a fraction as `dtype`."""
+        return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
 
     @property
     def sequences(self) -> Sequences:
@@ -106,7 +112,7 @@ class Objective:
         if sums is not None:
             sums.add_total("loss", loss)
             sums.add_mean("entropy", entropy)
-            sums.add_total("tokens", torch.tensor(float(log_probs.numel())))
+            sums.add_total("tokens", log_probs.new_full((), log_probs.numel()))
         return loss
 
     def _policy_terms(
@@ -177,10 +183,10 @@ class Objective:
         statistics: Statistics = {}
         if log_rho is not None:
             statistics |= mismatch_statistics(log_rho, sequences)
-            statistics["rollout_mismatch"] = ("mean", log_rho.abs())
-            statistics["rollout_mismatch_max"] = ("max", log_rho.abs())
+            statistics["rollout_mismatch"] = Statistic("mean", log_rho.abs())
+            statistics["rollout_mismatch_max"] = Statistic("max", log_rho.abs())
         options = self.correction_options
         if self.correction != "none" or options.veto_below is not None or options.opsm_threshold is not None:
             statistics |= correction_statistics(correction, sequences)
-        for name, (kind, values) in statistics.items():
-            (sums.add_mean if kind == "mean" else sums.add_max)(name, values)
+        for name, (kind, values, counted) in statistics.items():
+            (sums.add_mean if kind == "mean" else sums.add_max)(name, values, counted)

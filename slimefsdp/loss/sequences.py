@@ -11,7 +11,7 @@ import torch
 class Sequences:
     """Which sequence each token of a pack belongs to.
 
-    A pack holds whole sequences, and of each its trained tokens only. Nothing but `occurring` waits for the device.
+    A pack holds whole sequences, and of each its trained tokens only. Nothing here waits for the device.
     """
 
     index: torch.Tensor  # [tokens] int64 in [0, count), in any order
@@ -37,6 +37,6 @@ class Sequences:
             0, self.index, torch.ones_like(self.index)
         )
 
-    def occurring(self) -> torch.Tensor:
-        """The sequences that have a token here, ascending, [occurring] int64; the host waits for their number."""
-        return self.lengths().nonzero()[:, 0]
+    def occurs(self) -> torch.Tensor:
+        """Whether a sequence has a token here, [count] bool."""
+        return self.lengths() > 0

@@ -72,7 +72,7 @@ class ValueObjective:
             sums.add_mean("return", returns)
             for name, squares in zip(_SQUARES, (returns.double().square(), error, error.square()), strict=True):
                 sums.add_mean(name, squares)
-            sums.add_total("tokens", torch.tensor(float(values.numel())))
+            sums.add_total("tokens", values.new_full((), values.numel()))
         return loss
 
 

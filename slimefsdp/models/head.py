@@ -1,9 +1,10 @@
 """The fused log-prob head: log-probabilities and entropies of given targets, without ever holding [rows, vocab] logits.
 
 Rows are worked through in chunks. Forward keeps two numbers per row, the largest logit and the sum of exponentials
-relative to it; backward recomputes a chunk's logits and turns them, in place, into their own gradient. With z the
-logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j, and q the same of a
-reference, K = sum_j p_j log(p_j / q_j):
+relative to it; backward recomputes a chunk's logits and turns them, in place, into their own gradient. It begins with
+the last chunk, whose logits are still in the buffer, so that a small head is computed once. With z the logits after
+soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j, and q the same of a reference,
+K = sum_j p_j log(p_j / q_j):
 
     log_prob = z_y - logsumexp(z)          d log_prob / d z_j = [j == y] - p_j
                                            d H / d z_j        = -p_j (log p_j + H)
@@ -189,6 +190,8 @@ class _TokenLogProbs(torch.autograd.Function):
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.softcap, ctx.bounds = temperature, softcap, bounds
+        # where nothing was written over them, and backward needs nothing else of them
+        ctx.kept_logits = logits_buffer if with_entropy and softcap is None else None
         return log_probs, entropy, None if reference is None else kl
 
     @staticmethod
@@ -201,16 +204,20 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs_grad = torch.zeros_like(largest)
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=largest.dtype) if ctx.needs_input_grad[1] else None
-        buffer = _chunk_buffer(largest, ctx.bounds, weight)
+        buffer, ctx.kept_logits = ctx.kept_logits, None  # another backward of this graph finds gradients in the buffer
+        is_kept = buffer is not None
+        if buffer is None:
+            buffer = _chunk_buffer(largest, ctx.bounds, weight)
         exps_buffer = None if entropy_grad is None and kl_grad is None else torch.empty_like(buffer)
         ref_buffer = buffer if kl_grad is None else torch.empty_like(buffer)
         tanh_buffer = None if ctx.softcap is None else torch.empty_like(buffer)
-        for start, end in ctx.bounds:
+        for start, end in reversed(ctx.bounds):
             logits = buffer[: end - start]  # [chunk, vocab]; becomes its own gradient below
             tanh = None if tanh_buffer is None else tanh_buffer[: end - start]
-            _write_logits(hidden[start:end], weight, logits)
-            _cap_and_scale(logits, ctx.temperature, ctx.softcap, tanh)
-            logits.sub_(largest[start:end, None])
+            if not (is_kept and end == len(hidden)):
+                _write_logits(hidden[start:end], weight, logits)
+                _cap_and_scale(logits, ctx.temperature, ctx.softcap, tanh)
+                logits.sub_(largest[start:end, None])
             target_grad = log_probs_grad[start:end] / ctx.temperature
             scale = exp_sums[start:end].reciprocal()
             offset = -target_grad * scale

@@ -12,7 +12,7 @@ from torch import nn
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     name: Literal["adamw", "sgd"],
-    implementation: Literal["foreach", "fused"] = "foreach",
+    implementation: Literal["auto", "foreach", "fused"] = "auto",
     *,
     lr: float,
     betas: tuple[float, float],
@@ -24,7 +24,7 @@ def build_optimizer(
 
     Args:
         named_parameters: those that are trained.
-        implementation: fused is for AdamW alone: torch has no fused SGD of sharded parameters.
+        implementation: fused is for AdamW alone: torch has no fused SGD of sharded parameters. auto: fused for AdamW.
         undecayed: names of those that weight decay leaves alone.
     """
     named = list(named_parameters)
@@ -32,6 +32,8 @@ def build_optimizer(
         {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay},
         {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0},
     ]
+    if implementation == "auto":
+        implementation = "fused" if name == "adamw" else "foreach"
     # either is asked for by name: by default torch loops over sharded parameters one by one
     how = {implementation: True}
     optimizer: torch.optim.Optimizer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ class Parallelism:
     master_dtype: torch.dtype  # of parameters, gradients and optimiser state
     reduce_dtype: torch.dtype | None = None  # in which gradients are summed over ranks; None: master_dtype
     buffer_dtype: torch.dtype | None = None  # None: as the model makes them
-    keep_parameters: bool = False  # whole from forward to backward
+    keep_parameters: bool = False  # whole from forward to backward; see also `gradients_summed_once`
     wrap_layers: Sequence[str] | None = None  # see `choose_units`
     wrap_min_parameters: int | None = None
     prefetch_layers: int = 0  # units gathered ahead of their use; 0: FSDP's own order
@@ -88,6 +89,37 @@ def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
         before = order[max(1, index - depth) : index] if index else order[1:][-depth:]
         unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
         unit.set_modules_to_backward_prefetch(before[::-1])
+
+
+@contextmanager
+def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Collective: inside, gradients add up unsharded on each rank until the last micro-batch, where ranks sum them.
+
+    So a rank holds all gradients, in the dtype that they are summed in. With `keep_parameters` parameters are gathered
+    once, too, and stay whole until then. Every rank runs the same number of micro-batches, so the last is the same
+    one everywhere. Where the update is abandoned, what was not summed is dropped.
+
+    Yields:
+        What to call before each micro-batch, with whether it is the last.
+    """
+    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+    def begin(is_last: bool) -> None:
+        for module in modules:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+
+    try:
+        yield begin
+    except BaseException:
+        for parameter in (p for module in modules for group in parameter_groups(module) for p in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        reshard(policy)
+        raise
+    finally:
+        begin(True)
 
 
 def reshard(policy: nn.Module) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.rates import Rates, write_calibration
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -233,7 +236,9 @@ def test_plan_answers_without_torch_ray_transformers_or_weights(long_context: Pa
     assert [line.split()[0] for line in lines if line.startswith(("  ring", "  ulysses", "  all_gather"))] == [
         "ring", "ulysses", "all_gather"
     ]  # fmt: skip
-    assert "a guess" not in done.stdout and max(map(len, lines)) <= 140
+    assert not any("a guess: give --lengths" in line for line in lines) and max(map(len, lines)) <= 140
+    assert any(line.startswith("an update's floor, nothing overlapping, by a guess for H100: ") for line in lines)
+    assert lines[-1].startswith(("  recommended: ", "    "))
 
 
 def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -> None:
@@ -255,8 +260,50 @@ def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -
     wide = found("precision.compute_dtype=float32", "precision.reduce_dtype=float64", "optim.name=sgd")
     assert wide["sharding"]["reduce_scatter"] == pytest.approx(2 * plain["sharding"]["reduce_scatter"])
     assert wide["memory"]["full"]["optimizer"] * 2 == plain["memory"]["full"]["optimizer"]
-    assert wide["memory"]["full"]["unsharded"] == 2 * plain["memory"]["full"]["unsharded"]
+    assert wide["memory"]["full"]["activations"] > 1.4 * plain["memory"]["full"]["activations"]
+    for level, held in plain["memory"].items():
+        parts = [value for name, value in held.items() if name not in ("host", "total")]
+        assert held["total"] == sum(parts), level
+    estimate = plain["estimate"]
+    assert estimate["chosen"]["memory"] == plain["memory"]["keep_parameters"]
+    assert estimate["candidates"][0] == estimate["recommended"] and estimate["recommended"]["fits"]
+    frozen = found("model.frozen=['*.mlp.*']")["memory"]["full"]
+    assert frozen["optimizer"] < 0.5 * plain["memory"]["full"]["optimizer"]
     assert found("mesh.cp=4", "mesh.dp=8", "attention.strategy=ring")["strategy"] == "ring"
+
+
+def test_what_a_plan_says_to_change_fits_once_it_is_changed(long_context: Path) -> None:
+    packs = ["mesh.cp=1", "batch.max_tokens_per_rank=200000", "batch.samples_per_update=null"]
+    limit = ["--memory-gb", "4", "--lengths", "fixed(2000)", *packs, "rollout.prompts_per_step=1000"]
+    done = run("plan", long_context, "--ranks", 16, *limit, watched=True)
+    assert done.returncode == 6 and done.stdout == "" and "  field: --memory-gb" in done.stderr
+    advised = re.search(r"lower batch.max_tokens_per_rank to (\d+)", done.stderr)
+    assert advised is not None, done.stderr
+    changed = f"batch.max_tokens_per_rank={advised[1]}"
+    done = run("plan", long_context, "--ranks", 16, "--json", *limit, changed, watched=True)
+    assert done.returncode == 0, done.stderr
+    recommended = json.loads(done.stdout)["estimate"]["recommended"]
+    assert recommended["fits"] and recommended["memory"]["total"] <= 4e9
+
+
+def test_a_plan_takes_measured_rates_and_flags_over_guesses(long_context: Path, tmp_path: Path) -> None:
+    rates = Rates("measured here", 100.0, 50.0, 1000.0, 10.0, 20.0)
+    write_calibration(tmp_path / "rates.json", rates, {})
+
+    def found(*arguments: Any) -> Any:
+        done = run("plan", long_context, "--json", "--ranks", 64, *arguments, watched=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["estimate"]
+
+    measured = found("--calibration", tmp_path / "rates.json")
+    assert measured["rates"] == asdict(rates)
+    faster = found("--calibration", tmp_path / "rates.json", "--tflops", 200, "--gbps", 20)
+    for part in ("products", "attention", "wire"):
+        assert faster["chosen"]["seconds"][part] == pytest.approx(measured["chosen"]["seconds"][part] / 2)
+    by_setting = found(f"batch.cost_model={tmp_path / 'rates.json'}")
+    assert by_setting["rates"] == asdict(rates)
+    done = run("plan", long_context, "--ranks", 64, "batch.cost_model=nowhere.json", watched=True)
+    assert done.returncode == 2 and "  field: batch.cost_model" in done.stderr
 
 
 PLAN_MISTAKES: dict[str, tuple[list[str], int, str, str]] = {
@@ -270,6 +317,8 @@ PLAN_MISTAKES: dict[str, tuple[list[str], int, str, str]] = {
     "heads that do not divide": (
         ["--ranks", "12", "mesh.cp=6", "attention.strategy=ulysses"], 2, "attention.strategy", "32 attention heads",
     ),
+    "a rate of nothing": (["--ranks", "16", "--gbps", "0"], 2, "--gbps", "no positive number"),
+    "a share over one": (["--ranks", "16", "--counted", "1.5"], 2, "--counted", "no share"),
     "a folder that is missing": (["--ranks", "16", "model.path=nowhere"], 4, "model.path", "nowhere"),
     "an unknown setting": (["--ranks", "16", "mesh.pc=2"], 2, "mesh.pc", "mesh.cp"),
 }  # fmt: skip

@@ -22,7 +22,7 @@ from slimefsdp.phase import plan_training
 from tests.actors.test_worker_group import Untouchable
 from tests.tiny_models import save_tiny_model
 
-TIMES = ("time", "train_seconds", "tokens_per_second", "seconds/")
+TIMES = ("time", "train_seconds", "tokens_per_second", "tflops_per_rank", "seconds/")
 STEPS, PRETRAINED, WARMED = 5, 1, 1
 
 

@@ -24,7 +24,7 @@ from slimefsdp.errors import CheckpointError, ConfigError
 from tests.actors.test_worker_group import wait_until
 
 ROOT = Path(__file__).parents[2]
-TIMES = {"time", "train_seconds", "tokens_per_second"}
+TIMES = {"time", "train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
 UPDATES = 40
 calls_left = 10**9  # of `variety`, before it breaks
 
@@ -138,7 +138,9 @@ def test_a_broken_run_ends_its_processes_and_resumes_without_a_trace(
 
 
 @pytest.mark.slow
-def test_a_supervised_run_is_extended_as_if_it_had_been_longer(cluster: None, example: Path, tmp_path: Path) -> None:
+def test_a_supervised_run_is_extended_as_if_it_had_been_longer(
+    cluster: None, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(name: str, steps: int, *more: str) -> RunConfig:
         folder = tmp_path / name
         overrides = [f"model.path={example / 'model'}", f"data.train={example / 'sft.jsonl'}", "mesh.dp=1", *more]
@@ -146,11 +148,17 @@ def test_a_supervised_run_is_extended_as_if_it_had_been_longer(cluster: None, ex
         overrides += [f"run.steps={steps}", "batch.samples_per_update=4", "checkpoint.interval_steps=2"]
         return load_config(ROOT / "configs" / "sort_digits_sft.yaml", [*overrides, "cluster.max_ranks_per_core=64"])
 
-    configs = run("straight", 5), run("extended", 3), run("extended", 5, "checkpoint.resume=true")
+    configs = (
+        run("straight", 5, "profile.updates=[2]"),
+        run("extended", 3),
+        run("extended", 5, "checkpoint.resume=true"),
+    )
     for config in configs:
         train(config)
     straight, *_, extended = ([bits(row) for row in rows_of(config)] for config in configs)
     assert extended == straight and len(straight) == 5
+    profiled = (tmp_path / "straight" / "profile" / "update_000002.txt").read_text()
+    assert profiled.startswith("update 2\n") and capsys.readouterr().err.count(profiled) == 1, "printed once"
     folder = tmp_path / "extended"
     assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == ["step_00000004", "step_00000005"]
     assert not (folder / "batches").exists(), "its data are batches already"

@@ -45,7 +45,7 @@ from slimefsdp.surface import RPCS
 from slimefsdp.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-TIMES = {"train_seconds", "tokens_per_second"}
+TIMES = {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
 
 
 def bits(metrics: dict[str, float]) -> dict[str, str]:

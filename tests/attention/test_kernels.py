@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimefsdp.attention import plain
+from slimefsdp.attention import plain, plan
 from slimefsdp.attention.kernels import Saved, Scoring, _kernel_for, varlen_backward, varlen_forward
 from slimefsdp.attention.plan import CallPlan, ring_plan
 from slimefsdp.attention.ring import _RingAttention, ring_attention
@@ -155,6 +155,11 @@ def test_causal_calls_with_more_keys_than_queries_end_together(
 
 def test_bands_of_a_long_causal_call_with_more_keys_meet() -> None:
     assert_equals_dense(call_plan((1100,), (1150,)), heads=2, kv_heads=1, head_dim=4)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 300, 512, 700, 1024, 1025])
+def test_causal_segments_around_the_lengths_that_are_cut_into_bands_equal_dense_softmax(length: int) -> None:
+    assert_equals_dense(call_plan((3, length, 70)), heads=2, kv_heads=1, head_dim=4)
 
 
 @pytest.mark.parametrize("window", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 199, 200, 201, 1000])
@@ -302,9 +307,10 @@ def test_no_tensor_grows_with_the_square_of_the_length(window: int | None) -> No
             varlen_backward(out, q, k, v, out, saved, call, Scoring(0.5, window=window), causal=True)
         return mode.elements
 
-    constant = max(window or 0, BLOCK) * 2 * max(window or 0, BLOCK)  # one band's mask
+    # a band's mask has a row per query; without a window it spans the keys
+    rows = max(window or 0, BLOCK)
     for length in (1024, 4096):
-        assert largest(length) <= max(2 * 4 * length, constant)
+        assert largest(length) <= max(2 * 4 * length, rows * (length + BLOCK if window is None else 2 * rows))
 
 
 class RecordedCalls(TorchDispatchMode):
@@ -364,6 +370,17 @@ def test_cuda_returns_are_unpacked_in_the_order_that_torch_declares() -> None:
     assert returns == ["output", "softmax_logsumexp", "rng_state", "unused", "debug_attn_mask"]
 
 
+@pytest.fixture
+def fake_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build of torch copies nothing to a CUDA device, not even what is fake."""
+
+    def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if device.type == "cuda" else tensor
+
+    monkeypatch.setattr(plan, "on_device", copied)
+
+
+@pytest.mark.usefixtures("fake_copies")
 def test_autograd_of_cuda_hands_the_kernels_own_state_from_forward_to_backward() -> None:
     class Context(SimpleNamespace):  # torch's engine itself needs the device
         def save_for_backward(self, *tensors: torch.Tensor) -> None:
@@ -398,6 +415,7 @@ def test_cpu_kernels_declare_the_arguments_we_pass() -> None:
     assert [a.name for a in backward.arguments] == [*head, *tail]
 
 
+@pytest.mark.usefixtures("fake_copies")
 def test_a_plan_of_whole_sequences_has_one_segment_for_each() -> None:
     pieces = [Piece(0, 0, 4), Piece(1, 4, 5), Piece(2, 5, 12)]
     own = ring_plan([pieces], 0, torch.device("cpu")).own

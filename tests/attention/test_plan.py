@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.attention.plan import CallPlan, Layout, path_plan, ring_plan, whole_plan
+from slimefsdp.attention.plan import CallPlan, Layout, Rows, path_plan, ring_plan, whole_plan
 from slimefsdp.data.layout import Piece, hybrid_layout, zigzag_layout
 
 CPU = torch.device("cpu")
@@ -40,6 +40,10 @@ def layouts(draw: st.DrawFn, cu_seqlens: list[int]) -> Layout:
 def rows_of(layout: Layout, rank: int) -> list[int]:
     """Tokens of the pack, in the order in which the rank holds them."""
     return [token for piece in layout[rank] for token in range(piece.start, piece.end)]
+
+
+def chosen(tokens: list[int], rows: Rows) -> list[int]:
+    return tokens[rows] if isinstance(rows, slice) else [tokens[row] for row in rows]
 
 
 def visible_pairs(cu_seqlens: list[int], parents: list[int | None]) -> set[tuple[int, int]]:
@@ -87,7 +91,7 @@ def test_every_visible_pair_is_computed_exactly_once_by_either_plan(data: st.Dat
         for source, call in enumerate(plan.sources):
             if call is not None:
                 keys = own if source == rank else wires[source]
-                queries, seen = [own[row] for row in call.q_rows], [keys[row] for row in call.k_rows]
+                queries, seen = chosen(own, call.q_rows), chosen(keys, call.k_rows)
                 assert len(set(queries)) == len(queries)  # merged rows must be distinct
                 by_ring += pairs_of_call(call.segments, queries, seen, causal=False)
         path = path_plan(layout, rank, CPU, parents)

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 from slimefsdp.attention.choice import Choice
 from slimefsdp.attention.kernels import Scoring
@@ -172,6 +175,58 @@ def test_shared_prompts_soft_caps_and_sinks_in_any_combination(
     lengths, parents = TREE
     case = Case(lengths, parents, softcap=softcap, sinks=sinks, layout=layout)
     assert max(largest_differences(case, ranks.run(cp, of_ranks, case, strategy)[0])) <= 1e-12
+
+
+@st.composite
+def forest_cases(draw: st.DrawFn) -> Case:
+    """Trees of any depth with nodes down to one token, and whatever changes how scores are computed."""
+    lengths = draw(st.lists(st.integers(1, 3) | st.integers(1, 90), min_size=1, max_size=9))
+    # each hangs from the one before with some luck, so that trees become deep
+    parents = [
+        draw(st.none() | st.just(node - 1) | st.integers(0, node - 1)) if node else None for node in range(len(lengths))
+    ]
+    return Case(
+        tuple(lengths),
+        tuple(parents),
+        window=draw(st.none() | st.integers(1, 120)),
+        softcap=draw(st.none() | st.just(1.5)),
+        sinks=draw(st.booleans()),
+    )
+
+
+@hypothesis_settings(max_examples=60)
+@given(case=forest_cases())
+def test_any_forest_on_one_rank_equals_the_definition(case: Case) -> None:
+    attention = Attention(Choice("local", "test"))
+    q, k, v, sinks, grad = inputs(case)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+    attend = attention.for_pack(attention.layout(case.cu_seqlens), CPU, case.parents)
+    out = attend(q, k, v, case.scoring(), sinks if case.sinks else None)
+    found = torch.autograd.grad(out, leaves[: 4 if case.sinks else 3], grad)
+    assert max(largest_differences(case, [out.detach(), *found])) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+@pytest.mark.parametrize("layout", ["zigzag", "hybrid", "contiguous", "one rank has everything"])
+def test_shared_prompts_on_three_ranks_some_of_them_without_tokens(ranks: RankPool, strategy: str, layout: str) -> None:
+    lengths, parents = TREE
+    for case in (Case(lengths, parents, layout=layout), Case((1, 1, 1), (None, 0, 1), layout=layout)):
+        for found in ranks.run(3, of_ranks, case, strategy):
+            assert max(largest_differences(case, found)) <= 1e-12
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_shared_prompts_in_bfloat16_are_as_close_as_whole_samples_are(ranks: RankPool, cp: int, strategy: str) -> None:
+    lengths, parents = TREE
+    errors = {}
+    for name, case in {
+        "shared": Case(lengths, parents, dtype=torch.bfloat16),
+        "whole": Case((sum(lengths),), dtype=torch.bfloat16),
+    }.items():
+        found = ranks.run(cp, of_ranks, case, strategy)[0]
+        errors[name] = max(((a - b).norm() / b.norm()).item() for a, b in zip(found, expected(case), strict=True))
+    assert errors["shared"] <= 1.5 * errors["whole"] < 0.05
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

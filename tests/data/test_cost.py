@@ -94,3 +94,9 @@ def test_under_ulysses_only_the_matrices_follow_the_owner_of_a_token(strategy: S
         assert cost.of_owner().cost(lengths).tolist() == [10, 5000]
     else:
         assert cost.of_owner() == cost
+
+
+def test_attention_that_is_slower_than_products_weighs_more() -> None:
+    plain, slow = (CostModel.of_model(MODEL, attention_slowdown=factor) for factor in (1.0, 3.0))
+    assert slow.quadratic == pytest.approx(3 * plain.quadratic) and slow.windowed == pytest.approx(3 * plain.windowed)
+    assert (slow.linear, slow.wire) == (plain.linear, plain.wire)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -76,3 +77,28 @@ def test_a_size_that_is_none_is_named_with_its_value(value: Any) -> None:
         ModelDimensions.from_config(config)
     assert caught.value.field == "model.path" and caught.value.hint
     assert f"hidden_size = {value!r}" in caught.value.message
+
+
+SMALL = ModelDimensions(hidden=8, layers=3, heads=4, kv_heads=2, head_dim=4, intermediate=16, vocab=50)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "left_out"),
+    [
+        ([], 0),
+        (["nothing.like.it"], 0),
+        (["*.mlp.*"], 3 * 3 * 8 * 16),
+        (["model.layers.1.*"], SMALL.layer_parameters),
+        (["*.k_proj.weight", "*.v_proj.weight"], 3 * 2 * 8 * 2 * 4),
+        (["model.embed_tokens.*"], 50 * 8),
+        (["lm_head.weight", "model.embed_tokens.weight"], 2 * 50 * 8),
+        (["*"], SMALL.parameters),
+    ],
+)
+def test_frozen_matrices_are_not_trained(frozen: list[str], left_out: int) -> None:
+    assert SMALL.trained_parameters(frozen) == SMALL.parameters - left_out
+    mixture = dataclasses.replace(SMALL, experts=4, active_experts=2)
+    assert mixture.trained_parameters() == mixture.parameters
+    assert mixture.trained_parameters(["*.experts.*"]) == mixture.parameters - 3 * 4 * mixture.expert_parameters
+    tied = dataclasses.replace(SMALL, is_tied=True)
+    assert tied.trained_parameters(["lm_head.weight"]) == tied.parameters - 50 * 8, "under either of its names"

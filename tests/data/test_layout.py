@@ -16,6 +16,7 @@ from slimefsdp.data.cost import CostModel
 from slimefsdp.data.layout import (
     Layout,
     Piece,
+    ancestors,
     hybrid_layout,
     layout_time,
     tokens_of,
@@ -23,6 +24,7 @@ from slimefsdp.data.layout import (
     work_of,
     zigzag_layout,
 )
+from slimefsdp.data.prefixes import Forest
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 CP = st.integers(1, 4)
@@ -224,3 +226,119 @@ def test_a_pack_of_a_thousand_short_samples_is_laid_out_in_milliseconds() -> Non
         hybrid_layout(cu, 8)
         took_s.append(time.process_time() - start)
     assert min(took_s) <= 0.05  # 5 ms on one unloaded core; zig-zag's 16,000 pieces alone would take 15
+
+
+def forest_from(lengths: Sequence[int], parents: Sequence[int | None]) -> Forest:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent is None else depths[parent] + lengths[parent])
+    return Forest(tuple(parents), tuple(depths))
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[list[int], Forest]:
+    """Nodes of any length that hang from an earlier one or from none."""
+    lengths = draw(MIXED_LENGTHS)
+    parents = [draw(st.none() | st.integers(0, node - 1)) if node else None for node in range(len(lengths))]
+    return lengths, forest_from(lengths, parents)
+
+
+def groups(count: int, prompt: int, responses: int, length: int) -> tuple[list[int], Forest]:
+    lengths: list[int] = []
+    parents: list[int | None] = []
+    for _ in range(count):
+        root = len(lengths)
+        lengths += [prompt, *[length] * responses]
+        parents += [None, *[root] * responses]
+    return lengths, forest_from(lengths, parents)
+
+
+def conversation(turns: int) -> tuple[list[int], Forest]:
+    """Every turn's answer hangs from the history before it, and so does what the next turn adds to that."""
+    lengths, parents, history = [256], [None], 0
+    for _ in range(turns):
+        lengths += [128, 64]
+        parents += [history, history]
+        history = len(lengths) - 1
+    return lengths, forest_from(lengths, parents)
+
+
+def system_prompt() -> tuple[list[int], Forest]:
+    lengths, parents = [500], [None]
+    for prompt in (200, 250, 300, 350):
+        root = len(lengths)
+        lengths += [prompt, *range(100, 178, 13)]
+        parents += [0, *[root] * 6]
+    return lengths, forest_from(lengths, parents)
+
+
+@given(nodes=forests(), cp=st.integers(2, 5), cost=COSTS)
+@settings(max_examples=200, deadline=None)
+def test_layouts_of_forests_are_partitions_within_the_cap_and_no_slower_than_zig_zag(
+    nodes: tuple[list[int], Forest], cp: int, cost: CostModel
+) -> None:
+    lengths, forest = nodes
+    cu = offsets(lengths)
+    layout, zigzag = hybrid_layout(cu, cp, cost, forest), zigzag_layout(cu, cp)
+    owned = sorted(token for pieces in layout for piece in pieces for token in range(piece.start, piece.end))
+    assert owned == list(range(sum(lengths)))
+    assert all(cu[p.node] <= p.start < p.end <= cu[p.node + 1] for pieces in layout for p in pieces)
+    share = -(-sum(lengths) // cp)
+    assert max(tokens_of(layout)) == share
+    if max(tokens_of(zigzag)) == share:
+        assert layout_time(layout, cu, cost, forest) <= layout_time(zigzag, cu, cost, forest)
+
+
+@given(nodes=forests(), cp=st.integers(2, 4))
+@settings(max_examples=60, deadline=None)
+def test_the_work_of_a_forest_is_that_of_its_tokens_at_their_depths(nodes: tuple[list[int], Forest], cp: int) -> None:
+    lengths, forest = nodes
+    cost = CostModel(quadratic=0.001, windowed=0.002, window=50)
+    layout = hybrid_layout(offsets(lengths), cp, cost, forest)
+    one_by_one = cost.cost(np.arange(1, 300_000)) - cost.cost(np.arange(299_999))
+    expected = np.zeros(cp)
+    for rank, pieces in enumerate(layout):
+        for node, start, end in pieces:
+            depth = forest.depths[node] - offsets(lengths)[node]
+            expected[rank] += one_by_one[start + depth : end + depth].sum()
+    np.testing.assert_allclose(work_of(layout, offsets(lengths), cost, forest), expected, rtol=1e-9)
+
+
+@given(nodes=forests(), cp=st.integers(2, 4))
+@settings(max_examples=100, deadline=None)
+def test_of_a_forest_travels_what_another_rank_sees(nodes: tuple[list[int], Forest], cp: int) -> None:
+    lengths, forest = nodes
+    layout = hybrid_layout(offsets(lengths), cp, CostModel(), forest)
+    expected = [0] * cp
+    for rank, pieces in enumerate(layout):
+        others = [piece for other, theirs in enumerate(layout) if other != rank for piece in theirs]
+        for piece in pieces:
+            is_seen = any(
+                piece.node in ancestors(query.node, forest.parents)
+                or (query.node == piece.node and query.start >= piece.end)
+                for query in others
+            )
+            expected[rank] += (piece.end - piece.start) * is_seen
+    assert wire_rows(layout, forest.parents) == expected
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cost", [CostModel(), CostModel(quadratic=0.01)], ids=["large model", "small model"])
+@pytest.mark.parametrize(
+    "nodes",
+    [groups(1, 1024, 16, 128), groups(2, 1024, 16, 128), groups(1, 128, 16, 1024), conversation(10), system_prompt()],
+    ids=["group", "two groups", "long responses", "conversation", "system prompt"],
+)
+def test_work_of_shared_prompts_is_within_five_percent_of_even(
+    nodes: tuple[list[int], Forest], cp: int, cost: CostModel
+) -> None:
+    lengths, forest = nodes
+    cu = offsets(lengths)
+    assert unevenness(work_of(hybrid_layout(cu, cp, cost, forest), cu, cost, forest)) <= 1.05
+
+
+def test_whole_trees_send_nothing_and_of_a_cut_one_only_what_several_ranks_see() -> None:
+    lengths, forest = groups(8, 300, 8, 200)
+    assert sum(wire_rows(hybrid_layout(offsets(lengths), 4, CostModel(), forest), forest.parents)) == 0
+    lengths, forest = groups(1, 1024, 16, 128)
+    assert sum(wire_rows(hybrid_layout(offsets(lengths), 4, CostModel(), forest), forest.parents)) == 1024

@@ -37,11 +37,11 @@ class Recorder:
     def add_total(self, name: str, value: torch.Tensor) -> None:
         self.totals[name] = float(value.detach())
 
-    def add_mean(self, name: str, values: torch.Tensor) -> None:
-        self.values[name] = values.detach()
+    def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        self.values[name] = values.detach() if counted is None else values.detach()[counted]
 
-    def add_max(self, name: str, values: torch.Tensor) -> None:
-        self.maxima[name] = values.detach()
+    def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        self.maxima[name] = values.detach() if counted is None else values.detach()[counted]
 
 
 def random_inputs(seed: int = 0) -> tuple[torch.Tensor, TokenInputs]:
@@ -337,7 +337,7 @@ def test_inputs_are_picked_and_cast_and_absent_ones_stay_absent() -> None:
     assert picked.sample_ids.tolist() == [2, 2, 1] and picked.num_samples == 9
     assert picked.advantages is None and picked.old_log_probs is None and picked.rollout_log_probs is None
     assert picked.groups is None and picked.sequences.lengths().tolist() == [0, 1, 2, 0, 0, 0, 0, 0, 0]
-    narrow = inputs.to(torch.device("cpu"), torch.float32)
+    narrow = inputs.to(torch.device("cpu")).as_dtype(torch.float32)
     assert narrow.weights.dtype == torch.float32 and narrow.old_values is None
     assert narrow.sample_ids.dtype == torch.int64 and narrow.groups is not None
     assert narrow.groups.lengths().tolist() == [5, 7, 0, 0, 0, 0, 0, 0, 0]

@@ -47,7 +47,7 @@ def pack(batch, dtype=torch.float64):
 def by_sequence_mean(tokens):
     """The weights of the reduction sequence_mean."""
     lengths = tokens.sequences.lengths().to(tokens.log_probs.dtype)
-    return 1.0 / (len(tokens.sequences.occurring()) * tokens.sequences.spread(lengths))
+    return 1.0 / (tokens.sequences.occurs().sum() * tokens.sequences.spread(lengths))
 
 
 def loss_and_gradient(loss, tokens, options=OPTIONS, weights=1.0):

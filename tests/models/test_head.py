@@ -261,6 +261,37 @@ def tensors_in(tree) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+class CountedLogits(TorchDispatchMode):
+    """Counts the products that give [_, vocab]."""
+
+    def __init__(self, vocab):
+        super().__init__()
+        self.vocab, self.count = vocab, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten.mm.out and result.shape[-1] == self.vocab
+        return result
+
+
+@pytest.mark.parametrize("chunks, products", [(1, 1), (3, 5)])
+def test_the_last_chunks_logits_are_computed_once(chunks, products):
+    hidden, weight, targets, _ = random_case(12, 5, 83)
+    with CountedLogits(83) as counted:
+        chunk_bytes = chunk_bytes_for(12 // chunks, 83)
+        token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=chunk_bytes)[0].sum().backward()
+    assert counted.count == products
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_a_second_backward_of_the_same_graph_gives_the_same_gradients(entropy_grad):
+    hidden, weight, targets, _ = random_case(12, 5, 83)
+    outputs = token_log_probs(hidden, weight, targets, with_entropy=True, entropy_grad=entropy_grad, chunk_bytes=4000)
+    loss = outputs[0].square().sum() + (outputs[1].square().sum() if entropy_grad else 0)
+    first, second = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and first[0].abs().max() > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_rows_by_vocab_ever_exists(dtype):

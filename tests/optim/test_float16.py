@@ -21,6 +21,7 @@ from tests.test_trainer import fingerprint, fresh_batch, settings
 from tests.tiny_models import save_tiny_model
 
 CPU = torch.device("cpu")
+SPEEDS = ("train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank")
 FLOAT16 = {"compute_dtype": "float16"}
 
 
@@ -85,7 +86,8 @@ def trained(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[s
         warnings.simplefilter("ignore")
         steps = [trainer.train_step(batch) for batch in batches]
     for step in steps:
-        del step["train_seconds"], step["tokens_per_second"]
+        for name in SPEEDS:
+            del step[name]
     return {
         "steps": steps, "scale": trainer.updater.loss_scale, "taken": trainer.updates_taken,
         "weights": fingerprint(trainer.policy), "skipped_in_a_row": trainer.updater.skipped_in_a_row,

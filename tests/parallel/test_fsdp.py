@@ -54,6 +54,12 @@ SAME = {
     "shards over dp and cp": mesh(1, 2, 2),
     "parameters kept": mesh(1, 2, 1, fsdp={"sharding": "keep_parameters"}),
     "parameters kept, copies, cp": mesh(2, 1, 2, fsdp={"sharding": "keep_parameters"}),
+    "summed once": mesh(1, 2, 1, fsdp={"sharding": "optimizer"}),
+    "summed once, copies, cp, prefetched": mesh(2, 1, 2, fsdp={"sharding": "optimizer", "prefetch_layers": 1}),
+    "summed once on the only rank": mesh(1, 1, 1, fsdp={"sharding": "optimizer"}),
+    "summed once, on the host, recomputed": mesh(
+        1, 2, 1, fsdp={"sharding": "optimizer", "cpu_offload": True}, model={"activation_checkpointing": "full"}
+    ),
     "whole on every rank": mesh(1, 2, 1, fsdp={"sharding": "replicate"}),
     "whole on every rank, cp": mesh(2, 1, 2, fsdp={"sharding": "replicate"}),
     "whole on the only rank": mesh(1, 1, 1, fsdp={"sharding": "replicate"}),
@@ -146,6 +152,7 @@ def local_shapes(rank: int, config: RunConfig) -> tuple[dict[str, tuple[int, ...
 @pytest.mark.parametrize(
     "sections, shards", [(mesh(1, 2, 1), 2), (mesh(2, 2, 1), 2), (mesh(2, 1, 2), 2), (mesh(1, 2, 2), 4),
                          (mesh(1, 2, 1, fsdp={"sharding": "keep_parameters"}), 2),
+                         (mesh(1, 2, 1, fsdp={"sharding": "optimizer"}), 2),
                          (mesh(1, 2, 2, fsdp={"sharding": "replicate"}), 1)],
 )  # fmt: skip
 def test_a_copy_is_sharded_over_dp_and_cp_and_no_further(
@@ -190,7 +197,7 @@ def unsharded_between(rank: int, config: RunConfig, batch: RolloutBatch) -> dict
     return states
 
 
-@pytest.mark.parametrize("sharding, layers_stay", [("full", False), ("keep_parameters", True)])
+@pytest.mark.parametrize("sharding, layers_stay", [("full", False), ("keep_parameters", True), ("optimizer", True)])
 def test_parameters_stay_whole_until_backward_only_if_asked_to(
     untied: Path, ranks: RankPool, sharding: str, layers_stay: bool
 ) -> None:

@@ -1,0 +1,164 @@
+"""What `slimefsdp plan` found, as text."""
+
+from __future__ import annotations
+
+import textwrap
+
+from actors.plan_outlook import Outlook
+from slimefsdp.attention.choice import Choice
+from slimefsdp.config import RunConfig
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.estimate import Candidate
+from slimefsdp.simulate import Simulation
+
+_WIDTH = 120  # of running text
+
+
+def plan_table(
+    config: RunConfig, dimensions: ModelDimensions, choice: Choice, found: Simulation, outlook: Outlook, lengths: str
+) -> list[str]:
+    """The lines of a plan.
+
+    Args:
+        choice: of the attention's strategy.
+        lengths: where they are from.
+    """
+    mesh, updates, imbalance = found.mesh, found.updates, found.imbalance
+    fewest, mean, most = found.tokens_per_rank
+    samples = _range([update.samples for update in updates])
+    micro_batches = _range([update.micro_batches for update in updates])
+    repeated = f", {config.loss.epochs} times over" if config.loss.epochs > 1 else ""
+    lines = [
+        f"mesh      {mesh.ranks} ranks = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp}; packs of at "
+        f"most {config.max_pack_tokens:,} tokens",
+        f"model     {_count(dimensions.parameters)} parameters: {dimensions.layers} layers of {dimensions.hidden}, "
+        f"{dimensions.heads} heads over {dimensions.kv_heads} key heads",
+        f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {lengths}",
+        f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
+        f"data rank: {micro_batches}{repeated}",
+        f"tokens    {fewest:,} to {most:,} on a rank (mean {mean:,.0f}), at most {found.most_tokens_at_once:,} at once",
+        "",
+        "imbalance, slowest over mean (time and work are estimates)",
+        *_rows(
+            ["", "time", "tokens", "pairs", "work"],
+            ["data ranks, per update", f"{imbalance.data_ranks:.3f}", "", "", ""],
+            ["data ranks, per micro-batch", f"{imbalance.micro_batches:.3f}", "", "", ""],
+            *(
+                [name, "", f"{cp.tokens:.3f}", f"{cp.pairs:.3f}", f"{cp.work:.3f}"]
+                for name, cp in (("cp ranks, per pack", imbalance.cp), ("  were all cut", imbalance.zigzag))
+                if mesh.cp > 1
+            ),
+        ),
+        "",
+    ]
+    if mesh.cp > 1:
+        lines += _attention_lines(found, choice)
+    sent = found.sharding
+    lines += [
+        f"sharding's messages of a rank, per update: gathers {_bytes(sent.all_gather)}, reduce-scatters "
+        f"{_bytes(sent.reduce_scatter)}, all-reduces {_bytes(sent.all_reduce)}",
+        "",
+    ]
+    return [*lines, *_memory_lines(config, outlook), "", *_time_lines(outlook)]
+
+
+def _attention_lines(found: Simulation, choice: Choice) -> list[str]:
+    return [
+        "attention's messages in one layer, all ranks, per update",
+        *_rows(
+            ["", "forward", "backward"],
+            *(
+                [_marked(name, name == found.strategy), *(_bytes(sent.forward), _bytes(sent.backward))]
+                if sent is not None
+                else [name, "heads do not", "divide by cp"]
+                for name, sent in found.wire.items()
+            ),
+        ),
+        f"  of a rank in all layers: {_bytes(found.attention_bytes_per_rank)}",
+        f"  * {choice}",
+        "",
+    ]
+
+
+def _memory_lines(config: RunConfig, outlook: Outlook) -> list[str]:
+    """What a rank holds under each level of sharding, the other settings as they are."""
+    headings = ["parameters", "gradients", "optimizer", "gathered", "activations", "head", "buffers", "others", "total"]
+    on_host = any(memory.host for memory in outlook.memory.values())
+    return [
+        "memory of a rank at the fullest moment of an update (an estimate)",
+        *_rows(
+            ["", *headings, *(["on the host"] if on_host else [])],
+            *(
+                [
+                    _marked(level, level == config.fsdp.sharding),
+                    *map(_bytes, (held.parameters, held.gradients, held.optimizer, held.unsharded)),
+                    *map(_bytes, (held.activations, held.head, held.buffers, held.others, held.total)),
+                    *([_bytes(held.host)] if on_host else []),
+                ]
+                for level, held in outlook.memory.items()
+            ),
+        ),
+    ]
+
+
+def _time_lines(outlook: Outlook) -> list[str]:
+    limit = "no limit (give --memory-gb)" if outlook.memory_bytes is None else _bytes(outlook.memory_bytes)
+    rates, now = outlook.rates, outlook.chosen
+    shown = [one for one in dict.fromkeys((now, outlook.recommended, *outlook.candidates[:6])) if one is not None]
+    return [
+        f"an update's floor, nothing overlapping, by {rates.source}: {rates.matrix_tflops:,.3g} TFLOP/s in products, "
+        f"{rates.wire_gbps:,.3g} GB/s sent; memory: {limit}",
+        *_rows(
+            ["", "seconds", "products", "attention", "memory", "wire", "host", "bytes", "fits"],
+            *(
+                [
+                    _marked(_named(one), one == now),
+                    *(f"{value:,.3g}" for value in _seconds(one)),
+                    _bytes(one.memory.total),
+                    "yes" if outlook.has_room(one) else "no",
+                ]
+                for one in shown
+            ),
+        ),
+        f"  * as set: {outlook.tokens_per_second(now):,.0f} tokens/s, {outlook.mfu(now):.0%} of the rate in products",
+        *textwrap.wrap(outlook.advice, _WIDTH, initial_indent="  ", subsequent_indent="    "),
+    ]
+
+
+def _named(one: Candidate) -> str:
+    recompute = f"{one.recompute}/{one.recompute_every}" if one.recompute_every > 1 else one.recompute
+    return f"{one.sharding}, recompute {recompute}{', offload' if one.cpu_offload else ''}"
+
+
+def _seconds(one: Candidate) -> tuple[float, ...]:
+    spent = one.seconds
+    return (spent.total, spent.products, spent.attention, spent.memory, spent.wire, spent.host)
+
+
+def _rows(*rows: list[str]) -> list[str]:
+    """Aligned columns, the first to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(["  " + first.ljust(widths[0]), *cells]).rstrip())
+    return lines
+
+
+def _marked(name: str, is_chosen: bool) -> str:
+    return f"{name} *" if is_chosen else name
+
+
+def _range(values: list[int]) -> str:
+    return f"{min(values):,}" if min(values) == max(values) else f"{min(values):,} to {max(values):,}"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
+
+
+def _bytes(number: int) -> str:
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if number >= 1000**power:
+            return f"{number / 1000**power:.1f} {unit}"
+    return f"{number} B"

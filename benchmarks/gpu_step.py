@@ -1,0 +1,422 @@
+"""One train step on one device: Qwen3 shapes, packed tokens, with and without recomputation; and the same in peers.
+
+    python benchmarks/gpu_step.py --json gpu_step.json
+    python benchmarks/gpu_step.py --models 0.6B --tokens 16384 --systems slimefsdp hf --time-limit-s 600
+    python benchmarks/gpu_step.py --device cpu --models tiny --tokens 512
+
+Needs torch and transformers alone: no Ray, no download, no settings file. Models are made from their sizes with random
+weights. A step is GRPO's loss on samples of one length, forward and backward in bfloat16 over float32 masters, clipping
+and AdamW. The peers get the same samples and the same weights: a plain Hugging Face loop whose logits become log-probs
+in float32, and TRL's GRPOTrainer where it is installed, which computes logits for the completions alone. The gradient
+norms in the record must agree but for rounding. All samples are equally long, so that no peer pads: what differs is the
+step itself. They are computed at once, or as many as fit: half as many after each time that memory ran out.
+
+MFU is model FLOPs (slimefsdp/data/flops.py) over the matrix rate that this script measures on the device first, and
+over the rate that its maker states. What does not fit is reported as out of memory, what the time limit leaves as not
+run, a peer that is not installed as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+
+from slimefsdp.attention.register import register_attention
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.flops import peak_tflops, training_flops
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.loss.objective import Objective, TokenInputs
+from slimefsdp.loss.policy import POLICY_LOSSES
+from slimefsdp.metrics import MetricSums
+from slimefsdp.models.folder import read_model_folder
+from slimefsdp.models.head import token_log_probs
+from slimefsdp.models.load import build_model, materialise
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.optim.build import build_optimizer, undecayed_names
+from slimefsdp.optim.updater import Updater
+from slimefsdp.parallel.fsdp import Parallelism, parallelize
+from slimefsdp.parallel.mesh import Mesh, build_mesh, start_process_group_from_environment
+from slimefsdp.update import accumulate_gradients
+
+_QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "tie_word_embeddings": True},
+    "0.6B": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                      "num_attention_heads": 16, "tie_word_embeddings": True},
+    "1.7B": _QWEN3 | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+                      "num_attention_heads": 16, "tie_word_embeddings": True},
+    "4B": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+                    "num_attention_heads": 32, "tie_word_embeddings": True},
+    "8B": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                    "num_attention_heads": 32, "tie_word_embeddings": False},
+}  # fmt: skip
+SYSTEMS = ("slimefsdp", "hf", "trl")
+ADAMW = {"lr": 1e-6, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+HEAD_VOCAB = 151936
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.6B", "1.7B", "4B", "8B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536], help="of one step")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--checkpointing", nargs="+", choices=["none", "full"], default=["none", "full"])
+    parser.add_argument("--sample-tokens", type=int, default=2048, help="prompt and response of a sample")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="of a sample, not trained")
+    parser.add_argument("--steps", type=int, default=5, help="timed ones; the median counts")
+    parser.add_argument("--time-limit-s", type=float, default=1500.0, help="no case begins after this")
+    parser.add_argument("--json", type=Path, help="write the record here, after every case")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    start_process_group_from_environment(device, timeout_s=600)
+    mesh = build_mesh(1, 1, device)
+    record: dict[str, Any] = {"what": __doc__.splitlines()[0], **machine(device)}
+    record["matrix_tflops"] = matrix_tflops(device, dtype)
+    record["stated_tflops"] = peak_tflops(record["device"]) if dtype is torch.bfloat16 else None
+    record["head"] = head_memory(device, dtype, max(args.tokens), 2560 if device.type == "cuda" else 64)
+    print(f"{record['device']}: {record['matrix_tflops']:.2f} TFLOP/s in {dtype}; {record['head']}", flush=True)
+    record["results"] = results = []
+    cases = [(m, t, c, s) for m in args.models for t in args.tokens for c in args.checkpointing for s in args.systems]
+    for model, tokens, checkpointing, system in cases:
+        case = {"model": model, "tokens": tokens, "checkpointing": checkpointing, "system": system}
+        shape = (tokens, min(args.sample_tokens, tokens), min(args.prompt_tokens, tokens // 2))
+        if system == "trl" and find_spec("trl") is None:
+            found: dict[str, Any] = {"absent": "pip install trl"}
+        elif time.perf_counter() - began > args.time_limit_s:
+            found = {"not_run": f"the time limit of {args.time_limit_s:g} s had passed"}
+        else:
+            found = measured(system, model, shape, checkpointing == "full", mesh, dtype, args.steps, record)
+        results.append(case | found)
+        print(json.dumps(results[-1]), flush=True)
+        if args.json is not None:
+            args.json.write_text(json.dumps(record, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the figures were measured on and with."""
+    return {
+        "command": " ".join(["python", "benchmarks/gpu_step.py", *sys.argv[1:]]),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in ("torch", "transformers")}
+        | ({"trl": version("trl")} if find_spec("trl") else {}),
+    }
+
+
+def measured(
+    system: str,
+    model: str,
+    shape: tuple[int, int, int],
+    recompute: bool,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    steps: int,
+    record: dict[str, Any],
+) -> dict[str, Any]:
+    """Median seconds of a step, and what follows from them; or why there are none.
+
+    Args:
+        shape: tokens of a step, of a sample, of a sample's prompt.
+    """
+    dimensions = ModelDimensions.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
+    batch = recorded_batch(shape, dimensions.vocab)
+    at_once, seconds = batch.num_samples, list[float]()
+    while not seconds:
+        parts = [np.arange(at, min(at + at_once, batch.num_samples)) for at in range(0, batch.num_samples, at_once)]
+        try:
+            seconds, norm = step_seconds(system, Work(MODELS[model], batch, parts, recompute, mesh, dtype), steps)
+        except torch.cuda.OutOfMemoryError:
+            if at_once == 1:
+                return {"failed": "out of memory"}
+            at_once = -(-at_once // 2)
+        finally:
+            gc.collect()
+            if mesh.device.type == "cuda":
+                torch.cuda.empty_cache()
+    median = statistics.median(seconds)
+    flops = training_flops(dimensions, batch.lengths, counted_rows=batch.num_response_tokens).total
+    tflops = flops / median / 1e12
+    found: dict[str, Any] = {"samples_at_once": at_once, "samples": batch.num_samples, "grad_norm": norm}
+    found |= {"seconds": median, "rounds": [round(s, 4) for s in seconds], "tokens_per_s": batch.num_tokens / median}
+    found |= {"tflops": tflops, "mfu_of_measured": tflops / record["matrix_tflops"]}
+    if record["stated_tflops"]:
+        found["mfu_of_stated"] = tflops / record["stated_tflops"]
+    if mesh.device.type == "cuda":
+        found["peak_gib"] = torch.cuda.max_memory_allocated(mesh.device) / 2**30
+    return found
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step is made of."""
+
+    sizes: dict[str, Any]
+    batch: RolloutBatch
+    parts: list[np.ndarray]  # samples computed at once
+    recompute: bool
+    mesh: Mesh
+    dtype: torch.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """[samples, response tokens]; the samples are equally long."""
+        assert self.batch.advantages is not None
+        return torch.from_numpy(self.batch.advantages.copy()).view(self.batch.num_samples, -1)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[samples, tokens]"""
+        return torch.from_numpy(self.batch.tokens.copy()).view(self.batch.num_samples, -1)
+
+
+def step_seconds(system: str, work: Work, steps: int) -> tuple[list[float], float]:
+    """Of so many steps after one that compiles, allocates and warms up; and the gradient norm of that one."""
+    take_step = STEPS[system](work)
+    norm = take_step()
+    reset_peak(work.device)
+    return [timed(take_step, work.device) for _ in range(steps)], norm
+
+
+def recorded_batch(shape: tuple[int, int, int], vocab: int) -> RolloutBatch:
+    """Samples of random tokens with random advantages; what the prompts have in common is nothing."""
+    tokens, length, prompt = shape
+    rng = np.random.default_rng(0)
+    samples = [
+        {
+            "tokens": rng.integers(0, vocab, length).tolist(),
+            "response_length": length - prompt,
+            "advantages": [float(rng.normal())] * (length - prompt),
+        }
+        for _ in range(tokens // length)
+    ]
+    return RolloutBatch.from_samples(samples)
+
+
+def own_step(work: Work) -> Callable[[], float]:
+    """slimefsdp: each part as one pack, the model sharded over one rank."""
+    batch, mesh = work.batch, work.mesh
+    config = transformers.Qwen3Config(**work.sizes)
+    config.architectures = ["Qwen3ForCausalLM"]
+    with tempfile.TemporaryDirectory() as name:
+        config.save_pretrained(name)
+        folder = read_model_folder(name, with_weights=False)
+    model = build_model(PolicyModel, folder, torch.float32)
+    how = Parallelism(work.dtype, torch.float32, keep_parameters=True, recompute="full" if work.recompute else "none")
+    parallelize(model, mesh, how)
+    materialise(model, mesh.device)
+    draw(model)
+    optimizer = build_optimizer(model.trained_weights(), "adamw", "fused", undecayed=undecayed_names(model.hf), **ADAMW)  # type: ignore[arg-type]
+    updater = Updater(optimizer, model.trained_weights(), lambda _: 1e-6, max_grad_norm=1.0, max_skipped=1)
+    objective = Objective(POLICY_LOSSES["ppo"])
+    inputs = TokenInputs(
+        weights=torch.full((batch.num_response_tokens,), 1 / batch.num_response_tokens),
+        sample_ids=torch.from_numpy(batch.sample_ids),
+        num_samples=batch.num_samples,
+        advantages=work.advantages.flatten(),
+    )
+
+    def step() -> float:
+        sums = MetricSums(mesh.device)
+        accumulate_gradients(model, batch, work.parts, inputs, objective, mesh, sums, temperature=1.0)
+        sums.reduce(mesh.group)
+        return updater.step(mesh.group)["grad_norm"]
+
+    return step
+
+
+@torch.no_grad()
+def draw(model: torch.nn.Module) -> None:
+    """Weights of the usual size, the same in every system, drawn where they lie; norms are 1."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        local = getattr(parameter, "_local_tensor", parameter)
+        if parameter.ndim == 1:
+            local.fill_(1)
+        else:
+            local.normal_(std=0.02)
+
+
+def plain_model(work: Work) -> Any:
+    """Hugging Face's own, float32 masters, on the device."""
+    with torch.device("meta"):
+        hf = transformers.Qwen3ForCausalLM._from_config(
+            transformers.Qwen3Config(**work.sizes), attn_implementation="sdpa"
+        )
+    rotary = type(hf.model.rotary_emb)(hf.config)  # what is computed and not drawn has no memory on meta
+    hf.to_empty(device=work.device)
+    hf.model.rotary_emb = rotary.to(work.device)
+    hf.tie_weights()
+    draw(hf)
+    if work.recompute:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return hf.train()
+
+
+def hf_step(work: Work) -> Callable[[], float]:
+    """A plain loop: all logits, log-softmax in float32, the same loss, autocast over float32 masters."""
+    model = plain_model(work)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+    tokens = work.tokens.to(work.device)
+    response = int(work.batch.response_lengths[0])
+    advantages = work.advantages.to(work.device)
+
+    def step() -> float:
+        for part in work.parts:
+            rows, credit = tokens[part[0] : part[-1] + 1], advantages[part[0] : part[-1] + 1]
+            with torch.autocast(work.device.type, work.dtype, enabled=work.dtype is not torch.float32):
+                logits = model(rows, use_cache=False).logits[:, -response - 1 : -1]
+            log_probs = logits.float().log_softmax(-1).gather(-1, rows[:, -response:, None]).squeeze(-1)
+            ratio = torch.exp(log_probs - log_probs.detach())
+            loss = -torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit).sum() / advantages.numel()
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    return step
+
+
+def trl_step(work: Work) -> Callable[[], float]:
+    """TRL's own loss and backward on prepared samples; generation is left out."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    count, response = work.batch.num_samples, int(work.batch.response_lengths[0])
+    settings = GRPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="trl-"), use_cpu=work.device.type == "cpu",
+        bf16=work.dtype is torch.bfloat16, gradient_checkpointing=work.recompute, report_to=[], loss_type="dapo",
+        beta=0.0, max_grad_norm=1.0,
+        per_device_train_batch_size=2, num_generations=2, learning_rate=ADAMW["lr"],
+    )  # fmt: skip
+    trainer = GRPOTrainer(
+        model=plain_model(work),
+        reward_funcs=lambda prompts, **_: [0.0] * len(prompts),
+        args=settings,
+        train_dataset=Dataset.from_dict({"prompt": ["<eos>"] * 4}),
+        processing_class=tokenizer,
+    )
+    model = trainer.model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
+    trainer.current_gradient_accumulation_steps = len(work.parts)
+    tokens = work.tokens.to(work.device)
+    inputs = {
+        "prompt_ids": tokens[:, :-response],
+        "prompt_mask": torch.ones_like(tokens[:, :-response]),
+        "completion_ids": tokens[:, -response:],
+        "completion_mask": torch.ones_like(tokens[:, -response:]),
+        "advantages": work.advantages[:, 0].to(work.device),
+    }
+    in_all = torch.tensor(count * response, device=work.device)
+
+    def step() -> float:
+        for part in work.parts:
+            here = {name: value[part[0] : part[-1] + 1] for name, value in inputs.items()}
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, here | {"num_items_in_batch": in_all})
+            trainer.accelerator.backward(loss)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(norm)
+
+    return step
+
+
+STEPS: dict[str, Callable[..., Callable[[], float]]] = {"slimefsdp": own_step, "hf": hf_step, "trl": trl_step}
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    step()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def matrix_tflops(device: torch.device, dtype: torch.dtype) -> float:
+    """The rate of large matrix products in this dtype: the best size's median."""
+    best = 0.0
+    for size in (4096, 8192) if device.type == "cuda" else (512, 1024):
+        left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        repeats = 20 if device.type == "cuda" else 3
+
+        def products(left: torch.Tensor = left, right: torch.Tensor = right, repeats: int = repeats) -> None:
+            for _ in range(repeats):
+                left @ right
+
+        products()
+        seconds = statistics.median(timed(products, device) for _ in range(5))
+        best = max(best, repeats * 2 * size**3 / seconds / 1e12)
+    return best
+
+
+def head_memory(device: torch.device, dtype: torch.dtype, rows: int, hidden_dim: int) -> dict[str, Any]:
+    """What the head takes beyond its inputs and their gradients, forward and backward; None without a CUDA device."""
+    found: dict[str, Any] = {"rows": rows, "hidden": hidden_dim, "vocab": HEAD_VOCAB, "extra_gib": None}
+    if device.type != "cuda":
+        return found
+    hidden = torch.randn(rows, hidden_dim, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(HEAD_VOCAB, hidden_dim, device=device, dtype=dtype).mul_(0.02).requires_grad_()
+    targets = torch.randint(HEAD_VOCAB, (rows,), device=device)
+    synchronise(device)
+    before = torch.cuda.memory_allocated(device)
+    reset_peak(device)
+    token_log_probs(hidden, weight, targets, with_entropy=True)[0].sum().backward()
+    synchronise(device)
+    extra = torch.cuda.max_memory_allocated(device) - before
+    gradients = hidden.nbytes + weight.nbytes
+    return found | {"extra_gib": (extra - gradients) / 2**30, "with_gradients_gib": extra / 2**30}
+
+
+if __name__ == "__main__":
+    register_attention()
+    main()
+    sys.stdout.flush()
+    os._exit(0)  # gloo may abort while the interpreter ends; the work is done and flushed

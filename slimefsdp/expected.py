@@ -1,0 +1,109 @@
+"""What settings are expected to take: from settings to the values that estimates are made of. No torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slimefsdp.attention.choice import Choice
+from slimefsdp.config import RunConfig
+from slimefsdp.data.cost import ELEMENT_BYTES, CostModel
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.estimate import Beside, Workload
+from slimefsdp.footprint import ByteSizes, Computing
+from slimefsdp.simulate import MeshShape, Simulation, simulate
+
+
+def byte_sizes_of(config: RunConfig) -> ByteSizes:
+    """Bytes per element under `precision` and `optim`."""
+    precision = config.precision
+    compute = ELEMENT_BYTES[precision.compute_dtype]
+    master = max(4, compute)
+    return ByteSizes(
+        compute=compute,
+        master=master,
+        reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
+        optimizer_states=2 if config.optim.name == "adamw" else 1,
+    )
+
+
+def computing_of(config: RunConfig, dimensions: ModelDimensions, *, on_cpu: bool) -> Computing:
+    """How a rank computes, as far as estimates depend on it."""
+    return Computing(
+        recompute=config.model.activation_checkpointing,
+        recompute_every=config.model.checkpoint_every_n_layers,
+        is_optimizer_fused=config.optim.name == "adamw" and config.optim.implementation != "foreach",
+        cpu_offload=config.fsdp.cpu_offload,
+        trained_share=dimensions.trained_parameters(config.model.frozen or ()) / dimensions.parameters,
+        entropy_grad=config.loss.entropy_coefficient != 0,
+        full_kl=config.kl_estimator == "full",
+        on_cpu=on_cpu,
+    )
+
+
+def beside_of(config: RunConfig, reference: ModelDimensions | None, critic: ModelDimensions | None) -> Beside:
+    """The models in the policy's processes."""
+    has_reference = config.needs_reference and config.reference.placement == "colocated"
+    has_critic = config.algorithm == "ppo" and config.critic.placement == "colocated"
+    return Beside(
+        reference=reference if has_reference else None,
+        reference_rests_on_host=config.reference.offload != "none",
+        reference_computes_from_host=config.reference.offload == "fsdp",
+        critic=critic if has_critic else None,
+        critic_rests_on_host=config.critic.offload == "sleep",
+    )
+
+
+def simulate_settings(
+    config: RunConfig,
+    dimensions: ModelDimensions,
+    choice: Choice,
+    lengths: np.ndarray,
+    *,
+    computing: Computing,
+    counted_share: float = 1.0,
+    cost: CostModel | None = None,
+) -> Simulation:
+    """`simulate` under these settings, whose mesh.dp is a number."""
+    assert config.mesh.dp != "auto"
+    return simulate(
+        lengths,
+        dimensions,
+        MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp),
+        max_tokens_per_rank=config.batch.max_tokens_per_rank,
+        samples_per_update=config.batch.samples_per_update,
+        strategy=choice.traffic,
+        sharding=config.fsdp.sharding,
+        sizes=byte_sizes_of(config),
+        computing=computing,
+        counted_share=counted_share,
+        cost=cost,
+    )
+
+
+def workload_of(
+    dimensions: ModelDimensions, found: Simulation, sizes: ByteSizes, beside: Beside, recomputed: float
+) -> Workload:
+    """What a rank has to do in an update, as the simulation found it.
+
+    Args:
+        recomputed: share of the layers that the simulation took as recomputed.
+    """
+    mesh, ranks = found.mesh, found.mesh.ranks
+    wire = found.wire[found.strategy]
+    assert wire is not None
+    once = wire.forward / (1 + recomputed)
+    return Workload(
+        dimensions=dimensions,
+        dp_replicate=mesh.dp_replicate,
+        shard_ranks=mesh.dp * mesh.cp,
+        sizes=sizes,
+        batch=found.largest,
+        needed=found.needed_flops.over(ranks),
+        forward=found.forward_flops.over(ranks),
+        tokens=found.tokens / len(found.updates) / ranks,
+        attention_bytes=round((once + wire.backward) * dimensions.layers / ranks),
+        attention_bytes_again=round(once * dimensions.layers / ranks),
+        beside=beside,
+        longest=found.longest,
+        slowdown=found.imbalance.micro_batches,
+    )

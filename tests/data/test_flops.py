@@ -1,0 +1,98 @@
+"""Counted operations are those that torch counts while a model runs, and pairs those of a written-out mask."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from slimefsdp.attention.register import register_attention
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.flops import executed_flops, forward_flops, training_flops
+from slimefsdp.data.pack import LocalShare
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.parallel.layers import recompute_layers
+from tests.tiny_models import ARCHITECTURES, tiny_model
+
+TOKENS = 10
+
+
+def counted(flops: FlopCounterMode) -> dict[str, int]:
+    return {str(operation): count for operation, count in flops.get_flop_counts()["Global"].items()}
+
+
+def dense_pairs(lengths: list[int], window: int) -> int:
+    """Ones in the masks of samples, each token seeing itself and at most window - 1 before it; 0: all."""
+    masks = [torch.ones(n, n).tril() - (torch.ones(n, n).tril(-window) if window else 0) for n in lengths]
+    return int(sum(mask.sum() for mask in masks))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_matrix_products_of_training_are_those_that_torch_counts(kind):
+    model = tiny_model(kind)
+    model.set_attn_implementation("eager")
+    model.config._experts_implementation = "eager"  # the products of experts one by one, which torch can count
+    with FlopCounterMode(display=False) as flops:
+        model(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
+    found = counted(flops)
+    dimensions = ModelDimensions.from_config(model.config.to_dict())
+    expected = training_flops(dimensions, np.array([TOKENS]), counted_rows=TOKENS)
+    attention = found.pop("aten.bmm")
+    assert expected.layers + expected.head == sum(found.values())
+    # eager attention computes what the mask then hides
+    whole = training_flops(dimensions, np.array([TOKENS]), counted_rows=0).attention
+    layers = [dimensions.window] * dimensions.windowed_layers + [0] * (dimensions.layers - dimensions.windowed_layers)
+    pairs = sum(dense_pairs([TOKENS], window) for window in layers)
+    assert whole == pytest.approx(attention * pairs / (TOKENS**2 * dimensions.layers), rel=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute):
+    hf = tiny_model("qwen3")
+    dimensions = ModelDimensions.from_config(hf.config.to_dict())
+    hf.set_attn_implementation(register_attention())
+    policy = PolicyModel(hf)
+    if recompute:
+        recompute_layers(policy.decoder_layers(), "full", 1)
+    tokens, rows = torch.arange(1, 14), torch.tensor([3, 4, 5, 6, 10, 11])
+    positions = torch.cat([torch.arange(9), torch.arange(4)])
+    share = LocalShare(tokens, positions, rows, tokens[rows + 1], torch.arange(6))
+    layout = policy.attention.layout([0, 9, 13])
+    in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
+    # torch would leave out a layer's last product, which no gradient of the layer reads
+    with FlopCounterMode(display=False, custom_mapping=in_place) as flops, set_checkpoint_early_stop(False):
+        policy(share, policy.attention.for_pack(layout, torch.device("cpu")), temperature=1.0)[0].sum().backward()
+    found = counted(flops)
+    products = sum(count for operation, count in found.items() if operation.startswith(("aten.mm", "aten.addmm")))
+    expected = executed_flops(
+        dimensions, np.array([9, 4]), counted_rows=6, recomputed_layers=dimensions.layers if recompute else 0
+    )
+    assert expected.layers + expected.head == products
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 100])
+def test_what_samples_share_is_counted_once_and_attended_to_by_all(window):
+    kind = ("mistral", {"sliding_window": window}) if window else ("llama", {})
+    dimensions = ModelDimensions.from_config(tiny_model(kind[0], **kind[1]).config.to_dict())
+    prompt, responses = 7, [4, 1, 6]
+    whole = forward_flops(dimensions, np.array([prompt + n for n in responses]), counted_rows=11)
+    once = forward_flops(dimensions, np.array([prompt]), counted_rows=0)
+    shared = forward_flops(
+        dimensions, np.array([prompt, *responses]), counted_rows=11, depths=np.array([0, prompt, prompt, prompt])
+    )
+    assert shared.attention == whole.attention - 2 * once.attention
+    assert shared.layers == whole.layers - 2 * once.layers
+    assert shared.head == whole.head
+
+
+def test_a_frozen_weight_saves_its_gradient_and_a_critic_has_no_head():
+    dimensions = ModelDimensions.from_config(tiny_model().config.to_dict())
+    lengths = np.array([5, 8])
+    forward = forward_flops(dimensions, lengths, counted_rows=3)
+    frozen = training_flops(dimensions, lengths, counted_rows=3, trained_share=0.0)
+    assert (frozen.layers, frozen.head) == (2 * forward.layers, 2 * forward.head)
+    assert frozen.attention == training_flops(dimensions, lengths, counted_rows=3).attention
+    assert forward_flops(dimensions, lengths, counted_rows=0).head == 0
+    assert forward_flops(dimensions, np.zeros(0, dtype=np.int64), counted_rows=0).total == 0

@@ -1,0 +1,96 @@
+"""Estimates are made of the settings as they are, and ranks that read other rates refuse to start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from slimefsdp.attention.choice import Choice
+from slimefsdp.build import cost_for
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.errors import ConfigError, ModelError, SlimeError
+from slimefsdp.expected import beside_of, byte_sizes_of, computing_of, simulate_settings, workload_of
+from slimefsdp.footprint import ByteSizes, Computing
+from slimefsdp.models.folder import read_model_folder
+from slimefsdp.rates import Rates, write_calibration
+from tests.rank_pool import RankPool
+from tests.tiny_models import save_tiny_model
+
+MODEL = ModelDimensions(hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=100)
+
+
+def settings(**sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {"model": {"path": "unread"}, "optim": {"total_updates": 10}}
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+    return config_from_dict(tree)
+
+
+def test_bytes_and_ways_to_compute_are_those_of_the_settings() -> None:
+    assert byte_sizes_of(settings(precision={"compute_dtype": "bfloat16"})) == ByteSizes(2, 4, 4, 2)
+    wide = settings(precision={"compute_dtype": "float64"}, optim={"name": "sgd", "implementation": "foreach"})
+    assert byte_sizes_of(wide) == ByteSizes(8, 8, 8, 1)
+    assert byte_sizes_of(settings(precision={"reduce_dtype": "bfloat16"})).reduce == 2
+    config = settings(
+        model={"activation_checkpointing": "full", "checkpoint_every_n_layers": 2, "frozen": ["*.mlp.*"]},
+        optim={"implementation": "fused"},
+        fsdp={"cpu_offload": True},
+        loss={"entropy_coefficient": 0.1},
+    )
+    share = 1 - 4 * 3 * 64 * 128 / MODEL.parameters
+    expected = Computing("full", 2, True, True, pytest.approx(share), entropy_grad=True, on_cpu=True)  # type: ignore[arg-type]
+    assert computing_of(config, MODEL, on_cpu=True) == expected
+
+
+def test_only_models_in_the_policys_processes_are_beside_it() -> None:
+    assert beside_of(settings(), MODEL, MODEL).reference is None, "nothing reads it"
+    read = {"loss": {"kl_coefficient": 0.1}}
+    assert beside_of(settings(**read), MODEL, None).reference == MODEL
+    assert beside_of(settings(**read), MODEL, None).reference_rests_on_host
+    assert not beside_of(settings(**read, reference={"offload": "none"}), MODEL, None).reference_rests_on_host
+    assert beside_of(settings(**read, reference={"placement": "group"}), MODEL, None).reference is None
+    critic = beside_of(settings(algorithm="ppo", critic={"offload": "none"}), None, MODEL)
+    assert critic.critic == MODEL and not critic.critic_rests_on_host
+    assert beside_of(settings(algorithm="ppo", critic={"placement": "group"}), None, MODEL).critic is None
+
+
+def test_a_rank_has_its_share_of_an_update() -> None:
+    config = settings(mesh={"dp": 2, "cp": 2}, batch={"max_tokens_per_rank": 256, "samples_per_update": 8})
+    computing = Computing("full", 1)
+    choice = Choice("ring", "as set")
+    found = simulate_settings(config, MODEL, choice, np.full(16, 400), computing=computing, counted_share=0.5)
+    work = workload_of(MODEL, found, ByteSizes(), beside_of(config, None, None), 1.0)
+    assert work.shard_ranks == 4 and work.tokens == 8 * 400 / 4 and work.longest == 400
+    assert work.needed.total * 4 == pytest.approx(found.needed_flops.total)
+    assert work.batch.tokens <= 256 and work.batch.rows == round(work.batch.tokens * 0.5)
+    wire = found.wire["ring"]
+    assert wire is not None  # forward twice, since every layer is recomputed
+    assert work.attention_bytes + work.attention_bytes_again == pytest.approx(wire.total * MODEL.layers / 4, abs=2)
+
+
+def costs_of_ranks(rank: int, folder: Path, calibrations: list[str]) -> str | tuple[str, str | None]:
+    config = settings(model={"path": str(folder)}, batch={"cost_model": calibrations[rank]})
+    model = read_model_folder(folder)
+    assert dist.group.WORLD is not None
+    try:
+        return repr(cost_for(config, model, dist.group.WORLD))
+    except SlimeError as error:
+        return type(error).__name__, error.field
+
+
+def test_all_ranks_balance_by_the_same_rates_or_none_starts(ranks: RankPool, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    for name, attention in (("a", 1.0), ("b", 0.5)):
+        write_calibration(tmp_path / f"{name}.json", Rates(name, 1.0, attention, 1.0, 1.0, 1.0), {})
+    files = {name: str(tmp_path / f"{name}.json") for name in ("a", "b", "missing")}
+    same = ranks.run(2, costs_of_ranks, folder, [files["a"], files["a"]])
+    assert same[0] == same[1] and "CostModel" in same[0]
+    other = ranks.run(2, costs_of_ranks, folder, [files["a"], files["b"]])
+    assert other == [(ModelError.__name__, "model.path")] * 2
+    missing = ranks.run(2, costs_of_ranks, folder, [files["a"], files["missing"]])
+    assert missing == [(ConfigError.__name__, "batch.cost_model")] * 2, "also the rank that has the file"
