@@ -409,7 +409,9 @@ def test_a_plan_may_not_claim_more_in_common_than_there_is() -> None:
 )
 def test_prefixes_are_shared_where_the_settings_and_the_strategy_let_them(how, sections, is_shared) -> None:
     batch = RolloutBatch.from_samples([{"tokens": [7] * 60 + [i], "response_length": 1} for i in range(4)])
-    plan = plan_everything(settings(batch={"share_prefixes": how, "max_tokens_per_rank": 64}, **sections), batch, data_ranks=1)
+    plan = plan_everything(
+        settings(batch={"share_prefixes": how, "max_tokens_per_rank": 64}, **sections), batch, data_ranks=1
+    )
     assert (plan.shared is not None) == is_shared
 
 

@@ -27,6 +27,7 @@ from slimefsdp.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 OURS = "slimefsdp"
 OWN = "benchmarks/step/own.py"
+SLIME = "benchmarks/peers/slime_semantics.py"
 RELATIVE_TOLERANCE = 1e-3  # of losses and gradient norms in float32
 ABSOLUTE_TOLERANCE = 1e-5  # of advantages of about 1, whose mean, the loss, may be 0
 ANSWER_TIMEOUT_S = 1800
@@ -61,7 +62,8 @@ SYSTEMS = {
     "trl": SystemSpec("TRL", "benchmarks/peers/trl_grpo.py", "trl"),
     "hf_padded": SystemSpec("HF padded", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "padded")),
     "hf_packed": SystemSpec("HF packed", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "packed")),
-    "slime": SystemSpec("slime semantics", "benchmarks/peers/slime_semantics.py"),
+    "slime": SystemSpec("slime semantics", SLIME),
+    "slime_by_sequence": SystemSpec("slime semantics, by sequence", SLIME, arguments=("--attention", "by_sequence")),
 }
 
 

@@ -73,7 +73,7 @@ WORKLOADS = {
     "skewed": Workload("log-normal lengths, 58 % padding", 512, _skewed),
     "uniform": Workload("64 x (32 + 128) tokens", 512, lambda _: [(32, [128] * 8)] * 8),
     "prompt_heavy": Workload("2 prompts of 1,024, 16 responses of 128 each", 512, lambda _: [(1024, [128] * 16)] * 2),
-    "vocab152k": Workload("32 x (16 + 112) tokens, vocabulary 152k", 152_000, lambda _: [(16, [112] * 8)] * 4),
+    "vocab152k": Workload("16 x (128 + 128) tokens, vocabulary 152k", 152_000, lambda _: [(128, [128] * 4)] * 4),
     "long": Workload("one sequence of 8,192", 512, lambda _: [(64, [8128])]),
     "smoke": Workload("4 x (4 + 6) tokens, to try an installation", 64, lambda _: [(4, [6, 3, 6, 5])]),
 }

@@ -40,7 +40,7 @@ def test_a_workload_is_what_its_title_says_and_the_same_from_the_same_seed(name:
         "skewed": (64, None),
         "uniform": (64, {(160, 128)}),
         "prompt_heavy": (32, {(1152, 128)}),
-        "vocab152k": (32, {(128, 112)}),
+        "vocab152k": (16, {(256, 128)}),
         "long": (1, {(8192, 8128)}),
         "smoke": (4, None),
     }
