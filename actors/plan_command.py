@@ -20,10 +20,18 @@ from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.lengths import sample_lengths
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.expected import beside_of, byte_sizes_of, computing_of, simulate_settings, workload_of
+from slimefsdp.expected import (
+    beside_of,
+    byte_sizes_of,
+    computing_of,
+    simulate_settings,
+    with_chosen_sharding,
+    workload_of,
+)
 from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.phase import cost_model_of
 from slimefsdp.rates import DEVICES, device_bytes, guessed_rates, read_calibration
+from slimefsdp.simulate import MeshShape
 from slimefsdp.surface import Role
 
 
@@ -70,6 +78,9 @@ def plan_command(options: argparse.Namespace) -> int:
     spec = options.lengths or _guessed_lengths(config)
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
     device = _device(options, config)
+    assert config.mesh.dp != "auto"
+    shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
+    config = with_chosen_sharding(config, dimensions, shape, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu)
     computing = computing_of(config, dimensions, on_cpu=device.on_cpu)
     lengths = sample_lengths(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)

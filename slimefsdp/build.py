@@ -19,6 +19,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.flops import peak_tflops
 from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.expected import with_chosen_sharding
 from slimefsdp.functions import load_function
 from slimefsdp.loss.correction import CorrectionOptions
 from slimefsdp.loss.names import LOOKS_AT_SEQUENCES
@@ -37,10 +38,12 @@ from slimefsdp.optim.updater import Updater
 from slimefsdp.parallel.agree import all_equal, run_on_first, run_together
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
+from slimefsdp.parallel.offload import free_bytes
 from slimefsdp.parallel.residency import Residency
 from slimefsdp.phase import cost_model_of, dimensions_of
 from slimefsdp.profiling import UpdateProfiler
 from slimefsdp.reference import ColocatedReference
+from slimefsdp.simulate import MeshShape
 from slimefsdp.surface import Role
 from slimefsdp.throughput import Throughput
 
@@ -129,6 +132,16 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     dist.broadcast_object_list(sent, group_src=0, group=group)
     assert sent[0] is not None
     return found[0] if found else replace(sent[0], extra_files=())
+
+
+def with_sharding(config: RunConfig, folder: ModelFolder, mesh: Mesh) -> RunConfig:
+    """Collective: settings whose fsdp.sharding is a level, on every rank the same; `auto` looks at what is free now."""
+    if config.fsdp.sharding != "auto":
+        return config
+    free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.group)
+    shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
+    return with_chosen_sharding(config, dimensions_of(folder.config), shape, memory_bytes=int(free), on_cpu=on_cpu)
 
 
 def model_for(

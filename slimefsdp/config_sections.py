@@ -240,11 +240,12 @@ class PrecisionSettings(Settings):
 class FsdpSettings(Settings):
     """How parameters, gradients and optimiser state are spread over ranks and host memory."""
 
-    sharding: Literal["full", "keep_parameters", "optimizer", "replicate"] = Field(
+    sharding: Literal["full", "keep_parameters", "optimizer", "replicate", "auto"] = Field(
         "full",
         description="full: parameters are gathered for each use; keep_parameters: they stay whole from forward to "
         "backward; optimizer: they stay whole, and gradients too, over all micro-batches of an update, which are "
-        "summed over ranks once; replicate: every rank holds everything",
+        "summed over ranks once; replicate: every rank holds everything; auto: of the first three the one that sends "
+        "least and, by the estimate of `slimefsdp plan`, fits the memory that is free",
     )
     wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
         None, description="classes of modules that are units; null: decoder layers and an untied embedding"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 
 from slimefsdp.attention.choice import Choice
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.estimate import Beside, Workload
-from slimefsdp.footprint import ByteSizes, Computing
+from slimefsdp.estimate import HEADROOM, Beside, Workload
+from slimefsdp.footprint import ByteSizes, Computing, MicroBatches, choose_sharding
 from slimefsdp.simulate import MeshShape, Simulation, simulate
 
 
@@ -53,6 +55,39 @@ def beside_of(config: RunConfig, reference: ModelDimensions | None, critic: Mode
     )
 
 
+def with_chosen_sharding(
+    config: RunConfig,
+    dimensions: ModelDimensions | None,
+    mesh: MeshShape,
+    *,
+    memory_bytes: int | None,
+    on_cpu: bool,
+) -> RunConfig:
+    """Settings in which `fsdp.sharding` is a level: `auto` becomes the one that sends least of those that fit.
+
+    Not `replicate`, which is a matter of the mesh and sends more than `optimizer`.
+
+    Args:
+        dimensions: None: they are not known, and it is `full`.
+        memory_bytes: free for a rank; None: more than enough.
+    """
+    if config.fsdp.sharding != "auto":
+        return config
+    tokens, level = config.batch.max_tokens_per_rank, "full"
+    if dimensions is not None:
+        level = choose_sharding(
+            dimensions,
+            MicroBatches(tokens, rows=tokens, count=2),  # of one alone, gradients are summed once anyway
+            memory_bytes=sys.maxsize if memory_bytes is None else int(HEADROOM * memory_bytes),
+            dp_replicate=mesh.dp_replicate,
+            shard_ranks=mesh.dp * mesh.cp,
+            sizes=byte_sizes_of(config),
+            computing=computing_of(config, dimensions, on_cpu=on_cpu),
+            levels=("full", "keep_parameters", "optimizer"),
+        )
+    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"sharding": level})})
+
+
 def simulate_settings(
     config: RunConfig,
     dimensions: ModelDimensions,
@@ -64,7 +99,7 @@ def simulate_settings(
     cost: CostModel | None = None,
 ) -> Simulation:
     """`simulate` under these settings, whose mesh.dp is a number."""
-    assert config.mesh.dp != "auto"
+    assert config.mesh.dp != "auto" and config.fsdp.sharding != "auto"
     return simulate(
         lengths,
         dimensions,

@@ -6,7 +6,7 @@ and what allocators keep beside what is in use, is not in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -334,14 +334,16 @@ def choose_sharding(
     sizes: ByteSizes,
     computing: Computing | None = None,
     others: int = 0,
+    levels: Sequence[Sharding] = SHARDINGS,
 ) -> Sharding:
-    """`fsdp.sharding: auto`: of the levels whose estimate fits, the one that sends least, and then copies least.
+    """Of the levels whose estimate fits, the one that sends least, and then copies least.
 
     The same for the same values; where none fits, the one that holds least.
 
     Args:
         memory_bytes: of a rank's device.
         others: bytes there that are not this model's.
+        levels: to choose from.
     """
 
     def held(level: Sharding) -> int:
@@ -362,5 +364,5 @@ def choose_sharding(
         )
         return sent.total, sent.copied, held(level)
 
-    fitting = [level for level in SHARDINGS if held(level) <= memory_bytes]
-    return min(fitting, key=cost) if fitting else min(SHARDINGS, key=held)
+    fitting = [level for level in levels if held(level) <= memory_bytes]
+    return min(fitting, key=cost) if fitting else min(levels, key=held)

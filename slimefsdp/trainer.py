@@ -67,11 +67,11 @@ class Trainer:
         if role == "actor" or (role == "critic" and config.critic.dp is None):
             config = config.with_ranks(dist.get_world_size())
         self.turn = Turn()
-        self.config = config
         self.role = role
         self.mesh: Mesh = build.mesh_for(config, role, device)
         run_together(lambda: build.check_policy_loss(config), self.mesh.group)
         self.folder = build.folder_for(config, role, self.mesh.group)
+        self.config = config = build.with_sharding(config, self.folder, self.mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
         self.policy: DecoderModel = build.model_for(kind, config, role, self.folder, self.mesh)
         self._residency = Residency(device, self.mesh.group, pin_memory=build.is_host_memory_pinned(config, device))

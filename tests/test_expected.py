@@ -7,17 +7,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
+from slimefsdp import build
 from slimefsdp.attention.choice import Choice
 from slimefsdp.build import cost_for
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import ConfigError, ModelError, SlimeError
-from slimefsdp.expected import beside_of, byte_sizes_of, computing_of, simulate_settings, workload_of
+from slimefsdp.expected import (
+    beside_of,
+    byte_sizes_of,
+    computing_of,
+    simulate_settings,
+    with_chosen_sharding,
+    workload_of,
+)
 from slimefsdp.footprint import ByteSizes, Computing
 from slimefsdp.models.folder import read_model_folder
 from slimefsdp.rates import Rates, write_calibration
+from slimefsdp.simulate import MeshShape
+from slimefsdp.trainer import Trainer
 from tests.rank_pool import RankPool
 from tests.tiny_models import save_tiny_model
 
@@ -94,3 +105,34 @@ def test_all_ranks_balance_by_the_same_rates_or_none_starts(ranks: RankPool, tmp
     assert other == [(ModelError.__name__, "model.path")] * 2
     missing = ranks.run(2, costs_of_ranks, folder, [files["a"], files["missing"]])
     assert missing == [(ConfigError.__name__, "batch.cost_model")] * 2, "also the rank that has the file"
+
+
+def test_automatic_sharding_takes_what_sends_least_and_fits(tmp_path: Path) -> None:
+    dimensions = ModelDimensions.from_config(read_model_folder(save_tiny_model(tmp_path / "model")).config)
+    config = settings(fsdp={"sharding": "auto"})
+    mesh = MeshShape(dp=4)
+
+    def level(memory_bytes: int | None) -> str:
+        chosen = with_chosen_sharding(config, dimensions, mesh, memory_bytes=memory_bytes, on_cpu=True)
+        return chosen.fsdp.sharding
+
+    levels = [level(memory) for memory in (None, *range(100_000_000, 0, -500_000))]
+    assert levels[0] == levels[1] == "optimizer" and levels[-1] == "full"
+    assert levels == sorted(levels, key=["optimizer", "keep_parameters", "full"].index), "less memory, more sharding"
+    unknown = with_chosen_sharding(config, None, mesh, memory_bytes=None, on_cpu=True)
+    assert unknown.fsdp.sharding == "full"
+    named = settings(fsdp={"sharding": "replicate"})
+    assert with_chosen_sharding(named, dimensions, mesh, memory_bytes=1, on_cpu=True) is named
+
+
+def sharding_of_rank(rank: int, config: RunConfig, free: list[int]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "free_bytes", lambda device: free[rank])
+        return Trainer(config, device=torch.device("cpu")).config.fsdp.sharding
+
+
+def test_the_rank_with_least_memory_decides_for_all(ranks: RankPool, tmp_path: Path) -> None:
+    path = str(save_tiny_model(tmp_path / "model"))
+    config = settings(model={"path": path}, mesh={"dp": 2, "device": "cpu"}, fsdp={"sharding": "auto"})
+    assert ranks.run(2, sharding_of_rank, config, [10**12, 10**12]) == ["optimizer", "optimizer"]
+    assert ranks.run(2, sharding_of_rank, config, [10**12, 10**3]) == ["full", "full"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from slimefsdp.errors import ResourceError, StateError
@@ -175,6 +177,19 @@ def prefer_expandable_segments(device: torch.device) -> None:
     # the name of torch 2.13; the earlier one is deprecated there
     configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
     configure("expandable_segments:True")
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on a rank's device; a machine's memory is counted as if all ranks shared it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    known = Path("/proc/meminfo")
+    if known.exists():
+        lines = dict(line.split(":", 1) for line in known.read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free // dist.get_world_size()
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
