@@ -131,14 +131,14 @@ def check_plan(
         first = plan.updates[: plan.num_first_epoch_updates]
         if any(pack.min() < 0 or pack.max() >= batch.num_samples for pack in packs):
             fault = f"names samples that a batch of {batch.num_samples} does not have"
+        elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
+            fault = "has a sample twice in an update"
         elif plan.shared is not None and not plan.shared.fit(batch.tokens, batch.lengths):
             fault = "says that samples share what they do not"
         elif any(_tokens_of(plan, batch, pack) > max_pack_tokens for pack in packs):
             fault = f"has packs of more than {max_pack_tokens} tokens"
         elif together is not None and any(np.isin(together, together[pack]).sum() != len(pack) for pack in packs):
             fault = "parts samples that the loss compares"
-        elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
-            fault = "has a sample twice in an update"
         elif not np.isin(_samples(plan.updates), _samples(first)).all():
             fault = f"has samples in later epochs that its first {plan.num_first_epoch_updates} updates do not have"
         else:

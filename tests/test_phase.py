@@ -396,6 +396,9 @@ def test_a_plan_may_not_claim_more_in_common_than_there_is() -> None:
     wrong = dataclasses.replace(plan.shared, shared=plan.shared.shared + (plan.shared.shared > 0))
     with pytest.raises(BatchError, match="share what they do not"):
         check_plan(dataclasses.replace(plan, shared=wrong), batch, dp=1, max_pack_tokens=24)
+    twice = dataclasses.replace(plan, updates=(((np.array([0, 0, 1]),),),))
+    with pytest.raises(BatchError, match="twice in an update"):
+        check_plan(twice, batch, dp=1, max_pack_tokens=24)
 
 
 @pytest.mark.parametrize(

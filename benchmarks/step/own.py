@@ -16,22 +16,28 @@ from slimefsdp.parallel.mesh import start_process_group_from_environment
 from slimefsdp.trainer import Trainer
 
 SETTINGS = Path(__file__).with_name("slimefsdp.yaml")
+MICRO_BATCHES = (2048, 4096, 8192)  # batch.max_tokens_per_rank
 
 
 class OwnStep:
     """One `train_step` with the settings of slimefsdp.yaml."""
 
     def __init__(self, model: Path, batch: Path, device: torch.device, *, overrides: list[str]) -> None:
-        config = load_config(SETTINGS, [f"model.path={model}", f"mesh.device={device.type}", *overrides])
+        given = [f"model.path={model}", f"mesh.device={device.type}", *overrides]
         start_process_group_from_environment(device, timeout_s=600)
-        self.trainer = Trainer(config, device=device)
         self.batch = RolloutBatch.load(batch)
-        self.parameters = sum(parameter.numel() for parameter in self.trainer.policy.parameters())
-        self.micro_batches = [config.batch.max_tokens_per_rank]
+        longest = int(self.batch.lengths.max())
+        self.micro_batches = sorted({max(size, longest) for size in MICRO_BATCHES})
+        self.trainers = {
+            size: Trainer(load_config(SETTINGS, [*given, f"batch.max_tokens_per_rank={size}"]), device=device)
+            for size in self.micro_batches
+        }
+        policy = self.trainers[self.micro_batches[0]].policy
+        self.parameters = sum(parameter.numel() for parameter in policy.parameters())
 
     def step(self, micro_batch: int) -> tuple[float, float]:
-        """One phase, which is one update."""
-        metrics = self.trainer.train_step(self.batch)
+        """One phase, which is one update, in packs of at most so many tokens."""
+        metrics = self.trainers[micro_batch].train_step(self.batch)
         return metrics["loss"], metrics["grad_norm"]
 
 

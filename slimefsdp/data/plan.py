@@ -154,16 +154,18 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
         return _placed(groups(costs, samples, together), costs, dp)
     if costs.shared is None:
         return _placed(singles(costs, samples), costs, dp)
-    best, least_time = None, float("inf")
-    limit = costs.max_pack_tokens
     # larger bundles share more and are harder to even out: whatever takes the least time by the estimate
-    while best is None or limit > costs.lengths[samples].min():
+    best, least_time = None, float("inf")
+    longest, limit = int(costs.lengths[samples].max()), costs.max_pack_tokens
+    while best is None or limit >= longest:
         items = bundles(costs, samples, limit)
         update = _placed(items, costs, dp)
         time = _time_of(update, costs)
         if time < least_time:
             best, least_time = update, time
-        limit = min(limit, int(items.tokens.max())) // 2
+        # what bundles have beyond the longest sample is halved: below that hardly anything is left to share
+        largest = int(items.tokens.max())
+        limit = (largest + longest) // 2 if largest > longest + 1 else longest - 1
     return best
 
 

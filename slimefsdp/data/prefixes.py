@@ -162,7 +162,7 @@ def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, le
 
 
 def _thinned(common: np.ndarray, least: int) -> np.ndarray:
-    """What neighbours share, cut down so that no node has fewer than `least` tokens.
+    """What neighbours share, cut down so that no node that is shared has fewer than `least` tokens.
 
     Args:
         common: int64 [n], tokens that each of the sorted samples has in common with the one before; 0 at the first.

@@ -69,6 +69,21 @@ def test_a_group_is_parted_where_ranks_would_otherwise_wait_for_it():
     assert plan.imbalance(lengths) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("num_groups", "prompt", "size", "response", "dp"),
+    [(1, 1024, 16, 128, 8), (4, 1024, 16, 128, 32), (8, 512, 8, 256, 32), (16, 1024, 16, 300, 64)],
+)
+def test_a_group_over_many_ranks_is_parted_as_well_as_by_any_equal_parts(num_groups, prompt, size, response, dp):
+    tokens, lengths = grouped(num_groups, size, prompt, response)
+    plan = plan_phase(lengths, dp=dp, max_pack_tokens=16384, shared=find_prefixes(tokens, lengths))
+    costs = SampleCosts(lengths, COST, 1, 16384, plan.shared)
+    busiest = max(sum(map(costs.work, packs)) for packs in plan.updates[0])
+    assert plan.shared is not None
+    # every group in equal parts of so many samples, no more parts than ranks
+    fitting = [part for part in range(1, size + 1) if num_groups * -(-size // part) <= dp]
+    assert busiest <= 1.02 * min(costs.work(np.arange(part)) for part in fitting)
+
+
 @pytest.mark.parametrize("dp", [1, 2, 3, 8])
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize(("size", "prompt", "response"), [(16, 1024, 128), (8, 256, 256), (4, 32, 200), (2, 300, 10)])

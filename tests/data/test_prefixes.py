@@ -61,7 +61,7 @@ def test_with_nodes_of_any_length_all_is_shared_that_two_samples_have_in_common(
 
 @given(related_samples(), st.integers(2, 6), st.randoms())
 @settings(max_examples=200, deadline=None)
-def test_no_node_is_shorter_than_asked_unless_it_is_a_samples_own(samples, least, random):
+def test_no_shared_node_is_shorter_than_asked(samples, least, random):
     batch = batch_of(samples)
     shared = find_prefixes(batch.tokens, batch.lengths, least)
     if shared is None:
