@@ -22,12 +22,27 @@ from tests.tiny_models import save_tiny_model
 WAITING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
 
 
+# methods that read a tensor without an operation that a dispatch mode sees
+READING = ("tolist", "numpy", "cpu", "__array__")
+
+
 class FailsWhereTheHostWaits(TorchDispatchMode):
     """Stands for a device: an operation whose result the host reads is an error."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> FailsWhereTheHostWaits:
+        for name in READING:
+            self._patch.setattr(torch.Tensor, name, _failing(name))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.undo()
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
@@ -36,6 +51,13 @@ class FailsWhereTheHostWaits(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_"):
             assert not any(i is not None and i.dtype == torch.bool for i in args[1]), f"{name} by a mask waits"
         return func(*args, **(kwargs or {}))
+
+
+def _failing(name: str) -> Any:
+    def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"{name} waits for the device")
+
+    return read
 
 
 def watched_update(rank: int, config: RunConfig, batch: RolloutBatch) -> int:
@@ -79,6 +101,11 @@ def test_no_operation_of_an_update_waits_for_the_device(tmp_path: Path, ranks: R
 
 def test_the_watch_sees_what_waits() -> None:
     with FailsWhereTheHostWaits():
-        for waits in (lambda: torch.ones(2).sum().item(), lambda: torch.ones(2)[torch.ones(2) > 0]):
+        for waits in (
+            lambda: torch.ones(2).sum().item(),
+            lambda: torch.ones(2)[torch.ones(2) > 0],
+            lambda: torch.ones(2).tolist(),
+            lambda: np.asarray(torch.ones(2)),
+        ):
             with pytest.raises(AssertionError, match="waits"):
                 waits()
