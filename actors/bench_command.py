@@ -56,8 +56,10 @@ def bench_command(options: argparse.Namespace) -> int:
     from benchmarks.step import harness
     from benchmarks.step.workloads import DEFAULT_WORKLOADS
 
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out={options.out} is in no folder", field="--out", hint="make the folder first")
+    if options.out is not None and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
+        raise ConfigError(f"--out={options.out} is no file in a folder", field="--out", hint="name a file")
+    if options.seed < 0:
+        raise ConfigError(f"--seed={options.seed} is negative", field="--seed", hint="give a number from 0 on")
     provenance = {"what": harness.WHAT, **environment(options.threads), **harness.provenance()}
 
     def save(record: dict[str, Any]) -> None:
@@ -77,7 +79,8 @@ def bench_command(options: argparse.Namespace) -> int:
         save=save,
     )
     print(harness.table(found))
-    return 0
+    own = [one["status"] for one in found["results"] if harness.SYSTEMS[one["system"]].script == harness.OWN]
+    return 0 if all(status == "measured" for status in own) else 1
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -80,7 +80,10 @@ def plan_command(options: argparse.Namespace) -> int:
     device = _device(options, config)
     assert config.mesh.dp != "auto"
     shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
-    config = with_chosen_sharding(config, dimensions, shape, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu)
+    beside = beside_of(config, *(_dimensions_of(config, role) for role in ("ref", "critic")))
+    config = with_chosen_sharding(
+        config, dimensions, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
+    )
     computing = computing_of(config, dimensions, on_cpu=device.on_cpu)
     lengths = sample_lengths(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
@@ -94,7 +97,6 @@ def plan_command(options: argparse.Namespace) -> int:
             field="lengths",
             hint="give shorter --lengths, or another model",
         )
-    beside = beside_of(config, *(_dimensions_of(config, role) for role in ("ref", "critic")))
     work = workload_of(dimensions, found, byte_sizes_of(config), beside, computing.recomputed_share(dimensions.layers))
     outlook = look_ahead(work, computing, device, config)
     if options.json:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from slimefsdp.config import RunConfig
@@ -17,6 +17,7 @@ from slimefsdp.estimate import (
     fits,
     most_tokens_that_fit,
     peak_memory,
+    with_cap,
 )
 from slimefsdp.footprint import SHARDINGS, Computing, Memory, Sharding
 from slimefsdp.rates import Rates
@@ -143,13 +144,8 @@ def _ways_out(work: Workload, computing: Computing, limit: int, least_held: int,
     if ranks is not None:
         ways.append(f"raise mesh.dp to {ranks // cp}")
     if not ways and shortest_cap < work.batch.tokens:
-        ranks = fewest_shard_ranks_that_fit(_with_cap(work, shortest_cap), computing, limit, most=_MOST_RANKS)
+        ranks = fewest_shard_ranks_that_fit(with_cap(work, shortest_cap), computing, limit, most=_MOST_RANKS)
         if ranks is not None:
             ways.append(f"lower batch.max_tokens_per_rank to {shortest_cap} and raise mesh.dp to {ranks // cp}")
     ways.append(f"take devices of {least_held / HEADROOM / 1e9:.1f} GB")
     return ", or ".join(ways)
-
-
-def _with_cap(work: Workload, tokens: int) -> Workload:
-    share = work.batch.rows / work.batch.tokens
-    return replace(work, batch=replace(work.batch, tokens=tokens, rows=max(1, round(tokens * share))))

@@ -34,6 +34,7 @@ def plan_table(
         f"model     {_count(dimensions.parameters)} parameters: {dimensions.layers} layers of {dimensions.hidden}, "
         f"{dimensions.heads} heads over {dimensions.kv_heads} key heads",
         f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {lengths}",
+        *_prefix_lines(config),
         f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
         f"data rank: {micro_batches}{repeated}",
         f"tokens    {fewest:,} to {most:,} on a rank (mean {mean:,.0f}), at most {found.most_tokens_at_once:,} at once",
@@ -60,6 +61,12 @@ def plan_table(
         "",
     ]
     return [*lines, *_memory_lines(config, outlook), "", *_time_lines(outlook)]
+
+
+def _prefix_lines(config: RunConfig) -> list[str]:
+    if config.batch.share_prefixes == "never":
+        return []
+    return [f"prefixes  counted for every sample; batch.share_prefixes={config.batch.share_prefixes} may compute less"]
 
 
 def _attention_lines(found: Simulation, choice: Choice) -> list[str]:

@@ -93,9 +93,7 @@ class HeadActivations:
         hidden, vocab = dimensions.hidden, dimensions.vocab
         if not rows:
             return cls(kept=tokens * hidden * (wide + compute), forward=0, backward=0)
-        per_chunk = max(1, HEAD_CHUNK_BYTES // (2 * vocab * wide))
-        chunks = max(1, min(-(-rows // per_chunk), rows // 2))
-        logits = -(-rows // chunks) * vocab * wide
+        logits = -(-rows // _head_chunks(rows, vocab, wide)) * vocab * wide
         is_half = compute != wide
         widened = min(_WIDENED_WEIGHT_BYTES, vocab * hidden * wide) if is_half and on_cpu else 0
         buffers = 1 + entropy_grad + full_kl
@@ -107,6 +105,22 @@ class HeadActivations:
             + vocab * hidden * (wide + (compute if is_half else 0))
             + (0 if is_half else widened),
         )
+
+
+def recomputed_head_share(dimensions: ModelDimensions, *, wide: int, rows: int) -> float:
+    """Of the head's projection, what backward computes again: all chunks but the last, whose logits are kept.
+
+    With a final logit soft-cap none are; dimensions do not tell, and this leaves it out.
+
+    Args:
+        wide, rows: as `HeadActivations.of_model`.
+    """
+    return 1 - 1 / _head_chunks(rows, dimensions.vocab, wide) if rows else 0.0
+
+
+def _head_chunks(rows: int, vocab: int, wide: int) -> int:
+    per_chunk = max(1, HEAD_CHUNK_BYTES // (2 * vocab * wide))
+    return max(1, min(-(-rows // per_chunk), rows // 2))
 
 
 def is_recomputed(index: int, recompute: Recompute, every: int) -> bool:

@@ -19,7 +19,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.flops import peak_tflops
 from slimefsdp.errors import ConfigError, ModelError
-from slimefsdp.expected import with_chosen_sharding
+from slimefsdp.estimate import Beside
+from slimefsdp.expected import beside_of, with_chosen_sharding
 from slimefsdp.functions import load_function
 from slimefsdp.loss.correction import CorrectionOptions
 from slimefsdp.loss.names import LOOKS_AT_SEQUENCES
@@ -134,14 +135,17 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     return found[0] if found else replace(sent[0], extra_files=())
 
 
-def with_sharding(config: RunConfig, folder: ModelFolder, mesh: Mesh) -> RunConfig:
+def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> RunConfig:
     """Collective: settings whose fsdp.sharding is a level, on every rank the same; `auto` looks at what is free now."""
     if config.fsdp.sharding != "auto":
         return config
     free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.group)
     shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
-    return with_chosen_sharding(config, dimensions_of(folder.config), shape, memory_bytes=int(free), on_cpu=on_cpu)
+    policy = dimensions_of(folder.config)
+    # a reference and a critic are loaded after the policy, and taken to be as large
+    beside = beside_of(config, policy, policy) if role == "actor" else Beside()
+    return with_chosen_sharding(config, policy, shape, beside=beside, memory_bytes=int(free), on_cpu=on_cpu)
 
 
 def model_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from slimefsdp.activations import LayerActivations, Recompute
+from slimefsdp.activations import LayerActivations, Recompute, recomputed_head_share
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.flops import Flops
 from slimefsdp.footprint import (
@@ -40,6 +40,11 @@ class Beside:
     reference_computes_from_host: bool = False  # reference.offload=fsdp
     critic: ModelDimensions | None = None
     critic_rests_on_host: bool = True
+
+    @property
+    def headless_critic(self) -> ModelDimensions | None:
+        """The critic as if its embedding were its head, since it has no other over the vocabulary."""
+        return None if self.critic is None else replace(self.critic, is_tied=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +104,14 @@ class StepTime:
 def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Computing) -> StepTime:
     """The floor of an update under one way to train.
 
-    A head computes its projection twice, attention multiplies queries and keys twice, and what is recomputed is
-    computed again: whole, or under `selective` without matrix products and attention.
+    A head computes the logits again that it did not keep, attention multiplies queries and keys twice, and what is
+    recomputed is computed again: whole, or under `selective` without matrix products and attention.
     """
     model, sizes = work.dimensions, work.sizes
     recomputed = computing.recomputed_share(model.layers)
     again = recomputed if computing.recompute == "full" else 0.0
-    products = work.needed.layers + work.needed.head + work.forward.head + again * work.forward.layers
+    of_head = recomputed_head_share(model, wide=sizes.wide, rows=work.batch.rows)
+    products = work.needed.layers + work.needed.head + of_head * work.forward.head + again * work.forward.layers
     attention = work.needed.attention + (0.5 + again) * work.forward.attention
     layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide)
     touched = layer.kept * model.layers * work.tokens * (_PASSES_OVER_ACTIVATIONS + recomputed)
@@ -127,7 +133,8 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     to_host = 0.0
     if computing.cpu_offload:
         gathered = gathered_parameters(model, sharding, work.batch.count) / shards
-        to_host = gathered * sizes.master + trained * sizes.master * work.batch.count
+        sums = 1 if sharding == "optimizer" else work.batch.count
+        to_host = gathered * sizes.master + trained * sizes.master * sums
     attention_bytes = work.attention_bytes + work.attention_bytes_again * recomputed
     return StepTime(
         products=work.slowdown * products / (1e12 * rates.matrix_tflops),
@@ -138,28 +145,60 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Bytes of the models beside the policy, while none of them is at work."""
+
+    reference: int
+    critic: int
+    shown: int  # of both, on the device while the policy trains; what a CPU calls its host is left out
+
+
+def _others_at_rest(
+    beside: Beside, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, computing: Computing
+) -> _Others:
+    reference = _at_rest(beside.reference, sharding, shard_ranks, sizes, 0.0).total
+    critic = _at_rest(beside.headless_critic, sharding, shard_ranks, sizes, 1.0).total
+    is_read = computing.full_kl or not beside.reference_rests_on_host
+    shown = (reference if is_read else 0) + (0 if beside.critic_rests_on_host else critic)
+    # offloaded, all that is at rest is on the host
+    return _Others(reference, critic, 0 if computing.cpu_offload and not computing.on_cpu else shown)
+
+
+def _at_rest(
+    model: ModelDimensions | None, sharding: Sharding, shard_ranks: int, sizes: ByteSizes, trained_share: float
+) -> Memory:
+    if model is None:
+        return Memory(0, 0, 0, 0)
+    held = memory_per_rank(model, sharding, shard_ranks=shard_ranks, sizes=sizes, trained_share=trained_share)
+    return replace(held, unsharded=0, gradients=0)
+
+
+def bytes_beside(
+    beside: Beside, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, computing: Computing
+) -> int:
+    """What the models beside a policy take of a rank's device while the policy trains; on a CPU, where they rest, too.
+
+    Args:
+        shard_ranks: that share a copy of each model.
+    """
+    found = _others_at_rest(beside, sharding, shard_ranks=shard_ranks, sizes=sizes, computing=computing)
+    return found.reference + found.critic if computing.on_cpu else found.shown
+
+
 def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Memory:
     """The fullest moment of a rank: while the policy trains, the reference computes, or the critic trains."""
     beside, sizes = work.beside, work.sizes
-
-    def at_rest(model: ModelDimensions | None, trained_share: float) -> Memory:
-        if model is None:
-            return Memory(0, 0, 0, 0)
-        held = memory_per_rank(model, sharding, shard_ranks=work.shard_ranks, sizes=sizes, trained_share=trained_share)
-        return replace(held, unsharded=0, gradients=0)
-
-    policy, critic = at_rest(work.dimensions, computing.trained_share), at_rest(beside.critic, 1.0)
-    reference = at_rest(beside.reference, 0.0).parameters
-    # what of the others is on the device while the policy trains
-    is_read = computing.full_kl or not beside.reference_rests_on_host
-    shown = (reference if is_read else 0) + (0 if beside.critic_rests_on_host else critic.total)
+    others = _others_at_rest(beside, sharding, shard_ranks=work.shard_ranks, sizes=sizes, computing=computing)
+    reference, critic, shown = others.reference, others.critic, others.shown
+    hidden = reference + critic - shown
+    policy = _at_rest(work.dimensions, sharding, work.shard_ranks, sizes, computing.trained_share)
     is_offloaded = computing.cpu_offload and not computing.on_cpu
-    if is_offloaded:  # all that is at rest is on the host
-        policy, shown = Memory(0, 0, 0, 0, host=policy.total), 0
-    hidden = reference + critic.total - shown
+    if is_offloaded:
+        policy = Memory(0, 0, 0, 0, host=policy.total)
     training = _step_memory(work, work.dimensions, sharding, computing, work.batch)
     moments = [replace(training, others=shown, host=training.host + hidden)]
-    if beside.reference is not None and not is_read:
+    if beside.reference is not None and beside.reference_rests_on_host and not computing.full_kl:
         awake = 0 if beside.reference_computes_from_host or is_offloaded else reference
         gathered = memory_per_rank(beside.reference, sharding, shard_ranks=work.shard_ranks, sizes=sizes).unsharded
         layer = LayerActivations.of_model(beside.reference, compute=sizes.compute, wide=sizes.wide)
@@ -172,13 +211,13 @@ def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Mem
                 activations=layer.kept * work.batch.tokens,  # nothing is kept, but a layer is at work
             )
         )
-    if beside.critic is not None:
-        # its embedding is no head: no gradient of logits is added to that of the tokens, and all of it is trained
-        model, batch = replace(beside.critic, is_tied=True), replace(work.batch, rows=0)
+    if (model := beside.headless_critic) is not None:
+        # all of it is trained, and no gradient of logits is added to that of the tokens
+        batch = replace(work.batch, rows=0)
         training = _step_memory(work, model, sharding, replace(computing, trained_share=1.0), batch)
-        resting = hidden - (critic.total if beside.critic_rests_on_host or is_offloaded else 0)
-        others = policy.total + (0 if is_offloaded else reference - resting)
-        moments.append(replace(training, others=others, host=training.host + policy.host + resting))
+        resting = hidden - (critic if beside.critic_rests_on_host or is_offloaded else 0)
+        awake = policy.total + (0 if is_offloaded else reference - resting)
+        moments.append(replace(training, others=awake, host=training.host + policy.host + resting))
     if computing.on_cpu:
         moments = [replace(moment, others=moment.others + moment.host, host=0) for moment in moments]
     return max(moments, key=lambda moment: moment.total)
@@ -236,15 +275,20 @@ def most_tokens_that_fit(work: Workload, computing: Computing, memory_bytes: int
     """Tokens of a micro-batch on one rank that fit with some way to train; 0: not one."""
 
     def does(tokens: int) -> bool:
-        share = work.batch.rows / work.batch.tokens
-        smaller = replace(work, batch=replace(work.batch, tokens=tokens, rows=round(tokens * share)))
-        return _some_way_fits(smaller, computing, memory_bytes)
+        return _some_way_fits(with_cap(work, tokens), computing, memory_bytes)
 
     low, high = 0, work.batch.tokens  # does(low), not does(high)
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
         low, high = (middle, high) if does(middle) else (low, middle)
     return low
+
+
+def with_cap(work: Workload, tokens: int) -> Workload:
+    """The same update in smaller micro-batches, of so many tokens and as many more of them."""
+    batch = work.batch
+    rows = max(1, round(tokens * batch.rows / batch.tokens))
+    return replace(work, batch=MicroBatches(tokens, rows, -(-batch.count * batch.tokens // tokens)))
 
 
 def fewest_shard_ranks_that_fit(work: Workload, computing: Computing, memory_bytes: int, *, most: int) -> int | None:

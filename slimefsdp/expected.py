@@ -10,7 +10,7 @@ from slimefsdp.attention.choice import Choice
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.estimate import HEADROOM, Beside, Workload
+from slimefsdp.estimate import HEADROOM, Beside, Workload, bytes_beside
 from slimefsdp.footprint import ByteSizes, Computing, MicroBatches, choose_sharding
 from slimefsdp.simulate import MeshShape, Simulation, simulate
 
@@ -60,6 +60,7 @@ def with_chosen_sharding(
     dimensions: ModelDimensions | None,
     mesh: MeshShape,
     *,
+    beside: Beside,
     memory_bytes: int | None,
     on_cpu: bool,
 ) -> RunConfig:
@@ -69,20 +70,25 @@ def with_chosen_sharding(
 
     Args:
         dimensions: None: they are not known, and it is `full`.
+        beside: models that will share the memory and are not in it yet.
         memory_bytes: free for a rank; None: more than enough.
     """
     if config.fsdp.sharding != "auto":
         return config
     tokens, level = config.batch.max_tokens_per_rank, "full"
     if dimensions is not None:
+        shard_ranks, sizes = mesh.dp * mesh.cp, byte_sizes_of(config)
+        computing = computing_of(config, dimensions, on_cpu=on_cpu)
         level = choose_sharding(
             dimensions,
             MicroBatches(tokens, rows=tokens, count=2),  # of one alone, gradients are summed once anyway
             memory_bytes=sys.maxsize if memory_bytes is None else int(HEADROOM * memory_bytes),
             dp_replicate=mesh.dp_replicate,
-            shard_ranks=mesh.dp * mesh.cp,
-            sizes=byte_sizes_of(config),
-            computing=computing_of(config, dimensions, on_cpu=on_cpu),
+            shard_ranks=shard_ranks,
+            sizes=sizes,
+            computing=computing,
+            # the levels to choose from hold equally much at rest
+            others=bytes_beside(beside, "full", shard_ranks=shard_ranks, sizes=sizes, computing=computing),
             levels=("full", "keep_parameters", "optimizer"),
         )
     return config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"sharding": level})})

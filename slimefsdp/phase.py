@@ -20,7 +20,7 @@ from slimefsdp.credit import check_pairs, has_variance, require, response_advant
 from slimefsdp.data.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.plan import MIN_GAIN, Plan, plan_phase
-from slimefsdp.data.prefixes import find_prefixes
+from slimefsdp.data.prefixes import SharedPrefixes, find_prefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.loss.advantages import zero_variance_share
@@ -122,6 +122,8 @@ def check_plan(
     """
     if not isinstance(plan, Plan):
         fault = f"is a {type(plan).__name__}, not a Plan"
+    elif not _is_well_formed(plan):
+        fault = "is not made of int64 arrays of samples, one for every micro-batch of every data rank in every update"
     elif any(len(update) != dp for update in plan.updates):
         fault = f"is not for mesh.dp_replicate x mesh.dp = {dp}"
     elif any(len({len(packs) for packs in update}) > 1 for update in plan.updates):
@@ -139,11 +141,29 @@ def check_plan(
             fault = f"has packs of more than {max_pack_tokens} tokens"
         elif together is not None and any(np.isin(together, together[pack]).sum() != len(pack) for pack in packs):
             fault = "parts samples that the loss compares"
+        elif len(_samples(first)) != len(np.unique(_samples(first))):
+            fault = f"has a sample twice in its first epoch, its first {plan.num_first_epoch_updates} updates"
         elif not np.isin(_samples(plan.updates), _samples(first)).all():
             fault = f"has samples in later epochs that its first {plan.num_first_epoch_updates} updates do not have"
         else:
             return
     raise BatchError(f"plan {fault}", field="plan", hint="make it with slimefsdp.phase.plan_training for this batch")
+
+
+def _is_well_formed(plan: Plan) -> bool:
+    def is_indices(value: object) -> bool:
+        return isinstance(value, np.ndarray) and value.dtype == np.int64 and value.ndim == 1
+
+    shared, first = plan.shared, plan.num_first_epoch_updates
+    if shared is not None and not (
+        isinstance(shared, SharedPrefixes) and is_indices(shared.place) and is_indices(shared.shared)
+    ):
+        return False
+    try:
+        packs = [(len(of_rank), all(map(is_indices, of_rank))) for update in plan.updates for of_rank in update]
+        return all(count and good for count, good in packs) and 0 <= first <= len(plan.updates)
+    except TypeError:  # something is no sequence, or no number
+        return False
 
 
 def _tokens_of(plan: Plan, batch: RolloutBatch, pack: np.ndarray) -> int:

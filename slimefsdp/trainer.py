@@ -71,7 +71,7 @@ class Trainer:
         self.mesh: Mesh = build.mesh_for(config, role, device)
         run_together(lambda: build.check_policy_loss(config), self.mesh.group)
         self.folder = build.folder_for(config, role, self.mesh.group)
-        self.config = config = build.with_sharding(config, self.folder, self.mesh)
+        self.config = config = build.with_sharding(config, role, self.folder, self.mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
         self.policy: DecoderModel = build.model_for(kind, config, role, self.folder, self.mesh)
         self._residency = Residency(device, self.mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
@@ -156,7 +156,7 @@ class Trainer:
         loss: LossName = "value" if self.role == "critic" else self.config.loss_name
         self._check(batch, loss, (gae_lambda, kl_coefficient))
         cost = self.policy.attention.cost  # what plans are balanced by
-        plan = plan or phase.plan_training(self.config, batch, cost, loss=loss)
+        plan = phase.plan_training(self.config, batch, cost, loss=loss) if plan is None else plan
         plan = agreed_plan(self.config, plan, batch, loss, self.mesh.group, data_ranks=self.mesh.data_ranks)
         self._residency.wake_up(("parameters",))
         self._forget_gradients()  # what a failed or abandoned update left

@@ -19,7 +19,7 @@ from slimefsdp.loss.objective import TokenInputs
 from slimefsdp.metrics import MetricSums
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.fsdp import gradients_summed_once, reshard
+from slimefsdp.parallel.fsdp import abandon_update, gradients_summed_once, reshard
 from slimefsdp.parallel.mesh import Mesh, gather_pairs
 
 
@@ -121,7 +121,8 @@ def accumulate_gradients(
 ) -> None:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
-    Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes.
+    Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes. After an
+    error no gradient is left, not those of earlier calls either: half an update would be trained on as if it were one.
 
     Args:
         inputs: per response token of the batch, [R], on the CPU.
@@ -134,14 +135,18 @@ def accumulate_gradients(
         how: further arguments of the model's forward.
     """
     found = micro_batches(batch, samples, model.attention, mesh, trained_only=True, shared=shared)
-    with gradients_summed_once(model) if sum_once else nullcontext() as begin:
-        for index, micro_batch in enumerate(found):
-            here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
-            if begin is not None:
-                begin(index == len(samples) - 1)
-            if reference is not None:
-                with torch.no_grad():
-                    how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
-            outputs = evaluate(model, micro_batch, mesh, **how)
-            loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
-            (loss * loss_scale).backward()
+    try:
+        with gradients_summed_once(model) if sum_once else nullcontext() as begin:
+            for index, micro_batch in enumerate(found):
+                here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
+                if begin is not None:
+                    begin(index == len(samples) - 1)
+                if reference is not None:
+                    with torch.no_grad():
+                        how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
+                outputs = evaluate(model, micro_batch, mesh, **how)
+                loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+                (loss * loss_scale).backward()
+    except BaseException:
+        abandon_update(model)
+        raise

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from slimefsdp.activations import HEAD_CHUNK_BYTES, HeadActivations, LayerActivations, kept_between
+from slimefsdp.activations import (
+    HEAD_CHUNK_BYTES,
+    HeadActivations,
+    LayerActivations,
+    kept_between,
+    recomputed_head_share,
+)
 from slimefsdp.attention.choice import Choice
 from slimefsdp.attention.register import register_attention
 from slimefsdp.attention.strategy import Attention
@@ -84,3 +90,11 @@ def test_the_head_of_many_rows_holds_two_chunks_of_logits_and_a_gradient_of_its_
 
 def test_the_chunks_are_those_of_the_head() -> None:
     assert inspect.signature(head.token_log_probs).parameters["chunk_bytes"].default == HEAD_CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (2, 1), (512, 1), (513, 2), (8000, 16)])
+def test_a_head_keeps_the_logits_of_one_chunk_of_the_real_ones(rows: int, chunks: int) -> None:
+    model = ModelDimensions(64, 4, 4, 2, 32, 160, vocab=32_768)
+    assert len(head.chunk_bounds(rows, HEAD_CHUNK_BYTES // (32_768 * 4 * 2))) == chunks
+    assert recomputed_head_share(model, wide=4, rows=rows) == 1 - 1 / chunks
+    assert recomputed_head_share(model, wide=4, rows=0) == 0

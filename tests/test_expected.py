@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from slimefsdp.build import cost_for
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import ConfigError, ModelError, SlimeError
+from slimefsdp.estimate import HEADROOM, Beside
 from slimefsdp.expected import (
     beside_of,
     byte_sizes_of,
@@ -113,16 +116,39 @@ def test_automatic_sharding_takes_what_sends_least_and_fits(tmp_path: Path) -> N
     mesh = MeshShape(dp=4)
 
     def level(memory_bytes: int | None) -> str:
-        chosen = with_chosen_sharding(config, dimensions, mesh, memory_bytes=memory_bytes, on_cpu=True)
+        chosen = with_chosen_sharding(config, dimensions, mesh, beside=Beside(), memory_bytes=memory_bytes, on_cpu=True)
         return chosen.fsdp.sharding
 
     levels = [level(memory) for memory in (None, *range(100_000_000, 0, -500_000))]
     assert levels[0] == levels[1] == "optimizer" and levels[-1] == "full"
     assert levels == sorted(levels, key=["optimizer", "keep_parameters", "full"].index), "less memory, more sharding"
-    unknown = with_chosen_sharding(config, None, mesh, memory_bytes=None, on_cpu=True)
+    unknown = with_chosen_sharding(config, None, mesh, beside=Beside(), memory_bytes=None, on_cpu=True)
     assert unknown.fsdp.sharding == "full"
     named = settings(fsdp={"sharding": "replicate"})
-    assert with_chosen_sharding(named, dimensions, mesh, memory_bytes=1, on_cpu=True) is named
+    assert with_chosen_sharding(named, dimensions, mesh, beside=Beside(), memory_bytes=1, on_cpu=True) is named
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_automatic_sharding_leaves_room_for_models_that_are_still_to_come(on_cpu: bool) -> None:
+    config = settings(fsdp={"sharding": "auto"})
+    untied = replace(MODEL, vocab=4096)
+
+    def levels(beside: Beside, taken: int) -> list[str]:
+        return [
+            with_chosen_sharding(
+                config, untied, MeshShape(dp=4), beside=beside, memory_bytes=memory + taken, on_cpu=on_cpu
+            ).fsdp.sharding
+            for memory in range(2_000_000, 400_000_000, 1_000_000)
+        ]
+
+    reference = untied.parameters // 4 * 4
+    critic = 3 * (untied.parameters - untied.embedding_parameters) // 4 * 4
+    stay = Beside(untied, reference_rests_on_host=False, critic=untied, critic_rests_on_host=False)
+    alone = levels(Beside(), 0)
+    assert len(set(alone)) > 1 and levels(stay, 0) != alone
+    assert levels(stay, math.ceil((reference + critic) / HEADROOM)) == alone
+    sleeping = Beside(untied, critic=untied)
+    assert levels(sleeping, 0) == (levels(stay, 0) if on_cpu else alone), "only where there is another memory"
 
 
 def sharding_of_rank(rank: int, config: RunConfig, free: list[int]) -> str:
@@ -136,3 +162,21 @@ def test_the_rank_with_least_memory_decides_for_all(ranks: RankPool, tmp_path: P
     config = settings(model={"path": path}, mesh={"dp": 2, "device": "cpu"}, fsdp={"sharding": "auto"})
     assert ranks.run(2, sharding_of_rank, config, [10**12, 10**12]) == ["optimizer", "optimizer"]
     assert ranks.run(2, sharding_of_rank, config, [10**12, 10**3]) == ["full", "full"]
+
+
+def test_an_actor_leaves_room_for_the_reference_that_it_loads_next(ranks: RankPool, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    dimensions = ModelDimensions.from_config(read_model_folder(folder).config)
+    sections = {"model": {"path": str(folder)}, "mesh": {"dp": 2, "device": "cpu"}, "fsdp": {"sharding": "auto"}}
+    config = settings(**sections)
+
+    def level(memory_bytes: int) -> str:
+        beside, mesh = Beside(), MeshShape(dp=2)
+        chosen = with_chosen_sharding(config, dimensions, mesh, beside=beside, memory_bytes=memory_bytes, on_cpu=True)
+        return chosen.fsdp.sharding
+
+    just_enough = next(memory for memory in range(0, 10**9, 20_000) if level(memory) == "optimizer")
+    with_reference = settings(**sections, loss={"kl_coefficient": 0.1})
+    free = [just_enough] * 2
+    assert ranks.run(2, sharding_of_rank, config, free) == ["optimizer"] * 2
+    assert "optimizer" not in ranks.run(2, sharding_of_rank, with_reference, free)

@@ -16,6 +16,7 @@ import pytest
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.plan import Plan
+from slimefsdp.data.prefixes import SharedPrefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.phase import (
@@ -382,6 +383,31 @@ def test_a_plan_that_parts_a_pair_is_refused_where_the_loss_compares_pairs() -> 
             check_plan(parted, batch, dp=2, max_pack_tokens=cap, together=batch.group_ids)
         assert caught.value.field == "plan"
     check_plan(whole, batch, dp=2, max_pack_tokens=cap, together=batch.group_ids)
+
+
+def test_a_plan_of_other_things_than_sample_indices_is_refused() -> None:
+    batch = make_batch([1.0, 0.0])
+    good = np.arange(2)
+    twice = ((good[:1],),), ((good[:1],),), ((good[1:],),)
+    wrong: list[Any] = [
+        Plan((((),),), 0, 0, 1, 99),
+        Plan(((([0, 1],),),), 0, 0, 1, 99),
+        Plan((((good.astype(float),),),), 0, 0, 1, 99),
+        Plan((((good > 0,),),), 0, 0, 1, 99),
+        Plan((((good[None],),),), 0, 0, 1, 99),
+        Plan(None, 0, 0, 1, 99),  # type: ignore[arg-type]
+        Plan((((good,),),), 0, 0, -1, 99),
+        Plan((((good,),),), 0, 0, 2, 99),
+        Plan((((good,),),), 0, 0, None, 99),  # type: ignore[arg-type]
+        Plan((((good,),),), 0, 0, 1, 99, "yes"),  # type: ignore[arg-type]
+        Plan((((good,),),), 0, 0, 1, 99, SharedPrefixes(good.astype(float), good)),
+        Plan(twice, 0, 0, 3, 99),
+    ]
+    check_plan(Plan((((good,),),), 0, 0, 1, 99), batch, dp=1, max_pack_tokens=99)
+    for plan in wrong:
+        with pytest.raises(BatchError) as caught:
+            check_plan(plan, batch, dp=1, max_pack_tokens=99)
+        assert caught.value.field == "plan"
 
 
 def test_a_plan_may_not_claim_more_in_common_than_there_is() -> None:

@@ -118,7 +118,8 @@ def serve(build: Callable[[Path, Path, torch.device], System], *packages: str) -
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(options.threads)
     found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(found if options.device == "auto" else options.device)
+    kind = found if options.device == "auto" else options.device
+    device = torch.device(kind, 0) if kind == "cuda" else torch.device(kind)
     system = build(options.model, options.batch, device)
 
     def answer(message: dict[str, Any]) -> None:

@@ -110,15 +110,18 @@ def executed_flops(
     depths: np.ndarray | None = None,
     trained_share: float = 1.0,
     recomputed_layers: int = 0,
+    recomputed_head: float = 0.0,
 ) -> Flops:
     """Of one forward and backward pass as it runs here, with all that is computed twice to save memory.
 
-    Attention's backward multiplies queries with keys again, and the head's its whole projection.
+    Attention's backward multiplies queries with keys again, and the head's computes the logits that it did not keep.
 
     Args:
         lengths, counted_rows, depths, trained_share: as `training_flops`.
         recomputed_layers: decoder layers that activation checkpointing computes again, counted whole; torch leaves out
             the last product of those whose gradients do not read its result.
+        recomputed_head: share of the head's projection that backward computes again
+            (`slimefsdp.activations.recomputed_head_share`).
     """
     once = forward_flops(dimensions, lengths, counted_rows=counted_rows, depths=depths)
     needed = training_flops(dimensions, lengths, counted_rows=counted_rows, depths=depths, trained_share=trained_share)
@@ -126,7 +129,7 @@ def executed_flops(
     return Flops(
         layers=needed.layers + again * once.layers,
         attention=needed.attention + (0.5 + again) * once.attention,
-        head=needed.head + once.head,
+        head=needed.head + recomputed_head * once.head,
     )
 
 

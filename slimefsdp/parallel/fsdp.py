@@ -97,7 +97,7 @@ def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]
 
     So a rank holds all gradients, in the dtype that they are summed in. With `keep_parameters` parameters are gathered
     once, too, and stay whole until then. Every rank runs the same number of micro-batches, so the last is the same
-    one everywhere. Where the update is abandoned, what was not summed is dropped.
+    one everywhere. After an error see `abandon_update`.
 
     Yields:
         What to call before each micro-batch, with whether it is the last.
@@ -111,15 +111,28 @@ def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]
 
     try:
         yield begin
-    except BaseException:
-        for parameter in (p for module in modules for group in parameter_groups(module) for p in group.fsdp_params):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
-        reshard(policy)
-        raise
     finally:
         begin(True)
+
+
+def abandon_update(policy: nn.Module) -> None:
+    """After an error in a forward or backward pass: drops all gradients, so that the next pass begins an update anew.
+
+    FSDP takes itself to be inside of the failed backward still, and would leave the next one's gradients unsummed.
+    """
+    assert isinstance(policy, FSDPModule)
+    if hasattr(policy, "reset_iter_state"):  # from torch 2.13 on
+        policy.reset_iter_state()
+    else:
+        policy._get_fsdp_state()._state_ctx.post_backward_final_callback_queued = False
+    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for parameter in (p for module in modules for group in parameter_groups(module) for p in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    reshard(policy)
+    for sharded in policy.parameters():
+        sharded.grad = None
 
 
 def reshard(policy: nn.Module) -> None:

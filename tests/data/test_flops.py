@@ -12,11 +12,13 @@ from slimefsdp.attention.register import register_attention
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.flops import executed_flops, forward_flops, training_flops
 from slimefsdp.data.pack import LocalShare
+from slimefsdp.models.head import token_log_probs
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.layers import recompute_layers
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
 TOKENS = 10
+IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
 
 
 def counted(flops: FlopCounterMode) -> dict[str, int]:
@@ -60,9 +62,8 @@ def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute
     positions = torch.cat([torch.arange(9), torch.arange(4)])
     share = LocalShare(tokens, positions, rows, tokens[rows + 1], torch.arange(6))
     layout = policy.attention.layout([0, 9, 13])
-    in_place = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}
     # torch would leave out a layer's last product, which no gradient of the layer reads
-    with FlopCounterMode(display=False, custom_mapping=in_place) as flops, set_checkpoint_early_stop(False):
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as flops, set_checkpoint_early_stop(False):
         policy(share, policy.attention.for_pack(layout, torch.device("cpu")), temperature=1.0)[0].sum().backward()
     found = counted(flops)
     products = sum(count for operation, count in found.items() if operation.startswith(("aten.mm", "aten.addmm")))
@@ -70,6 +71,20 @@ def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute
         dimensions, np.array([9, 4]), counted_rows=6, recomputed_layers=dimensions.layers if recompute else 0
     )
     assert expected.layers + expected.head == products
+
+
+@pytest.mark.parametrize(("rows_per_chunk", "again"), [(12, 0.0), (6, 1 / 2), (3, 3 / 4)])
+def test_a_head_computes_the_logits_of_all_its_chunks_but_the_last_again(rows_per_chunk, again):
+    dimensions = ModelDimensions(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=50)
+    hidden, weight = torch.ones(12, 8, requires_grad=True), torch.ones(50, 8, requires_grad=True)
+    targets = torch.zeros(12, dtype=torch.int64)
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as flops:
+        log_probs, _ = token_log_probs(
+            hidden, weight, targets, with_entropy=True, chunk_bytes=rows_per_chunk * 50 * 4 * 2
+        )
+        log_probs.sum().backward()
+    expected = executed_flops(dimensions, np.array([12]), counted_rows=12, recomputed_head=again)
+    assert expected.head == sum(counted(flops).values())
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])

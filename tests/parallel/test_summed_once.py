@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from slimefsdp import update
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import StateError
 from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.phase import plan_everything
 from slimefsdp.trainer import Trainer
@@ -139,3 +140,43 @@ def test_halves_sleep_skipped_and_abandoned_updates_and_checkpoints_train_as_und
         assert all(is_equal for _, is_equal in found)
         ends[sharding] = found[0][0]
     assert largest_difference(ends["optimizer"], ends["full"]) <= 1e-12
+
+
+def after_a_failure(rank: int, config: RunConfig, batch: RolloutBatch, failing: str) -> dict[str, torch.Tensor]:
+    """Gradients of a call after one that failed; without `failing` of that call alone."""
+    trainer = Trainer(config, device=CPU)
+    first, second = (batch.select(np.array(samples)) for samples in ([0, 1, 4, 5], [2, 3, 6, 7]))
+    with KeepFloat64():
+        if failing:
+            trainer.forward_backward(first, denominator=40.0)
+            fail(trainer, batch, failing)
+            with pytest.raises(StateError, match="without gradients"):
+                trainer.optimizer_step()
+        trainer.forward_backward(second, denominator=40.0)
+        return {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
+
+
+def fail(trainer: Trainer, batch: RolloutBatch, where: str) -> None:
+    """An error in the second micro-batch of a call, on all ranks alike."""
+    layer, calls = trainer.policy.decoder_layers()[1], []
+
+    def raise_at_the_second(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+
+    register = layer.register_forward_hook if where == "forward" else layer.register_full_backward_hook
+    handle = register(raise_at_the_second)
+    with pytest.raises(ZeroDivisionError):
+        trainer.forward_backward(batch, denominator=40.0)
+    handle.remove()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("sharding", ["full", "keep_parameters", "optimizer"])
+def test_after_an_error_in_a_pass_an_update_begins_anew(
+    folder: Path, ranks: RankPool, sharding: str, where: str
+) -> None:
+    config, batch = level(folder, sharding), make_batch(folder)
+    alone = ranks.run(2, after_a_failure, config, batch, "")[0]
+    assert largest_difference(ranks.run(2, after_a_failure, config, batch, where)[0], alone) <= 1e-12
