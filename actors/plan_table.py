@@ -64,9 +64,10 @@ def plan_table(
 
 
 def _prefix_lines(config: RunConfig) -> list[str]:
-    if config.batch.share_prefixes == "never":
+    how = config.batch.share_prefixes
+    if how == "never":
         return []
-    return [f"prefixes  counted for every sample; batch.share_prefixes={config.batch.share_prefixes} may compute less"]
+    return [f"prefixes  all samples are counted whole; batch.share_prefixes={how} may compute less"]
 
 
 def _attention_lines(found: Simulation, choice: Choice) -> list[str]:

@@ -239,6 +239,9 @@ def test_plan_answers_without_torch_ray_transformers_or_weights(long_context: Pa
     assert not any("a guess: give --lengths" in line for line in lines) and max(map(len, lines)) <= 140
     assert any(line.startswith("an update's floor, nothing overlapping, by a guess for H100: ") for line in lines)
     assert lines[-1].startswith(("  recommended: ", "    "))
+    assert "batch.share_prefixes=auto may compute less" in done.stdout
+    done = run("plan", long_context, "--ranks", 64, "batch.share_prefixes=never")
+    assert done.returncode == 0 and "share_prefixes" not in done.stdout
 
 
 def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -> None:

@@ -36,6 +36,10 @@ def test_the_documents_quote_the_record() -> None:
     assert quoted is not None
     assert int(quoted[1]) == len(RECORD["memory"]) and int(quoted[3]) == len(RECORD["rankings"])
     assert float(quoted[2]) == pytest.approx(100 * RECORD["worst_memory_error"], abs=0.06)
+    off = re.search(r"the estimated ratio is ([\d.]+) to ([\d.]+) times the measured one", text)
+    assert off is not None
+    ratios = [row["predicted_ratio"] / row["measured_ratio"] for row in RECORD["rankings"]]
+    assert [float(off[1]), float(off[2])] == pytest.approx([min(ratios), max(ratios)], abs=6e-3)
 
 
 def test_the_peak_is_what_was_held_and_the_highest_sum_of_what_is_allocated() -> None:
