@@ -397,7 +397,6 @@ def test_a_plan_of_other_things_than_sample_indices_is_refused() -> None:
         Plan((((good[None],),),), 0, 0, 1, 99),
         Plan(None, 0, 0, 1, 99),  # type: ignore[arg-type]
         Plan((((good,),),), 0, 0, -1, 99),
-        Plan((((good,),),), 0, 0, 2, 99),
         Plan((((good,),),), 0, 0, None, 99),  # type: ignore[arg-type]
         Plan((((good,),),), 0, 0, 1, 99, "yes"),  # type: ignore[arg-type]
         Plan((((good,),),), 0, 0, 1, 99, SharedPrefixes(good.astype(float), good)),
