@@ -90,7 +90,7 @@ BAD_OVERRIDES = {
     "profile.updates=[0]": ["profile.updates=[0]", "from 1 on"],
     "profile.updates=[true]": ["profile.updates=[true]", "list of update numbers"],
     "profile.peak_tflops=0": ["profile.peak_tflops=0", "above 0"],
-    "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full', 'keep_parameters', 'optimizer' or 'replicate'"],
+    "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full', 'keep_parameters', 'optimizer', 'replicate' or 'auto'"],
     "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none', 'full' or 'selective'"],
     "optim.lr=": ["optim.lr=null", NUMBER, "1e-6"],
     "optim.lr=1e": ["optim.lr='1e'", NUMBER],
