@@ -11,7 +11,7 @@ import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slimefsdp.config_sections import ClusterSettings
+from slimefsdp.config_cluster import ClusterSettings
 
 _DISTRIBUTION = "slimefsdp"
 _OPTIONAL = ("flash-attn", "ring-flash-attn", "wandb")

@@ -43,6 +43,24 @@ def release(group: PlacementGroup) -> None:
     remove_placement_group(group)
 
 
+class Places:
+    """The placement groups of a job by role, which stay reserved while the processes in them are replaced."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def reserve(self, role: str, ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGroup:
+        """The role's placement group; as the function `reserve` where there is none yet."""
+        if role not in self._groups:
+            self._groups[role] = reserve(ranks, gpus_per_rank=gpus_per_rank, timeout_s=timeout_s)
+        return self._groups[role]
+
+    def release(self) -> None:
+        """Gives all of them back; idempotent."""
+        while self._groups:
+            release(self._groups.popitem()[1])
+
+
 def gpus_per_rank(device: str) -> int:
     """Accelerators a rank asks for under `mesh.device`: auto takes one where the cluster has any."""
     if device == "cpu":

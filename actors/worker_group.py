@@ -6,25 +6,24 @@ driver checks a batch and plans it before any rank sees it, so bad input never d
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 
 from actors.calls import CallFuture
 from actors.cluster import connect, with_cluster_ranks
-from actors.placement import actor_options, gpus_per_rank, release, reserve
+from actors.placement import Places, actor_options, gpus_per_rank
 from actors.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError, SyncError
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training, samples_together
-from slimefsdp.reports import Health, SyncReport
+from slimefsdp.reports import Health
 from slimefsdp.surface import RPCS, Role, require_loss, require_role
 
 # calls that take a batch first: the name of their second argument, and its default
@@ -40,7 +39,7 @@ SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 class WorkerGroup:
     """All ranks of one role. Make one with `launch`; the methods are those of `slimefsdp.Trainer`."""
 
-    if TYPE_CHECKING:  # what `_forward_trainer_methods` adds
+    if TYPE_CHECKING:  # what `add_calls` adds
 
         def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
@@ -49,16 +48,19 @@ class WorkerGroup:
         config: RunConfig,
         role: Role,
         workers: Sequence[Any],
-        placement: Any,
         vocab_size: int,
         folder: ModelFolder,
+        *,
+        places: Places | None = None,
+        is_guest: bool = False,
     ) -> None:
         self.config = config
         self.role: Role = role
         self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
         self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
         self._workers = list(workers)
-        self._placement = placement
+        self._places = places  # to be given back at the end; None: by another group or a supervisor
+        self._is_guest = is_guest  # in another group's processes
         self._vocab_size = vocab_size
         self._max_sample_tokens = folder.max_sample_tokens
         self._cost = cost_model_of(config, folder.config)  # plans are balanced by it
@@ -66,7 +68,9 @@ class WorkerGroup:
         self._order = threading.Lock()
 
     @classmethod
-    def launch(cls, config: RunConfig, role: Role = "actor", *, beside: WorkerGroup | None = None) -> WorkerGroup:
+    def launch(
+        cls, config: RunConfig, role: Role = "actor", *, beside: WorkerGroup | None = None, places: Places | None = None
+    ) -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
         An actor group launches its reference group too, with `reference.placement: group`, and under `algorithm: ppo`
@@ -75,6 +79,7 @@ class WorkerGroup:
 
         Args:
             beside: for a critic, the actor group in whose processes it is to be; it ends with them.
+            places: where the processes go, kept by the caller when the group ends; None: places of its own.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
@@ -88,27 +93,19 @@ class WorkerGroup:
             _require_vocabulary(_model_folder(config, "critic"), found)
         connect(config)
         config = with_cluster_ranks(config)
-        ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
-        gpus = gpus_per_rank(config.mesh.device)
-        placement = reserve(ranks, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
+        taken = Places() if places is None else places
+        group: WorkerGroup | None = None
         try:
-            actor_class: Any = ray.remote(concurrency_groups={"control": 1})(TrainWorker)  # type: ignore[call-overload]
-            workers = [
-                actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)
-            ]
-            wait = functools.partial(_wait, timeout_s=config.cluster.launch_timeout_s, name="launch")
-            address, port = wait([workers[0].free_address.remote()])
-            vocab_size = wait([worker.start.remote(config, role, address, port) for worker in workers])
-            group = cls(config, role, workers, placement, vocab_size, found)
+            workers, vocab_size = _start_ranks(config, role, taken)
+            group = cls(config, role, workers, vocab_size, found, places=taken if places is None else None)
+            if role == "actor":
+                group._launch_others(taken)
         except Exception:
-            release(placement)
+            if group is not None:
+                group.end()
+            if places is None:
+                taken.release()
             raise
-        if role == "actor":
-            try:
-                group._launch_others()
-            except Exception:
-                group.shutdown()
-                raise
         return group
 
     @classmethod
@@ -123,33 +120,30 @@ class WorkerGroup:
         with actor._order:
             refs = [worker.add_trainer.remote(config, role) for worker in actor._workers]
         vocab_size = _wait(refs, timeout_s=config.cluster.launch_timeout_s, name="launch")
-        group = cls(config, role, actor._workers, None, vocab_size, folder)
+        group = cls(config, role, actor._workers, vocab_size, folder, is_guest=True)
         group._order = actor._order  # one queue: both roles' collectives are on the same ranks
         return group
 
-    def _launch_others(self) -> None:
+    def _launch_others(self, places: Places) -> None:
         config = self.config
         if config.reference.placement == "group":
-            self.reference_group = self.launch(config, "ref")
-        if config.algorithm == "ppo":
-            beside = self if config.critic.placement == "colocated" else None
-            self.critic = self.launch(config, "critic", beside=beside)
+            self.reference_group = self.launch(config, "ref", places=places)
+        if config.algorithm == "ppo" and config.critic.placement == "colocated":
+            self.critic = self.launch(config, "critic", beside=self)
+        elif config.algorithm == "ppo":
+            self.critic = self.launch(config, "critic", places=places)
 
     @property
     def receivers(self) -> list[Any]:
         """What `update_weights` of another group can send to."""
         return list(self._workers)
 
-    def update_weights(self, receivers: Sequence[Any]) -> SyncReport:
+    def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
         """Streams the weights to Ray actors with `begin`, `receive` and `commit` (engines, a reference group).
 
         Raises:
             SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s.
         """
-        return self.update_weights_async(receivers).result()
-
-    def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
-        """As `update_weights`, returning a future."""
         self._require_workers("update_weights")
         require_role("update_weights", self.role)
         for receiver in receivers:
@@ -163,16 +157,6 @@ class WorkerGroup:
         with self._order:
             refs = [worker.update_weights.remote(list(receivers), timeout_s, self.role) for worker in self._workers]
         return CallFuture(refs, name="update_weights", timeout_s=self.config.cluster.call_timeout_s, first_only=True)
-
-    def update_ref(self) -> None:
-        """Makes the reference model equal to the actor: shard to shard in-process, or as a receiver of its weights."""
-        self.update_ref_async().result()
-
-    def update_ref_async(self) -> CallFuture:
-        """As `update_ref`, returning a future."""
-        if self.reference_group is not None:
-            return self.update_weights_async(self.reference_group.receivers)
-        return self._start("update_ref", (), {})
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
@@ -195,15 +179,21 @@ class WorkerGroup:
 
         Idempotent. A critic beside an actor only stops answering: the processes are the actor's.
         """
-        if self._workers and self.role != "ref" and self.config.checkpoint.async_save:
-            self._finish_running_save()
+        for group in (self, self.critic):
+            if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
+                group._finish_running_save()
+        self.end()
+        if self._places is not None:
+            self._places.release()
+
+    def end(self) -> None:
+        """Ends the same processes as they are, at once; their places stay with whoever reserved them. Idempotent."""
         for other in (self.critic, self.reference_group):
             if other is not None:
-                other.shutdown()
-        if self._workers and self._placement is not None:
+                other.end()
+        if not self._is_guest:
             for worker in self._workers:
                 ray.kill(worker)
-            release(self._placement)
         self._workers = []
 
     def _finish_running_save(self) -> None:
@@ -215,11 +205,27 @@ class WorkerGroup:
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
-    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+    def prepare(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call as the ranks get them: its batch checked, completed, planned and stored once.
+
+        They serve any group of these settings, also one launched later.
+
+        Raises:
+            SlimeError: of the class that fits; no rank has seen anything.
+        """
         self._require_workers(name)
         require_role(name, self.role)
-        if name in SECOND_ARGUMENT:
-            args, kwargs = self._prepared(name, args, kwargs)
+        return self._prepared(name, args, kwargs) if name in SECOND_ARGUMENT else (args, kwargs)
+
+    def begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+        """Starts a call with prepared arguments on all ranks."""
+        if name == "update_weights":
+            return self.update_weights_async(*args, **kwargs)
+        if name == "update_ref" and self.reference_group is not None:
+            return self.update_weights_async(self.reference_group.receivers)
+        self._require_workers(name)
         with self._order:
             refs = [worker.call.remote(name, args, kwargs, self.role) for worker in self._workers]
         return CallFuture(
@@ -228,6 +234,9 @@ class WorkerGroup:
             timeout_s=self.config.cluster.call_timeout_s,
             first_only=RPCS[name] == "first",
         )
+
+    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+        return self.begin(name, *self.prepare(name, args, kwargs))
 
     def _require_workers(self, name: str) -> None:
         if not self._workers:
@@ -296,34 +305,58 @@ def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
         )
 
 
+def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[Any], int]:
+    """The processes of a group with its model loaded, and the vocabulary size."""
+    ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
+    gpus = gpus_per_rank(config.mesh.device)
+    timeout_s = config.cluster.launch_timeout_s
+    placement = places.reserve(role, ranks, gpus_per_rank=gpus, timeout_s=timeout_s)
+    actor_class: Any = ray.remote(concurrency_groups={"control": 1})(TrainWorker)  # type: ignore[call-overload]
+    workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
+    try:
+        address, port = _wait([workers[0].free_address.remote()], timeout_s=timeout_s, name="launch")
+        starts = [worker.start.remote(config, role, address, port) for worker in workers]
+        return workers, _wait(starts, timeout_s=timeout_s, name="launch")
+    except Exception:
+        for worker in workers:
+            ray.kill(worker)
+        raise
+
+
 def _wait(refs: Sequence[Any], *, timeout_s: float, name: str) -> Any:
     return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=True).result()
 
 
-def _forward_trainer_methods() -> None:
-    """Gives WorkerGroup every call of the surface, and an async twin of each."""
+class Handle(Protocol):
+    """What `add_calls` completes."""
+
+    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+def add_calls(handle: type[Handle]) -> None:
+    """Gives a driver's handle every call of the surface, and an async twin of each, as its `_start` does them."""
 
     def synchronous(name: str) -> Callable[..., Any]:
-        def method(self: WorkerGroup, *args: Any, **kwargs: Any) -> Any:
+        def method(self: Handle, *args: Any, **kwargs: Any) -> Any:
             return self._start(name, args, kwargs).result()
 
         return method
 
     def asynchronous(name: str) -> Callable[..., Any]:
-        def method(self: WorkerGroup, *args: Any, **kwargs: Any) -> CallFuture:
+        def method(self: Handle, *args: Any, **kwargs: Any) -> Any:
             return self._start(name, args, kwargs)
 
         return method
 
     for name in RPCS:
         for method_name, make in ((name, synchronous), (f"{name}_async", asynchronous)):
-            if method_name not in vars(WorkerGroup):
+            if method_name not in vars(handle):
                 method = make(name)
                 method.__name__ = method_name
                 method.__doc__ = f"As `slimefsdp.Trainer.{name}`" + (
                     ", returning a future." if make is asynchronous else "."
                 )
-                setattr(WorkerGroup, method_name, method)
+                setattr(handle, method_name, method)
 
 
-_forward_trainer_methods()
+add_calls(WorkerGroup)

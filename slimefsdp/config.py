@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 
 from slimefsdp.config_algorithm import AlgorithmSettings
+from slimefsdp.config_cluster import ClusterSettings
 from slimefsdp.config_messages import config_error, short_text
 from slimefsdp.config_ready import check_ready_to_train
 from slimefsdp.config_rollout import DataSettings, EvaluationSettings, RolloutSettings
@@ -21,7 +22,6 @@ from slimefsdp.config_sections import (
     AttentionSettings,
     BatchSettings,
     CheckpointSettings,
-    ClusterSettings,
     FsdpSettings,
     MeshSettings,
     ModelSettings,

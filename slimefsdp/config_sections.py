@@ -368,13 +368,3 @@ class ProfileSettings(Settings):
         if self.memory and self.updates is None:
             raise ValueError("profile.memory=true does nothing without profile.updates; set that, or remove it")
         return self
-
-
-class ClusterSettings(Settings):
-    """Ray, and how long to wait for it."""
-
-    address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
-    max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
-    launch_timeout_s: float = Field(300.0, gt=0, description="all ranks ready")
-    call_timeout_s: float = Field(3600.0, gt=0, description="one call on all ranks")
-    sync_timeout_s: float = Field(120.0, gt=0, description="one transfer of weights to the engines")

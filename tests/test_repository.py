@@ -26,6 +26,7 @@ DOORS = {
     "pydantic": (
         "slimefsdp/config.py",
         "slimefsdp/config_algorithm.py",
+        "slimefsdp/config_cluster.py",
         "slimefsdp/config_loss.py",
         "slimefsdp/config_rollout.py",
         "slimefsdp/config_sections.py",
@@ -46,7 +47,17 @@ LAYERS = (
     ("data", "loss"),
     ("attention", "parallel"),
     (
-        *("config", "config_algorithm", "config_loss", "config_ready", "config_rollout", "credit", "phase", "simulate"),
+        *(
+            "config",
+            "config_algorithm",
+            "config_cluster",
+            "config_loss",
+            "config_ready",
+            "config_rollout",
+            "credit",
+            "phase",
+            "simulate",
+        ),
         *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "update", "weights"),
         *("activations", "calibrate", "estimate", "expected", "rates"),
     ),

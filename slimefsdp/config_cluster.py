@@ -1,0 +1,27 @@
+"""The section of the settings tree about Ray: its cluster, how long to wait for it, and what may be replaced."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from slimefsdp.config_sections import PositiveInt, Settings
+
+
+class ClusterSettings(Settings):
+    """Ray, and how long to wait for it."""
+
+    address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
+    max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
+    launch_timeout_s: float = Field(300.0, gt=0, description="all ranks ready")
+    call_timeout_s: float = Field(3600.0, gt=0, description="one call on all ranks")
+    sync_timeout_s: float = Field(120.0, gt=0, description="one transfer of weights to the engines")
+    grace_s: float = Field(
+        120.0,
+        gt=0,
+        description="after SIGTERM or SIGINT, for the end of the step and a checkpoint; then `train` ends without one",
+    )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        description="how often a run replaces lost ranks and goes on from its newest checkpoint; 0: a loss ends it",
+    )
