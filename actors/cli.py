@@ -7,8 +7,10 @@ lines and set the exit status of their class; `--debug` shows the traceback.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from actors.calibrate_command import add_calibrate_arguments, calibrate_command
 from actors.check_command import add_check_arguments, check_command, check_functions
 from actors.cluster import check_machine, connect, disconnect
 from actors.convert_command import add_convert_arguments, convert_command
+from actors.interrupts import Interrupts
 from actors.plan_command import add_plan_arguments, plan_command
 from actors.rollout.prompts import check_answers, read_jsonl
 from actors.run_folder import RunFolder
@@ -24,10 +27,13 @@ from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.checkpoint.lock import FolderLock
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.errors import BatchError, ConfigError, SlimeError
+from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError
 from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.replay import add_arguments, json_text
 from slimefsdp.surface import ROLES
+
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LONGEST = 1000  # of what is printed of a text on several lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,23 +44,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlimeError as error:
         if options.debug:
             raise
-        print(f"error [{error.code}]: {error.message}", file=sys.stderr)
-        if error.rank is not None or error.phase is not None:
-            place = f"rank {error.rank}" if error.rank is not None else "driver"
-            print(f"  where: {place}{f', in {error.phase}' if error.phase else ''}", file=sys.stderr)
-        if error.field:
-            print(f"  field: {error.field}", file=sys.stderr)
-        if error.hint:
-            print(f"  hint:  {error.hint}", file=sys.stderr)
-        for other in error.others if isinstance(error, ConfigError) else ():
-            print(f"  also:  {other}", file=sys.stderr)
-        return error.exit_code
+        return _report(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough; nothing may be flushed at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if options.debug or error.errno not in _FULL_DISK:
+            raise
+        problem = f"{error.filename or 'a file'}: {error.strerror}"
+        return _report(ResourceError(problem, field="run.dir", hint="make room there, or name another folder"))
+
+
+def _report(error: SlimeError) -> int:
+    """Prints the error on a few lines; returns the exit status of its class."""
+    print(f"error [{error.code}]: {_one_line(error.message)}", file=sys.stderr)
+    if error.rank is not None or error.phase is not None:
+        place = f"rank {error.rank}" if error.rank is not None else "driver"
+        print(f"  where: {place}{f', in {error.phase}' if error.phase else ''}", file=sys.stderr)
+    if error.field:
+        print(f"  field: {error.field}", file=sys.stderr)
+    if error.hint:
+        print(f"  hint:  {_one_line(error.hint)}", file=sys.stderr)
+    for other in error.others:
+        print(f"  also:  {_one_line(other)}", file=sys.stderr)
+    return error.exit_code
+
+
+def _one_line(text: str) -> str:
+    """Words of other libraries may come on many lines."""
+    return textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -182,13 +203,14 @@ def _check_models(config: RunConfig) -> None:
 def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     check_before_launch(config)
-    connect(config)
-    try:
-        from actors.loop import train
+    with Interrupts().listening(config.cluster.grace_s) as interrupts:
+        connect(config)
+        try:
+            from actors.loop import train
 
-        print(train(config))
-    finally:
-        disconnect()
+            print(train(config, interrupts))
+        finally:
+            disconnect()
     return 0
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import secrets
+import signal
+import sys
+import uuid
+import warnings
 from pathlib import Path
+from typing import Any
 
+from actors.guardian import Guardian
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
+
+_guardian: Guardian | None = None  # of the local cluster that this process started, on Linux
 
 
 def processes_needed(config: RunConfig) -> int:
@@ -97,13 +107,55 @@ def _require_token(address: str) -> None:
         )
 
 
+def keep_token_private(*, make: bool) -> None:
+    """Takes Ray's token from all other users of the machine, whom Ray lets read what it writes.
+
+    Args:
+        make: where there is none, before Ray does; else there is nothing to do.
+
+    Raises:
+        ResourceError: the file cannot be made.
+    """
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named or Path.home() / ".ray" / "auth_token")
+    try:
+        if make and not path.exists() and not named and not os.environ.get("RAY_AUTH_TOKEN"):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            whole = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+            whole.touch(mode=0o600)
+            try:
+                whole.write_text(secrets.token_hex(32))
+                path.hardlink_to(whole)  # unless another process has made one meanwhile
+            except FileExistsError:
+                pass
+            except OSError:  # a file system without links
+                whole.replace(path)
+            finally:
+                whole.unlink(missing_ok=True)
+        if path.exists() and path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except PermissionError:
+        if not path.exists():
+            raise _no_token(path, "no permission") from None
+        warnings.warn(f"others can read Ray's token, and it is not yours to change: {path}", stacklevel=2)
+    except OSError as error:
+        raise _no_token(path, error.strerror) from error
+
+
+def _no_token(path: Path, reason: str | None) -> ResourceError:
+    hint = "make that folder writable, or give a token in RAY_AUTH_TOKEN_PATH"
+    return ResourceError(f"no token for Ray can be kept in {path}: {reason}", field="cluster.address", hint=hint)
+
+
 def connect(config: RunConfig) -> None:
     """Starts or joins the Ray cluster, unless this process is connected already.
 
-    A local cluster declares as many logical CPUs as the run needs, since on a laptop ranks may outnumber cores.
+    A local cluster declares as many logical CPUs as the run needs, since on a laptop ranks may outnumber cores. It ends
+    with this process, however that ends, and no SIGINT or SIGTERM to this process's group or job disturbs it.
 
     Raises:
         ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one without a token.
+            A local one needs a place to keep its token.
     """
     check_machine(config)
     address = config.cluster.address
@@ -119,20 +171,15 @@ def connect(config: RunConfig) -> None:
 
     if ray.is_initialized():
         return
+    keep_token_private(make=address is None)
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False  # the same, where ray was imported before this call
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
-            cpus = max(os.cpu_count() or 1, _most_processes(config) + 1)
-            ray.init(
-                address="local",
-                num_cpus=cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
+            _start_local(num_cpus=max(os.cpu_count() or 1, _most_processes(config) + 1))
     except Exception as error:  # ray raises that very class where a node does not come up
         if address is None:
             raise ResourceError(
@@ -145,10 +192,60 @@ def connect(config: RunConfig) -> None:
             field="cluster.address",
             hint="start one with `ray start --head`, or leave cluster.address out for a local one",
         ) from error
+    if callable(on_sigterm) and signal.getsignal(signal.SIGTERM) is not on_sigterm:
+        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts one of its own in its place
+
+
+def _start_local(num_cpus: int) -> None:
+    global _guardian
+    import ray
+
+    is_guarded = sys.platform == "linux"
+    if is_guarded:
+        _guardian = Guardian()
+        # all of Ray's processes inherit it, as they do SIGINT from Ray: a scheduler that signals every process of a job
+        # would end the ranks in the step that the driver wants to finish
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except BaseException:
+        disconnect()
+        raise
+    finally:
+        if is_guarded:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if _guardian is not None:
+        _guardian.watch([info.process.pid for infos in _ray_processes().values() for info in infos])
+        atexit.register(disconnect)  # before Ray's own, which would wait for what ignores its SIGTERM
 
 
 def disconnect() -> None:
-    """Leaves the cluster; a local one ends."""
+    """Leaves the cluster; a local one ends, with every process in it. Idempotent."""
+    global _guardian
     import ray
 
+    if _guardian is None:
+        ray.shutdown()
+        return
+    record = _ray_processes()
+    processes = [info.process for infos in record.values() for info in infos]
+    record.clear()  # or Ray would ask each of them by SIGTERM, which is blocked there, and wait a second
     ray.shutdown()
+    _guardian.end()
+    _guardian = None
+    for process in processes:
+        process.poll()  # no zombie stays
+
+
+def _ray_processes() -> dict[str, list[Any]]:
+    """Ray's own record of what `ray.init` started here, by kind; `ray.shutdown` ends those that are in it."""
+    from ray._private import worker
+
+    node = getattr(worker, "_global_node", None)
+    return {} if node is None else node.all_processes  # type: ignore[no-any-return]

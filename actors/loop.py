@@ -10,40 +10,51 @@ from pathlib import Path
 from typing import Any
 
 from actors.curves import draw_curves
+from actors.interrupts import Interrupts
 from actors.metrics_log import MetricsLog, read_metrics
 from actors.progress import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.prompts import PromptStream, check_answers, read_jsonl
+from actors.rollout.supervised import SupervisedEngines
 from actors.run_folder import RecordedBatches, RunFolder
+from actors.supervisor import SupervisedGroup
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
+
+Group = WorkerGroup | SupervisedGroup
 
 
-def train(config: RunConfig) -> str:
+def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
     """Runs what the settings describe, from start or checkpoint to the last step; returns a closing line to quote.
 
     Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, settings.yaml, and checkpoints/ with batches/ where
     they are asked for.
 
+    Args:
+        interrupts: who may ask for an end before the last step.
+
     Raises:
+        Interrupted: somebody did; a checkpoint of the last step that was made is in `run.dir`.
         SlimeError: any typed error; worker processes are ended before it travels on.
     """
+    interrupts = interrupts or Interrupts()
     config.check_ready_to_train()
     assert config.run.dir is not None and config.run.steps is not None
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir))
-        group = WorkerGroup.launch(config)
+        keeps = config.checkpoint.interval_steps is not None
+        # without checkpoints there is nothing to go on from after a loss
+        group: Group = (SupervisedGroup if keeps else WorkerGroup).launch(config)
         stack.callback(group.shutdown)
         folder.write_settings(group.config)
-        keeps = config.checkpoint.interval_steps is not None
         loop: RolloutLoop | SupervisedLoop
         if config.algorithm == "sft":
             loop = SupervisedLoop(group.config, group)  # where mesh.dp is a number
         else:
-            engines = EnginePool.launch(config)
+            engines = (SupervisedEngines if keeps else EnginePool).launch(config)
             stack.callback(engines.shutdown)
             loop = RolloutLoop(group.config, group, engines, folder.batches if keeps else None)
         log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
@@ -56,6 +67,7 @@ def train(config: RunConfig) -> str:
             log.write(0, first)
             table.write(0, first)
         profiles = set(_profiles(config.run.dir))  # of an earlier start
+        interrupts.steps_begin()
         for step in range(start, config.run.steps):
             began = time.perf_counter()
             metrics = loop.step(step)
@@ -71,8 +83,15 @@ def train(config: RunConfig) -> str:
                 profiles.add(profile)
                 print(profile.read_text(), end="", file=sys.stderr, flush=True)
             is_last = step + 1 == config.run.steps
-            if keeps and (is_last or _is_due(step + 1, config.checkpoint.interval_steps)):
+            ends_here = interrupts.requested and not is_last and _can_go_on_from(step + 1, config)
+            if ends_here or (keeps and (is_last or _is_due(step + 1, config.checkpoint.interval_steps))):
                 _save(step + 1, group, loop, folder)
+            if ends_here:
+                group.finish_save()
+                raise Interrupted(
+                    f"the run ended as it was asked to, after step {step + 1} of {config.run.steps}, with a checkpoint",
+                    hint="go on with the same command and checkpoint.resume=true",
+                )
         if keeps:
             group.finish_save()
             folder.forget_old_batches()
@@ -90,7 +109,7 @@ class RolloutLoop:
     columns = GRPO_COLUMNS
 
     def __init__(
-        self, config: RunConfig, group: WorkerGroup, engines: EnginePool, recorded: RecordedBatches | None = None
+        self, config: RunConfig, group: Group, engines: EnginePool, recorded: RecordedBatches | None = None
     ) -> None:
         self._config = config
         self._group = group
@@ -166,7 +185,7 @@ class RolloutLoop:
         return batch.replace(old_log_probs=old, ref_log_probs=reference)
 
     def _update_engines(self) -> None:
-        self._version = self._group.update_weights(self._engines.receivers).version
+        self._version = self._engines.update_from(self._group)
         self._engines_are_behind = False
 
     def rest_critic(self) -> None:
@@ -201,7 +220,7 @@ class SupervisedLoop:
 
     columns = SFT_COLUMNS
 
-    def __init__(self, config: RunConfig, group: WorkerGroup) -> None:
+    def __init__(self, config: RunConfig, group: Group) -> None:
         assert config.data.train is not None
         self._config = config
         self._group = group
@@ -233,7 +252,7 @@ class SupervisedLoop:
         )
 
 
-def _resume(config: RunConfig, group: WorkerGroup, prompts: PromptStream, log: MetricsLog) -> int:
+def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: MetricsLog) -> int:
     """The step to begin with: 0, or where the newest checkpoint stands."""
     if not config.checkpoint.resume:
         return 0
@@ -266,7 +285,7 @@ def _resume(config: RunConfig, group: WorkerGroup, prompts: PromptStream, log: M
     return step
 
 
-def _restore_reference_group(group: WorkerGroup, step: int, interval: int | None) -> None:
+def _restore_reference_group(group: Group, step: int, interval: int | None) -> None:
     """No checkpoint holds a reference in a group of its own: it is as launched, or equals the policy of this step."""
     if interval is None or step < interval:
         return
@@ -285,7 +304,7 @@ def _profiles(run_dir: Path) -> list[Path]:
     return list((run_dir / "profile").glob("**/update_??????.txt"))
 
 
-def _save(step: int, group: WorkerGroup, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:
+def _save(step: int, group: Group, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:
     """A checkpoint from which `_resume` goes on; what the engines draw follows from run.seed and the step alone."""
     if group.critic is not None:
         group.finish_save()  # the critic's save removes its oldest: the policy's last one must be there before
@@ -295,6 +314,17 @@ def _save(step: int, group: WorkerGroup, loop: RolloutLoop | SupervisedLoop, fol
             loop.rest_critic()
     group.save(step, {"step": step, "prompts": loop.prompts.state()})
     folder.forget_old_batches()
+
+
+def _can_go_on_from(step: int, config: RunConfig) -> bool:
+    """Whether a run resumed at this step does as one that never stopped, as settings demand of interval_steps.
+
+    What is in no checkpoint must equal the policy: engines, and a reference group that was updated.
+    """
+    updates = config.reference.update_interval_steps if config.reference.placement == "group" else None
+    if updates is not None and step >= updates and step % updates:
+        return False
+    return config.algorithm == "sft" or step % config.rollout.sync_interval_steps == 0
 
 
 def _title(config: RunConfig) -> str:

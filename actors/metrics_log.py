@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -41,40 +43,45 @@ class MetricsLog:
         self._path = run_dir / METRICS_FILE
         self._wandb_project = wandb_project
         self._wandb = _import_wandb() if wandb_project is not None else None
-        try:
+        with _disk_reported(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             if self._path.exists():
                 self._keep_lines(math.inf)
             self._lines: TextIO = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ResourceError(
-                f"{error.filename or run_dir}: {error.strerror or error}",
-                field="run.dir",
-                hint="choose a folder that is writable and has free space",
-            ) from error
         self._open_views(purge_step=None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._lines.close()
-        self._close_views(failed=error is not None)
+        try:
+            try:
+                with _disk_reported(self._run_dir):
+                    self._lines.close()
+            finally:
+                self._close_views(failed=error is not None)
+        except ResourceError:
+            if error is None:  # else it would hide what ended the run, which may be the same
+                raise
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append one line for `step` and hand it to the operating system; a step may be written several times.
 
         NaN and infinities become null in metrics.jsonl, because JSON has no words for them and strict readers would
         refuse the line; TensorBoard and wandb get them as they are.
+
+        Raises:
+            ResourceError: the disk refuses; when it no longer does, the next line begins after a whole one.
         """
         assert not metrics.keys() & {"step", "time"}, "these two names belong to the log itself"
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
-        self._lines.flush()
-        for name, value in numbers.items():
-            self._scalars.add_scalar(name, value, step)
-        self._scalars.flush()
+        with _disk_reported(self._run_dir):
+            self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
+            self._lines.flush()
+            for name, value in numbers.items():
+                self._scalars.add_scalar(name, value, step)
+            self._scalars.flush()
         if self._wandb_run is not None:
             self._wandb_run.log(numbers, step=step)
         self._has_written = True
@@ -114,9 +121,25 @@ class MetricsLog:
         self._has_written = False
 
     def _close_views(self, *, failed: bool, keep_wandb_run: bool = False) -> None:
-        self._scalars.close()
-        if self._wandb_run is not None and not keep_wandb_run:
-            self._wandb_run.finish(exit_code=int(failed))
+        try:
+            with _disk_reported(self._run_dir):
+                self._scalars.close()
+        finally:
+            if self._wandb_run is not None and not keep_wandb_run:
+                self._wandb_run.finish(exit_code=int(failed))
+
+
+@contextmanager
+def _disk_reported(run_dir: Path) -> Iterator[None]:
+    """Turns an OSError inside the block into a ResourceError about run.dir."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"{error.filename or run_dir}: {error.strerror or error}",
+            field="run.dir",
+            hint="choose a folder that is writable and has free space",
+        ) from error
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:

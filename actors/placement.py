@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
+from actors.ray_failures import cluster_is_gone, require_cluster
 from slimefsdp.errors import ResourceError
 
 
@@ -14,8 +21,9 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGro
     """A placement group with one bundle a rank, packed onto as few nodes as possible, ready to use.
 
     Raises:
-        ResourceError: the cluster does not have that much, or not free within the time.
+        ResourceError: the cluster does not have that much, or not free within the time, or it is gone.
     """
+    require_cluster()
     bundle: dict[str, float] = {"CPU": 1.0}
     if gpus_per_rank:
         bundle["GPU"] = float(gpus_per_rank)
@@ -28,19 +36,27 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGro
                 hint="use fewer ranks, or a larger cluster",
             )
     group = placement_group([bundle] * ranks, strategy="PACK")
-    if not group.wait(timeout_seconds=timeout_s):
-        remove_placement_group(group)
-        raise ResourceError(
-            f"{ranks} ranks of {bundle} were not free within {timeout_s:g} s",
-            field="cluster.launch_timeout_s",
-            hint="end other jobs on the cluster, or raise the timeout",
-        )
+    deadline = time.monotonic() + timeout_s
+    while not group.wait(timeout_seconds=min(1.0, timeout_s)):  # signals are handled in between
+        if time.monotonic() >= deadline:
+            remove_placement_group(group)
+            raise ResourceError(
+                f"{ranks} ranks of {bundle} were not free within {timeout_s:g} s",
+                field="cluster.launch_timeout_s",
+                hint="end other jobs on the cluster, or raise the timeout",
+            )
     return group
 
 
 def release(group: PlacementGroup) -> None:
     """Gives the bundles back; processes in them end."""
-    remove_placement_group(group)
+    if not cluster_is_gone():
+        remove_placement_group(group)
+
+
+def is_alive(group: PlacementGroup) -> bool:
+    """Whether processes can be started in it now: it was not removed, and no node of it was lost."""
+    return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 class Places:
@@ -50,7 +66,10 @@ class Places:
         self._groups: dict[str, PlacementGroup] = {}
 
     def reserve(self, role: str, ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGroup:
-        """The role's placement group; as the function `reserve` where there is none yet."""
+        """The role's placement group; as the function `reserve` where there is none yet, or none any more."""
+        require_cluster()
+        if role in self._groups and not is_alive(self._groups[role]):
+            release(self._groups.pop(role))
         if role not in self._groups:
             self._groups[role] = reserve(ranks, gpus_per_rank=gpus_per_rank, timeout_s=timeout_s)
         return self._groups[role]

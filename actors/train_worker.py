@@ -6,36 +6,51 @@ import inspect
 import os
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from actors.calls import lost_a_peer
+from actors.watchdog import Watched
+from slimefsdp import progress
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import SlimeError, StateError
+from slimefsdp.errors import ResourceError, SlimeError, StateError, portable
 from slimefsdp.reports import Health
 from slimefsdp.surface import RPCS
 
 EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
 
-class TrainWorker:
+class TrainWorker(Watched):
     """A rank. Calls arrive on Ray's threads, so what is per thread or needs torch is set up in `start`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
+        self._listener: socket.socket | None = None  # of rank 0, until its process group has it
 
     def free_address(self) -> tuple[str, int]:
-        """An address of this node, with a port that is free now; for rank 0."""
+        """An address of this node and a port, where rank 0 listens from now on: nobody else can take it before `start`.
+
+        Raises:
+            ResourceError: this node cannot listen at its own address, or has no port left.
+        """
         host = ray.util.get_node_ip_address()
-        with socket.create_server((host, 0)) as probe:
-            return host, probe.getsockname()[1]
+        try:
+            self._listener = socket.create_server((host, 0), backlog=max(128, self.world_size))
+        except OSError as error:
+            raise ResourceError(
+                f"rank 0 cannot listen at {host}, which is its node's address for Ray: {error.strerror}",
+                field="cluster.address",
+                hint="start Ray on that node with an address that it has",
+            ) from error
+        return host, self._listener.getsockname()[1]
 
     def start(self, config: RunConfig, role: str, address: str, port: int) -> int:
         """Joins the process group and loads the model; returns the vocabulary size."""
+        self.keep_stacks(config.run.dir, f"{role}_rank_{self.rank}")
         import torch
 
         from slimefsdp.parallel.mesh import choose_device, start_process_group
@@ -51,10 +66,10 @@ class TrainWorker:
                 address=address,
                 port=port,
                 timeout_s=config.cluster.call_timeout_s,
+                listener=self._listener,
             )
         except Exception as error:
-            self._failed(error, "start")
-            raise
+            raise self._failed(error, "start", config, role) from None
         return self.add_trainer(config, role)
 
     def add_trainer(self, config: RunConfig, role: str) -> int:
@@ -64,15 +79,16 @@ class TrainWorker:
         from slimefsdp.parallel.mesh import choose_device
         from slimefsdp.trainer import Trainer
 
+        progress.enter(progress.LAUNCH)
         try:
             device = choose_device(config.mesh.device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # per thread
             trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
         except Exception as error:
-            self._failed(error, "start")
-            raise
+            raise self._failed(error, "start", config, role) from None
         self.trainers[role] = trainer
+        progress.enter(progress.IDLE)
         return int(trainer.folder.vocab_size)
 
     def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], role: str = "actor") -> Any:
@@ -85,10 +101,11 @@ class TrainWorker:
         method = getattr(trainer, name)
         try:
             _check_call(method, name, args, kwargs)
-            result = method(*(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in args), **kwargs)
+            timeout_s = trainer.config.cluster.call_timeout_s
+            fetched = [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in args]
+            result = method(*fetched, **kwargs)
         except Exception as error:
-            self._failed(error, name)
-            raise
+            raise self._failed(error, name, trainer.config, role) from None
         return result if RPCS[name] == "all" or self.rank == 0 else None
 
     def update_weights(self, receivers: list[Any], timeout_s: float, role: str = "actor") -> Any:
@@ -119,17 +136,32 @@ class TrainWorker:
         updates = self.trainers[role].updates_taken if role in self.trainers else 0
         return Health(self.rank, os.getpid(), updates)
 
-    def _failed(self, error: Exception, phase: str) -> None:
-        """Names the place; after an error that peers cannot know of, ends this process and so frees them.
+    def _failed(self, error: Exception, phase: str, config: RunConfig, role: str) -> Exception:
+        """What the caller gets to know; after an error that peers cannot know of, ends this process and so frees them.
 
-        A peer in a collective lets go when the connections close, and torch keeps them open while anything refers to
-        the process group, also after `destroy_process_group`.
+        A typed error was raised by all ranks alike, or before any collective: the group is healthy. A peer in a
+        collective lets go when the connections close, and torch keeps them open while anything refers to the process
+        group, also after `destroy_process_group`.
         """
         if isinstance(error, SlimeError):
-            # raised by all ranks alike, or before any collective: the group is healthy
             error.rank, error.phase = self.rank, phase
-        elif not lost_a_peer(error):
+            return error
+        from slimefsdp.memory_errors import is_out_of_memory, memory_error
+        from slimefsdp.parallel.mesh import choose_device
+        from slimefsdp.parallel.peers import lost_a_peer, peer_failed
+
+        told = error
+        if lost_a_peer(error):
+            told = peer_failed(error)
+        else:
             threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
+        if is_out_of_memory(error):
+            folder = self.trainers[role].folder.config if role in self.trainers else None
+            told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
+        if isinstance(told, SlimeError):
+            told.rank, told.phase = self.rank, phase
+        told.add_note(f"on rank {self.rank}, in {phase}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+        return portable(told)
 
 
 def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 
 from actors.calls import CallFuture
-from slimefsdp.errors import SyncError, WorkerHung
+from actors.ray_failures import store
+from slimefsdp.errors import ResourceError, SyncError, WorkerHung
 from slimefsdp.weights.gather import Bucket
 from slimefsdp.weights.receive import Manifest
 
@@ -41,7 +41,11 @@ class ObjectStoreReceiver:
 
     def receive(self, bucket: Bucket) -> None:
         """Stores the bucket once and has every actor read it."""
-        self._all("receive", ray.put(pack_bucket(bucket)))
+        try:
+            stored = store(pack_bucket(bucket), "weights")
+        except ResourceError as error:  # not the caller's rank alone: what a receiver raises reaches all ranks
+            raise SyncError(f"weights cannot be sent: {error.message}", field=error.field, hint=error.hint) from error
+        self._all("receive", stored)
 
     def commit(self, version: int) -> None:
         """Ends the update on all."""

@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import ray
-
 from actors.calls import CallFuture
 from actors.cluster import connect, with_cluster_ranks
 from actors.placement import Places, actor_options, gpus_per_rank
+from actors.ray_failures import end_processes, require_cluster, store
 from actors.train_worker import TrainWorker
+from actors.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError, SyncError
@@ -59,6 +59,7 @@ class WorkerGroup:
         self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
         self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
         self._workers = list(workers)
+        self._watchdog = Watchdog(self._workers, Limits.of(config))
         self._places = places  # to be given back at the end; None: by another group or a supervisor
         self._is_guest = is_guest  # in another group's processes
         self._vocab_size = vocab_size
@@ -119,9 +120,10 @@ class WorkerGroup:
         actor._require_workers("launch")
         with actor._order:
             refs = [worker.add_trainer.remote(config, role) for worker in actor._workers]
-        vocab_size = _wait(refs, timeout_s=config.cluster.launch_timeout_s, name="launch")
+        vocab_size = _launched(refs, actor._watchdog, config.cluster.launch_timeout_s)
         group = cls(config, role, actor._workers, vocab_size, folder, is_guest=True)
         group._order = actor._order  # one queue: both roles' collectives are on the same ranks
+        group._watchdog = actor._watchdog
         return group
 
     def _launch_others(self, places: Places) -> None:
@@ -156,7 +158,7 @@ class WorkerGroup:
         timeout_s = self.config.cluster.sync_timeout_s
         with self._order:
             refs = [worker.update_weights.remote(list(receivers), timeout_s, self.role) for worker in self._workers]
-        return CallFuture(refs, name="update_weights", timeout_s=self.config.cluster.call_timeout_s, first_only=True)
+        return self._future(refs, "update_weights")
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
@@ -192,8 +194,8 @@ class WorkerGroup:
             if other is not None:
                 other.end()
         if not self._is_guest:
-            for worker in self._workers:
-                ray.kill(worker)
+            self._watchdog.kill_stopped()
+            end_processes(self._workers)
         self._workers = []
 
     def _finish_running_save(self) -> None:
@@ -228,11 +230,15 @@ class WorkerGroup:
         self._require_workers(name)
         with self._order:
             refs = [worker.call.remote(name, args, kwargs, self.role) for worker in self._workers]
+        return self._future(refs, name)
+
+    def _future(self, refs: Sequence[Any], name: str) -> CallFuture:
         return CallFuture(
             refs,
             name=name,
             timeout_s=self.config.cluster.call_timeout_s,
             first_only=RPCS[name] == "first",
+            watchdog=self._watchdog,
         )
 
     def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
@@ -241,6 +247,7 @@ class WorkerGroup:
     def _require_workers(self, name: str) -> None:
         if not self._workers:
             raise StateError(f"{name}() after shutdown()", field=name, hint="launch a new group")
+        require_cluster()
 
     def _prepared(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -286,7 +293,7 @@ class WorkerGroup:
                 [plan_training(self.config, batch, self._cost, loss=loss), *rest[1:]],
                 {k: v for k, v in kwargs.items() if k != field},
             )
-        return (ray.put(batch), *rest), kwargs
+        return (store(batch, "batch"), *rest), kwargs
 
 
 def _model_folder(config: RunConfig, role: Role) -> ModelFolder:
@@ -311,20 +318,20 @@ def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[An
     gpus = gpus_per_rank(config.mesh.device)
     timeout_s = config.cluster.launch_timeout_s
     placement = places.reserve(role, ranks, gpus_per_rank=gpus, timeout_s=timeout_s)
-    actor_class: Any = ray.remote(concurrency_groups={"control": 1})(TrainWorker)  # type: ignore[call-overload]
+    actor_class = remote_class(TrainWorker)
     workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
+    watchdog = Watchdog(workers, Limits.of(config))
     try:
-        address, port = _wait([workers[0].free_address.remote()], timeout_s=timeout_s, name="launch")
+        address, port = _launched([workers[0].free_address.remote()], watchdog, timeout_s)
         starts = [worker.start.remote(config, role, address, port) for worker in workers]
-        return workers, _wait(starts, timeout_s=timeout_s, name="launch")
+        return workers, _launched(starts, watchdog, timeout_s)
     except Exception:
-        for worker in workers:
-            ray.kill(worker)
+        end_processes(workers)
         raise
 
 
-def _wait(refs: Sequence[Any], *, timeout_s: float, name: str) -> Any:
-    return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=True).result()
+def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float) -> Any:
+    return CallFuture(refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog).result()
 
 
 class Handle(Protocol):

@@ -18,6 +18,7 @@ from slimefsdp.attention.strategy import Attention
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import CostModel
 from slimefsdp.data.flops import peak_tflops
+from slimefsdp.determinism import make_deterministic
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.estimate import Beside
 from slimefsdp.expected import beside_of, with_chosen_sharding
@@ -76,6 +77,7 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
         device,
         dp_replicate=dp_replicate,
         is_whole_on_every_rank=config.fsdp.sharding == "replicate",
+        timeout_s=config.cluster.call_timeout_s,
     )
 
 
@@ -104,9 +106,11 @@ def is_host_memory_pinned(config: RunConfig, device: torch.device) -> bool:
     return config.fsdp.pin_memory and device.type == "cuda"
 
 
-def set_matmul_precision(config: RunConfig) -> None:
-    """Applies precision.tf32 to this process, whichever way it stood before."""
+def set_numerics(config: RunConfig) -> None:
+    """Applies precision.tf32 to this process, whichever way it stood before, and run.deterministic for good."""
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+    if config.run.deterministic:
+        make_deterministic()
 
 
 def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
@@ -188,19 +192,18 @@ def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -
     """Collective: what the model's tokens cost, the same on every rank: plans and layouts follow from it.
 
     Raises:
-        ModelError: ranks read different copies of config.json, or of the calibration.
-        ConfigError: `batch.cost_model` is no calibration.
+        ModelError: ranks read different copies of config.json.
+        ConfigError: `batch.cost_model` is no calibration, or ranks read different ones.
     """
     found: list[CostModel] = []
     run_together(lambda: found.append(cost_model_of(config, folder.config)), group)
     if not all_equal(repr(found[0]), group):
-        calibration = config.batch.cost_model
-        raise ModelError(
-            f"ranks read different sizes from {folder.path / 'config.json'}"
-            + ("" if calibration is None else f", or different rates from {calibration}"),
-            field="model.path",
-            hint="give every machine the same files",
-        )
+        hint = "give every machine the same file"
+        if all_equal(repr(dimensions_of(folder.config)), group):
+            problem = f"ranks read different rates from {config.batch.cost_model}"
+            raise ConfigError(problem, field="batch.cost_model", hint=hint)
+        problem = f"ranks read different sizes from {folder.path / 'config.json'}"
+        raise ModelError(problem, field="model.path", hint=hint)
     return found[0]
 
 

@@ -15,6 +15,15 @@ class ClusterSettings(Settings):
     launch_timeout_s: float = Field(300.0, gt=0, description="all ranks ready")
     call_timeout_s: float = Field(3600.0, gt=0, description="one call on all ranks")
     sync_timeout_s: float = Field(120.0, gt=0, description="one transfer of weights to the engines")
+    ping_timeout_s: float = Field(
+        60.0, gt=0, description="while a call waits: a process that does not answer a ping for so long counts as hung"
+    )
+    hang_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="so does one without progress for so long and for 10 times its longest gap in that phase before; "
+        "the first time of a phase, and the launch, have as long as the call",
+    )
     grace_s: float = Field(
         120.0,
         gt=0,

@@ -97,6 +97,11 @@ class RunSettings(Settings):
     dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
     steps: PositiveInt | None = Field(None, description="steps of the loop: rollout batches, or updates under sft")
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
+    deterministic: bool = Field(
+        False,
+        description="ranks use deterministic kernels alone, an operation without one being an error, and seed every "
+        "generator by run.seed, update and data rank before a train_step; slower on CUDA",
+    )
     export_dir: PathSetting | None = Field(None, description="write a Hugging Face folder here after the last step")
     export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
         "auto", description="of the tensors in run.export_dir; auto: that of the master weights"

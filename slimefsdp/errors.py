@@ -6,6 +6,7 @@ Errors cross process borders (Ray pickles them), so each one rebuilds from its p
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 
@@ -18,10 +19,14 @@ class SlimeError(Exception):
         hint: the way out, as one imperative sentence.
         rank: the global rank that raised it; None where no rank is involved (the driver, the command line).
         phase: what was being done, e.g. `load` or `train_step`.
+
+    `others` holds what else is wrong with the same settings, or what other ranks said, one sentence each; set by who
+    raises it.
     """
 
     code = "error"
     exit_code = 1
+    others: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -44,7 +49,8 @@ class SlimeError(Exception):
         place = f" ({', '.join(where)})" if where else ""
         # pydantic-style prefix, once: messages often begin with the field already
         head = f"{self.field}: " if self.field and not self.message.startswith(self.field) else ""
-        return f"{head}{self.message}{place}" + (f"; {self.hint}" if self.hint else "")
+        said = f"{head}{self.message}{place}" + (f"; {self.hint}" if self.hint else "")
+        return "\n  also ".join([said, *self.others])
 
     def __reduce__(self) -> tuple[Any, ...]:
         # __dict__ is restored over the fresh instance, so subclasses may carry more attributes
@@ -58,17 +64,10 @@ def _rebuild(cls: type[SlimeError], message: str, state: dict[str, Any]) -> Slim
 
 
 class ConfigError(SlimeError):
-    """A setting, override or YAML file that cannot be honoured.
-
-    `others` holds what else is wrong with the same settings, one sentence each; set by who raises it.
-    """
+    """A setting, override or YAML file that cannot be honoured."""
 
     code = "config"
     exit_code = 2
-    others: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n  also ".join([super().__str__(), *self.others])
 
 
 class BatchError(SlimeError):
@@ -114,10 +113,15 @@ class WorkerDied(SlimeError):
 
 
 class WorkerHung(SlimeError):
-    """A rank did not answer within its deadline."""
+    """A rank did not answer, or did not get on, within its deadline.
+
+    `seconds` is for how long, and `stack` the file with what its threads were doing, where one was written.
+    """
 
     code = "worker_hung"
     exit_code = 9
+    seconds: float | None = None
+    stack: str | None = None
 
 
 class PeerFailed(SlimeError):
@@ -132,3 +136,33 @@ class SyncError(SlimeError):
 
     code = "sync"
     exit_code = 11
+
+
+class Interrupted(SlimeError):
+    """The run was asked to end by SIGTERM or SIGINT, and can be gone on with."""
+
+    code = "interrupted"
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: not a fault of the run's, try again
+
+
+def portable(error: Exception) -> Exception:
+    """The error, if another process can read it; else a RuntimeError with its type's name, its text and its notes.
+
+    An exception may hold what cannot be pickled, need arguments that pickling does not keep, or be of a class that the
+    other process cannot import.
+    """
+    notes = getattr(error, "__notes__", [])
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if type(copy) is type(error) and str(copy) == str(error) and getattr(copy, "__notes__", []) == notes:
+            return error
+    except Exception:  # its own methods run here, and may raise anything
+        pass
+    try:
+        text = str(error)
+    except Exception:
+        text = "(it has no text)"
+    plain = RuntimeError(f"{type(error).__qualname__}: {text}")
+    for note in notes:
+        plain.add_note(note)
+    return plain

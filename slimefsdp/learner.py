@@ -10,10 +10,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from slimefsdp import build, phase
+from slimefsdp import build, phase, progress
 from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.determinism import seed_generators
 from slimefsdp.errors import ConfigError
 from slimefsdp.inputs import first_epoch_packs, training_inputs
 from slimefsdp.loss.kl import next_coefficient
@@ -49,6 +50,11 @@ class Learner:
         """One update that holds every sample, in packs for this loss; None: for log-probs or values."""
         cost = self._model.attention.cost
         return phase.plan_everything(self._config, batch, cost, data_ranks=self._mesh.data_ranks, loss=loss)
+
+    def seed_phase(self, update: int) -> None:
+        """Under run.deterministic: what a phase draws depends on its first update, not on what was drawn before."""
+        if self._config.run.deterministic:
+            seed_generators(self._config.run.seed, update, self._mesh.data_rank)
 
     def outputs(self, batch: RolloutBatch, plan: Plan, *, trained_only: bool) -> torch.Tensor:
         """Collective: what the model says now, [outputs, R] on the CPU: log-probs and entropies, or values.
@@ -91,7 +97,8 @@ class Learner:
         of_model: dict[str, Callable[..., torch.Tensor]] = {"actor": self.outputs, "ref": self.reference_outputs}
 
         def log_probs(model: Literal["actor", "ref"]) -> torch.Tensor:
-            return of_model[model](batch, plan, trained_only=True)
+            with progress.during("old_log_probs" if model == "actor" else "reference"):
+                return of_model[model](batch, plan, trained_only=True)
 
         coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
         return training_inputs(self._config, batch, plan, loss, log_probs, coefficient, gae_lambda)
@@ -100,6 +107,7 @@ class Learner:
         """Collective: the reference on the device while gradients are added, where the loss reads its hidden states."""
         return self._reference.awake() if self._reads_hidden_states(loss) else nullcontext()
 
+    @progress.during("forward_backward")
     def accumulate(
         self,
         batch: RolloutBatch,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from slimefsdp.errors import ResourceError
 from slimefsdp.parallel.agree import run_on_first, run_together
 from slimefsdp.parallel.mesh import Mesh
 
@@ -66,8 +66,7 @@ class UpdateProfiler:
     def profiled(self, update: int) -> AbstractContextManager[None]:
         """Collective: what update number `update` is taken inside of; nothing happens unless it was chosen.
 
-        Raises:
-            ResourceError: on all ranks alike, after the update: a rank cannot write its trace.
+        Where a rank cannot write its trace there is a warning, and the update counts: training needs no profile.
         """
         return self._recorded(update) if update in self._updates else nullcontext()
 
@@ -87,43 +86,52 @@ class UpdateProfiler:
             finally:
                 profiler.stop()
             # reached by all ranks or by none: an update fails on all of them
-            found: list[Shares] = []
+            found: list[Shares | str] = []
             run_together(lambda: found.append(self._written(profiler, update, name)), group)
         by_rank: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(by_rank, found[0], group=group)
-        run_on_first(lambda: self._report(update, shares_table(name, by_rank)), group)
+        run_on_first(lambda: self._report(update, name, by_rank), group)
 
-    def _report(self, update: int, table: str) -> None:
-        print(table, file=sys.stderr, flush=True)
-        with self._writing(update):
-            self._stem(update).with_suffix(".txt").write_text(table + "\n")
+    def _report(self, update: int, name: str, by_rank: Sequence[Shares | str]) -> None:
+        failed = [f"rank {rank}: {one}" for rank, one in enumerate(by_rank) if isinstance(one, str)]
+        if not failed:
+            table = shares_table(name, [one for one in by_rank if isinstance(one, Shares)])
+            print(table, file=sys.stderr, flush=True)
+            try:
+                self._stem(update).with_suffix(".txt").write_text(table + "\n")
+            except OSError as error:
+                failed = [str(error)]
+        if failed:
+            problem = f"the profile of update {update} was not written to {self._folder}: {'; '.join(failed)}"
+            warnings.warn(f"{problem}; training goes on (profile.updates)", stacklevel=2)
 
     def _stem(self, update: int) -> Path:
         return self._folder / f"update_{update:06d}"
 
-    @contextmanager
-    def _writing(self, update: int) -> Iterator[None]:
+    def _written(self, profiler: profile, update: int, name: str) -> Shares | str:
+        """What the rank's trace says, or why it could not be written; then nothing of it is left."""
+        of_rank = f"{self._stem(update)}_rank{dist.get_rank(self._mesh.group)}"
+        plain, packed, memory = (Path(f"{of_rank}{end}") for end in (".json", ".json.gz", "_memory.pickle"))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            yield
-        except OSError as error:
-            raise ResourceError(
-                f"the profile of update {update} cannot be written to {self._folder}: {error.strerror}",
-                field="profile.updates",
-                hint="make room there, choose another run.dir, or remove profile.updates",
-            ) from error
-
-    def _written(self, profiler: profile, update: int, name: str) -> Shares:
-        of_rank = f"{self._stem(update)}_rank{dist.get_rank(self._mesh.group)}"
-        with self._writing(update):
-            plain = Path(f"{of_rank}.json")
             profiler.export_chrome_trace(str(plain))  # its own compression goes line by line, and takes longer
             trace = plain.read_bytes()
-            Path(f"{of_rank}.json.gz").write_bytes(gzip.compress(trace, compresslevel=3))
-            plain.unlink()
+            events = json.loads(trace)["traceEvents"]
+            packed.write_bytes(gzip.compress(trace, compresslevel=3))
             if self._with_memory and self._mesh.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(f"{of_rank}_memory.pickle")
-        return shares_of_trace(json.loads(trace)["traceEvents"], name)
+                torch.cuda.memory._dump_snapshot(str(memory))
+        except (OSError, ValueError) as error:  # ValueError: a full disk cut the trace, and torch did not say so
+            for file in (packed, memory):
+                _remove(file)
+            return str(error)
+        finally:
+            _remove(plain)
+        return shares_of_trace(events, name)
+
+
+def _remove(file: Path) -> None:
+    with suppress(OSError):  # of a folder that cannot be written
+        file.unlink()
 
 
 @contextmanager

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slimefsdp.config_messages import short_text
+from slimefsdp.data.cost import ELEMENT_BYTES
 from slimefsdp.errors import ConfigError
+from slimefsdp.strict_json import parse_json
 
 # of the matrix rate that a data sheet states, what large products reach
 _REACHED = 0.6
@@ -24,6 +26,9 @@ _STATED: dict[str, tuple[float, float, float, float, float]] = {
     "CPU": (0.05, 0, 5, 1, 5),  # one core, in float32
 }
 DEVICES = tuple(_STATED)
+# in their units; no device is near either, and what is computed from rates between them stays a number
+LEAST_RATE, MOST_RATE = 1e-9, 1e9
+_MAX_BYTES = 1_000_000  # of a calibration, which has one or two thousand
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class Rates:
     memory_gbps: float  # 10^9 bytes read or written on the device
     wire_gbps: float  # 10^9 bytes that a rank sends in collectives
     host_gbps: float  # 10^9 bytes between device and host
+    dtype: str | None = None  # in which products were measured; None: the rates are for any
 
     @property
     def attention_slowdown(self) -> float:
@@ -84,17 +90,27 @@ def read_calibration(path: Path, *, field: str) -> Rates:
     Raises:
         ConfigError: under `field`; there is none, or it is of another kind.
     """
+
+    def refused(problem: str) -> ConfigError:
+        hint = f"write one with `slimefsdp calibrate --out {path}`"
+        return ConfigError(f"{path} {problem}", field=field, hint=hint)
+
     try:
-        found = json.loads(path.read_text())["rates"]
-        rates = Rates(**found)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path} holds no calibration: {type(error).__name__}: {error}",
-            field=field,
-            hint=f"write one with `slimefsdp calibrate --out {path}`",
-        ) from None
+        if path.exists() and not path.is_file():  # a pipe would block, and a device has no end
+            raise refused("holds no calibration: it is no plain file")
+        if path.stat().st_size > _MAX_BYTES:
+            raise refused(f"holds no calibration: it is larger than {_MAX_BYTES} bytes")
+        raw = path.read_bytes()
+        rates = Rates(**parse_json(raw)["rates"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise refused(f"holds no calibration: {type(error).__name__}: {short_text(str(error))}") from None
     for name, value in asdict(rates).items():
-        is_rate = isinstance(value, int | float) and not isinstance(value, bool)
-        if name != "source" and not (is_rate and math.isfinite(value) and value > 0):
-            raise ConfigError(f"{path} has {name}={value!r}, which is no rate", field=field, hint="calibrate anew")
+        if name == "source":
+            is_sound = isinstance(value, str) and value.isprintable() and len(value) <= 300
+        elif name == "dtype":
+            is_sound = value is None or (isinstance(value, str) and value in ELEMENT_BYTES)
+        else:  # as numbers are compared, a bool would be one
+            is_sound = type(value) in (int, float) and LEAST_RATE <= value <= MOST_RATE
+        if not is_sound:
+            raise refused(f"has {name}={short_text(value)}, which is no {'rate' if '_' in name else name}")
     return rates

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
 
+from slimefsdp import progress
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.exclusive import Turn, exclusive
 
@@ -90,11 +91,15 @@ Owner = TypeVar("Owner", bound=_Ranked)
 
 
 def rpc(method: Callable[Concatenate[Owner, Arguments], Result]) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Makes a method one of these calls: on its roles alone, and one at a time; raises StateError otherwise."""
+    """Makes a method one of these calls: on its roles alone, and one at a time; raises StateError otherwise.
+
+    Each is a phase of `slimefsdp.progress`.
+    """
 
     @wraps(method)
     def call(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         require_role(method.__name__, self.role)
-        return method(self, *args, **kwargs)
+        with progress.during(method.__name__):
+            return method(self, *args, **kwargs)
 
     return exclusive(call)

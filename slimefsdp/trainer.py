@@ -63,7 +63,7 @@ class Trainer:
     def __init__(self, config: RunConfig, role: Role = "actor", *, device: torch.device) -> None:
         prefer_expandable_segments(device)
         torch.manual_seed(config.run.seed + dist.get_rank())
-        build.set_matmul_precision(config)
+        build.set_numerics(config)
         if role == "actor" or (role == "critic" and config.critic.dp is None):
             config = config.with_ranks(dist.get_world_size())
         self.turn = Turn()
@@ -160,6 +160,7 @@ class Trainer:
         plan = agreed_plan(self.config, plan, batch, loss, self.mesh.group, data_ranks=self.mesh.data_ranks)
         self._residency.wake_up(("parameters",))
         self._forget_gradients()  # what a failed or abandoned update left
+        self._learner.seed_phase(self.updates_taken)
         inputs = self._learner.inputs(batch, plan, loss, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient)
         reports: list[dict[str, float]] = []
         stopped: dict[str, float] = {}

@@ -11,11 +11,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slimefsdp import progress
 from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, on_device, pack
 from slimefsdp.data.prefixes import SharedPrefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss.objective import TokenInputs
+from slimefsdp.memory_errors import at_work_on
 from slimefsdp.metrics import MetricSums
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
@@ -53,6 +55,7 @@ def micro_batches(
         share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
         parents = None if packed.forest is None else packed.forest.parents
         yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device, parents))
+        progress.tick()
 
 
 def evaluate(model: DecoderModel, micro_batch: MicroBatch, mesh: Mesh, **how: Any) -> torch.Tensor:
@@ -91,7 +94,8 @@ def outputs_of_packs(
     """
     result: torch.Tensor | None = None
     for micro_batch in micro_batches(batch, samples, model.attention, mesh, trained_only=trained_only, shared=shared):
-        values = evaluate(model, micro_batch, mesh, **how)
+        with at_work_on(len(micro_batch.share.tokens)):
+            values = evaluate(model, micro_batch, mesh, **how)
         if result is None:
             result = values.new_zeros(len(values), batch.num_response_tokens)
         result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
@@ -141,12 +145,13 @@ def accumulate_gradients(
                 here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
                 if begin is not None:
                     begin(index == len(samples) - 1)
-                if reference is not None:
-                    with torch.no_grad():
-                        how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
-                outputs = evaluate(model, micro_batch, mesh, **how)
-                loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
-                (loss * loss_scale).backward()
+                with at_work_on(len(micro_batch.share.tokens)):
+                    if reference is not None:
+                        with torch.no_grad():
+                            how["reference"] = reference.head_inputs(micro_batch.share, micro_batch.attend)
+                    outputs = evaluate(model, micro_batch, mesh, **how)
+                    loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+                    (loss * loss_scale).backward()
     except BaseException:
         abandon_update(model)
         raise

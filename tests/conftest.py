@@ -11,6 +11,8 @@ import pytest
 
 from tests.rank_pool import RankPool
 
+pytest_plugins = ("tests.ray_fixtures",)
+
 # shared machines stall: a deadline per example would fail tests that are right
 hypothesis.settings.register_profile("slimefsdp", deadline=None)
 hypothesis.settings.load_profile("slimefsdp")

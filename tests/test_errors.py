@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import errno
 import pickle
+import threading
 
 import pytest
 import ray.cloudpickle
 
+from actors import cli
 from slimefsdp import errors
-from slimefsdp.errors import ConfigError, SlimeError
+from slimefsdp.errors import ConfigError, SlimeError, portable
 
 
 def subclasses(cls: type[SlimeError]) -> list[type[SlimeError]]:
@@ -88,3 +92,89 @@ def test_exit_codes_and_codes_are_distinct_and_usable():
     assert len({cls.exit_code for cls in PUBLIC}) == len({cls.code for cls in PUBLIC}) == len(PUBLIC)
     # 0 is success; a shell keeps 126 and above for itself
     assert all(0 < cls.exit_code < 126 for cls in PUBLIC)
+
+
+@pytest.mark.parametrize("cls", PUBLIC)
+def test_the_command_line_prints_a_few_lines_and_ends_with_the_types_status(cls, monkeypatch, capsys):
+    def run(options: argparse.Namespace) -> int:
+        text = "the cause\n" + "  at some place, \n" * 300
+        error = cls(text, field="mesh.dp", hint="use 4", rank=2, phase="load")
+        error.others = ("rank 0: the same",)
+        error.add_note("Traceback (most recent call last): of the rank")
+        raise error
+
+    monkeypatch.setattr(cli, "_parsed", lambda _: argparse.Namespace(run=run, debug=False))
+    assert cli.main([]) == cls.exit_code
+    printed = capsys.readouterr().err
+    first, where, field, hint, other = printed.splitlines()
+    assert first.startswith(f"error [{cls.code}]: the cause") and len(first) < 1500 and "--debug" in first
+    assert "rank 2" in where and "load" in where
+    assert "mesh.dp" in field and "use 4" in hint and "rank 0: the same" in other
+
+
+class NeedsTwo(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+class Holds(Exception):
+    def __init__(self, what: object) -> None:
+        super().__init__("it holds something")
+        self.what = what
+
+
+class DropsNotes(Exception):
+    def __reduce__(self):
+        return (type(self), self.args)
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Local:
+    class Inner(Exception):
+        pass
+
+
+def local_class() -> Exception:
+    class OfAFunction(Exception):
+        pass
+
+    return OfAFunction("defined inside")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (NeedsTwo("a", "b"), "NeedsTwo: a and b"),
+        (Holds(threading.Lock()), "Holds: it holds something"),
+        (Holds(lambda: 1), "Holds: it holds something"),
+        (DropsNotes("kept"), "DropsNotes: kept"),
+        (Unreadable(), "Unreadable: (it has no text)"),
+        (local_class(), "local_class.<locals>.OfAFunction: defined inside"),
+    ],
+)
+def test_what_pickling_loses_of_an_error_travels_as_text_with_its_notes(error, text):
+    error.add_note("where it was")
+    found = pickle.loads(pickle.dumps(portable(error)))
+    assert type(found) is RuntimeError and str(found) == text and found.__notes__ == ["where it was"]
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("a"), OSError(28, "No space left"), Local.Inner("x"), Holds(3), SlimeError("y")]
+)
+def test_an_error_that_pickling_keeps_stays_itself(error):
+    error.add_note("where it was")
+    assert portable(error) is error
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_that_nobody_has_put_into_words_is_a_resource_error_all_the_same(number, monkeypatch, capsys):
+    def run(options: argparse.Namespace) -> int:
+        raise OSError(number, "no room", "curves.png")
+
+    monkeypatch.setattr(cli, "_parsed", lambda _: argparse.Namespace(run=run, debug=False))
+    assert cli.main([]) == errors.ResourceError.exit_code
+    assert "curves.png: no room" in capsys.readouterr().err

@@ -43,9 +43,12 @@ DOORS = {
 }
 # a part may import its own layer and those before it; the library's parts are the names below slimefsdp/
 LAYERS = (
-    ("config_messages", "config_sections", "errors", "exclusive", "functions", "reports", "surface", "yaml_file"),
+    (
+        *("config_messages", "config_sections", "errors", "exclusive", "functions"),
+        *("progress", "reports", "strict_json", "surface", "yaml_file"),
+    ),
     ("data", "loss"),
-    ("attention", "parallel"),
+    ("attention", "determinism", "parallel"),
     (
         *(
             "config",
@@ -59,7 +62,7 @@ LAYERS = (
             "simulate",
         ),
         *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "update", "weights"),
-        *("activations", "calibrate", "estimate", "expected", "rates"),
+        *("activations", "calibrate", "estimate", "expected", "memory_errors", "rates"),
     ),
     ("reference",),
     ("build", "inputs", "state"),
@@ -69,7 +72,10 @@ LAYERS = (
 )
 LAYER = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 # below the trainer functions take values, not settings; deciding a phase is where settings become values
-CONFIG_READERS = ("config", "build", "credit", "expected", "inputs", "learner", "phase", "state", "trainer", "replay")
+CONFIG_READERS = (
+    *("config", "build", "credit", "expected", "inputs", "learner", "memory_errors", "phase", "state"),
+    *("trainer", "replay"),
+)
 
 
 @cache

@@ -16,8 +16,11 @@ import ray
 
 from actors.calls import CallFuture
 from actors.placement import actor_options, gpus_per_rank, release, reserve
+from actors.ray_failures import end_processes, require_cluster
+from actors.watchdog import Limits, Watchdog, Watched, remote_class
+from slimefsdp import progress
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ModelError, StateError
+from slimefsdp.errors import ModelError, StateError, WorkerDied, WorkerHung
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,11 @@ class Sampled:
     finished: bool  # ended by an end token
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(Watched):
     """One engine process; a Ray actor."""
 
     def __init__(self, model_path: str, compute_dtype: str, device: str) -> None:
         import torch
-        from transformers import AutoTokenizer
 
         from slimefsdp.models.load import build_for_sampling
         from slimefsdp.weights.receive import WeightReceiver
@@ -45,12 +47,13 @@ class EmbeddedEngine:
         on_cuda = device != "cpu" and torch.cuda.is_available()
         if not on_cuda:
             torch.set_num_threads(1)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        self._tokenizer = _tokenizer_of(model_path)
         self._model = build_for_sampling(
             Path(model_path), getattr(torch, compute_dtype), torch.device("cuda" if on_cuda else "cpu")
         )
         self._receiver = WeightReceiver(list(self._model.named_parameters()))
         self._end_token_ids = _end_token_ids(model_path, self._tokenizer.eos_token_id)
+        progress.enter(progress.IDLE)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weights.receive.Receiver`."""
@@ -66,6 +69,7 @@ class EmbeddedEngine:
         """As `slimefsdp.weights.receive.Receiver`."""
         self._receiver.commit(version)
 
+    @progress.during("generate")
     def generate(
         self,
         prompts: list[Any],
@@ -118,24 +122,59 @@ class EmbeddedEngine:
         return version, samples
 
 
+def _tokenizer_of(model_path: str) -> Any:
+    """Of a model folder, by the code of transformers alone: what the folder brings along is not run.
+
+    Raises:
+        ModelError: transformers cannot make one of the files.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the files can hold anything
+        said = " ".join(str(error).split())[:500]  # one line, which is what is shown of an engine that did not start
+        raise ModelError(
+            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {said}",
+            field="model.path",
+            hint="give a folder with a tokenizer that needs no code of its own",
+        ) from error
+
+
 def _end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
-    """The tokenizer's end token and those of generation_config.json, where chat models list more than one."""
+    """The tokenizer's end token and those of generation_config.json, where chat models list more than one.
+
+    Raises:
+        ModelError: generation_config.json is not to be understood.
+    """
     from transformers import GenerationConfig
 
     ids = {tokenizer_eos}
-    if (Path(model_path) / "generation_config.json").exists():
-        listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
-        ids |= set(listed) if isinstance(listed, list) else {listed}
+    file = Path(model_path) / "generation_config.json"
+    if file.exists():
+        try:
+            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+            ids |= set(listed) if isinstance(listed, list) else {listed}
+            ids = {token for token in ids if token is not None}
+            if not all(type(token) is int for token in ids):
+                raise TypeError(f"eos_token_id = {listed!r:.100}")
+        except Exception as error:  # the file can hold anything
+            raise ModelError(
+                f"{file} cannot be used: {type(error).__name__}: {error!s:.300}",
+                field="model.path",
+                hint="restore the model's own file, or remove it",
+            ) from error
     return {token for token in ids if token is not None}
 
 
 class EnginePool:
     """The driver's handle on the embedded engines of a run."""
 
-    def __init__(self, config: RunConfig, engines: Sequence[Any], placement: Any) -> None:
+    def __init__(self, config: RunConfig, placement: Any) -> None:
         self._config = config
-        self._engines = list(engines)
-        self._placement = placement
+        self._engines: list[Any] = []
+        self._placement: Any = placement
+        self._watchdog: Watchdog | None = None
 
     @classmethod
     def launch(cls, config: RunConfig) -> EnginePool:
@@ -144,23 +183,54 @@ class EnginePool:
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
         """
-        count = config.rollout.engines
         gpus = gpus_per_rank(config.mesh.device)
-        placement = reserve(count, gpus_per_rank=gpus, timeout_s=config.cluster.launch_timeout_s)
-        remote_class: Any = ray.remote(EmbeddedEngine)
-        started = [
-            remote_class.options(**actor_options(placement, index, gpus)).remote(
-                str(config.model.path), config.precision.compute_dtype, config.mesh.device
-            )
-            for index in range(count)
-        ]
-        pool = cls(config, started, placement)
+        timeout_s = config.cluster.launch_timeout_s
+        pool = cls(config, reserve(config.rollout.engines, gpus_per_rank=gpus, timeout_s=timeout_s))
         try:
-            pool._wait([engine.__ray_ready__.remote() for engine in started], "launch", config.cluster.launch_timeout_s)
+            pool._start(gpus)
         except Exception:
             pool.shutdown()
             raise
         return pool
+
+    def _start(self, gpus: int) -> None:
+        config = self._config
+        engine_class = remote_class(EmbeddedEngine)
+        self._engines = [
+            engine_class.options(**actor_options(self._placement, index, gpus)).remote(
+                str(config.model.path), config.precision.compute_dtype, config.mesh.device
+            )
+            for index in range(config.rollout.engines)
+        ]
+        self._watchdog = Watchdog(self._engines, Limits.of(config), kind="engine")
+        ready = [one.keep_stacks.remote(config.run.dir, f"engine_{i}") for i, one in enumerate(self._engines)]
+        self._wait(ready, "launch", config.cluster.launch_timeout_s)
+
+    def relaunch(self) -> None:
+        """Ends all engines as they are and starts others in their places; they hold no weights yet.
+
+        Raises:
+            WorkerDied, WorkerHung: one did not come up.
+        """
+        end_processes(self._engines)
+        self._start(gpus_per_rank(self._config.mesh.device))
+
+    def are_alive(self) -> bool:
+        """Whether every engine answers, once it has done what it was asked before."""
+        try:
+            self._wait([e.__ray_ready__.remote() for e in self._engines], "check", self._config.cluster.sync_timeout_s)
+        except (WorkerDied, WorkerHung):
+            return False
+        return True
+
+    def update_from(self, group: Any) -> int:
+        """Takes the weights of a trainer group; returns their version.
+
+        Raises:
+            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s.
+        """
+        version: int = group.update_weights(self.receivers).version
+        return version
 
     @property
     def receivers(self) -> list[Any]:
@@ -184,6 +254,7 @@ class EnginePool:
             StateError: an engine has no committed weights, or engines hold different versions.
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
+        require_cluster()
         settings = self._config.rollout
         shares = [part.tolist() for part in np.array_split(np.arange(len(prompts)), len(self._engines))]
         refs = []
@@ -215,14 +286,14 @@ class EnginePool:
 
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""
-        for engine in self._engines:
-            ray.kill(engine)
-        if self._engines:
-            release(self._placement)
+        end_processes(self._engines)
         self._engines = []
+        if self._placement is not None:
+            release(self._placement)
+        self._placement = None
 
     def _wait(self, refs: Sequence[Any], name: str, timeout_s: float) -> Any:
-        return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=False).result()
+        return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=False, watchdog=self._watchdog).result()
 
 
 def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:
@@ -238,11 +309,9 @@ def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) 
 
 
 def _encode_demonstrations(model_path: str, records: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
-    from transformers import AutoTokenizer
-
     from actors.rollout.prompts import encode_prompt
 
-    tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    tokenizer = _tokenizer_of(model_path)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer in {model_path} has no end token", field="model.path", hint="set its eos_token"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.strict_json import parse_json
 
 Record = dict[str, Any]
 
@@ -45,14 +46,14 @@ def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
 
 def _record(line: str, place: str, field: str) -> Record:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{place}: not JSON: {error.msg} at column {error.colno}",
             field=field,
             hint="write one JSON object per line",
         ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; a tower of brackets
+    except ValueError as error:  # a key twice, a number of thousands of digits, a tower of brackets
         raise ConfigError(
             f"{place}: not usable JSON: {error}", field=field, hint="write one plain JSON object per line"
         ) from error
@@ -76,9 +77,7 @@ def _record(line: str, place: str, field: str) -> Record:
 
 def _prompt_fault(prompt: Any) -> str | None:
     if isinstance(prompt, str):
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            return "holds half of a surrogate pair, which is no text"
-        return None if prompt.strip() else "is empty"
+        return _text_fault(prompt) or (None if prompt.strip() else "is empty")
     if not isinstance(prompt, list):
         return f"is a {type(prompt).__name__}"
     if not prompt:
@@ -86,7 +85,19 @@ def _prompt_fault(prompt: Any) -> str | None:
     for index, message in enumerate(prompt):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             return f"has no chat message at index {index}"
+        content = message["content"]
+        if content is None and "tool_calls" in message:  # which take the place of words
+            continue
+        if not isinstance(content, str):
+            return f"has a {type(content).__name__} for the content of message {index}"
+        if fault := _text_fault(message["role"] + content):
+            return f"{fault}, in message {index}"
     return None
+
+
+def _text_fault(text: str) -> str | None:
+    is_broken = any("\ud800" <= character <= "\udfff" for character in text)
+    return "holds half of a surrogate pair, which is no text" if is_broken else None
 
 
 def check_answers(records: Sequence[Record], path: Path, *, field: str) -> None:
@@ -96,10 +107,10 @@ def check_answers(records: Sequence[Record], path: Path, *, field: str) -> None:
         ConfigError: naming the file and the first record without one.
     """
     for number, record in enumerate(records, 1):
-        if record.get("answer") is None or not str(record["answer"]).strip():
-            raise ConfigError(
-                f"{path}: record {number} has no answer", field=field, hint="give each record an `answer`"
-            )
+        answer = "" if record.get("answer") is None else str(record["answer"])
+        if not answer.strip() or _text_fault(answer):
+            problem = f"{path}: record {number} has no answer that is text"
+            raise ConfigError(problem, field=field, hint="give each record an `answer`")
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
@@ -109,13 +120,23 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[in
     one, a text is encoded as the tokenizer does by itself, its own special tokens included.
 
     Raises:
-        ConfigError: chat messages for a tokenizer without chat template, or a prompt that encodes to no token.
+        ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, or a prompt that
+            encodes to no token.
     """
     tokens: list[int]
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        # a dictionary is transformers' default
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        try:
+            # a dictionary is transformers' default
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
+            raise ConfigError(
+                f"the chat template failed on the prompt {prompt!r:.200}: {type(error).__name__}: {error!s:.300}",
+                field="prompt",
+                hint="correct the prompt's messages, or the chat template of the model folder",
+            ) from error
     elif isinstance(prompt, str):
         tokens = tokenizer.encode(prompt)
     else:

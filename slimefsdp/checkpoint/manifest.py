@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slimefsdp import progress
 from slimefsdp.errors import CheckpointError
+from slimefsdp.strict_json import parse_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -94,15 +96,15 @@ def json_bytes(value: Any, what: str) -> bytes:
 
 
 def read_json(path: Path) -> tuple[Any, bytes]:
-    """The parsed file and its bytes; CheckpointError if it is missing, over MAX_JSON_BYTES, or not JSON."""
+    """The parsed file and its bytes; CheckpointError if it is missing, over MAX_JSON_BYTES, or not strictly JSON."""
     with io_reported(path, "load"):
         # lstat: a link could lead out of the folder, a pipe would block
         if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > MAX_JSON_BYTES:
             raise damaged(path, f"is not a plain file of at most {MAX_JSON_BYTES} bytes")
         raw = path.read_bytes()
     try:
-        return json.loads(raw), raw
-    except (ValueError, RecursionError) as error:
+        return parse_json(raw), raw
+    except ValueError as error:
         raise damaged(path, f"is not JSON ({error})") from error
 
 
@@ -274,4 +276,6 @@ def _render(manifest: Manifest) -> bytes:
 
 def _sha256_of(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    progress.tick()
+    return digest

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from slimefsdp import progress
 from slimefsdp.checkpoint.manifest import Seal
 from slimefsdp.errors import CheckpointError
 from slimefsdp.models.safetensors_header import TensorEntry
@@ -97,6 +98,7 @@ class TensorFileWriter:
             on_host = piece.cpu().contiguous()  # named, so that it outlives the view of its memory
             self._append(_memory(on_host))
         self._left.pop()
+        progress.tick()
 
     def close(self) -> Seal:
         """Waits until the disk has the whole file; a second call returns the same.
@@ -164,6 +166,7 @@ def read_rows(
     target = target.detach()
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
         _read_exactly(stream, entry, offset, _memory(target))
+        progress.tick()
         return
     buffer = torch.empty(min(buffer_bytes // dtype.itemsize, target.numel()), dtype=dtype)
     for piece in _pieces(target, max(1, buffer_bytes // dtype.itemsize)):
@@ -171,6 +174,7 @@ def read_rows(
         _read_exactly(stream, entry, offset, _memory(raw))
         piece.copy_(raw.view(piece.shape))
         offset += raw.nbytes
+        progress.tick()
 
 
 def _header(path: Path, specs: Sequence[TensorSpec], metadata: dict[str, str] | None) -> bytes:

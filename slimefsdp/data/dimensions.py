@@ -178,5 +178,7 @@ def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
     if "max_window_layers" in config:  # Qwen: the layers from here on
         first = config["max_window_layers"]
         return max(0, layers - first) if type(first) is int else layers
-    whole_every = config.get("sliding_window_pattern") or _EVERY_SO_MANY_LAYERS_WHOLE.get(model_type)
+    pattern = config.get("sliding_window_pattern")
+    is_count = type(pattern) is int and pattern > 0
+    whole_every = pattern if is_count else _EVERY_SO_MANY_LAYERS_WHOLE.get(model_type)
     return layers - layers // whole_every if whole_every else layers

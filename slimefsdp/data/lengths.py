@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from slimefsdp.data.rollout_file import read_fields
 from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.strict_json import parse_json
 
 MAX_LENGTH = 2**40  # sums of a million of them still fit int64
 
@@ -64,7 +64,7 @@ def _lengths_of_file(text: str, field: str) -> np.ndarray:
         raise ConfigError(f"{field}={text!r} is neither a distribution nor a file", field=field, hint=_HINT)
     if path.suffix == ".json":
         try:
-            values = json.loads(path.read_bytes())
+            values = parse_json(path.read_bytes())
         except (OSError, ValueError) as error:
             raise BatchError(f"{path} cannot be read as JSON: {error}", field=field, hint=_HINT) from None
         if (

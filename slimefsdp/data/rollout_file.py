@@ -24,7 +24,10 @@ def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
     tensors = {name: np.asarray(value, dtype=DTYPES[name]) for name, value in fields.items()}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        save_file(tensors, temporary)
+        try:
+            save_file(tensors, temporary)
+        except SafetensorError as error:  # its word for what the disk refuses
+            raise OSError(str(error)) from error
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())  # before the rename, or a power cut could leave the new name on an empty file
         temporary.replace(path)
@@ -40,6 +43,8 @@ def read_fields(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     where = os.fspath(path)
     try:
+        if Path(where).exists() and not Path(where).is_file():  # a pipe would block
+            raise BatchError(f"{where} cannot be read as a safetensors file: it is no plain file", hint=_HINT)
         with safe_open(path, framework="np") as file:
             names = sorted(file.keys())
             for name in names:

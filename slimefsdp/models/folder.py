@@ -36,7 +36,15 @@ EXTRA_FILES = (
     "added_tokens.json",
 )
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-
+# sizes that no model has, and that cost memory or hours before any weight could show that they are made up
+_MOST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer"), 2**10),
+    **dict.fromkeys(("num_local_experts", "num_experts", "head_dim", "num_attention_heads", "n_head"), 2**16),
+    **dict.fromkeys(("hidden_size", "n_embd", "n_positions"), 2**20),
+    **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size", "n_inner"), 2**31),
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "sliding_window"), 2**31),
+}
+_MOST_WHOLE = 10**40  # of any other whole number; some files say 10^30 for "no limit"
 
 # model types whose packing was verified against plain Hugging Face; one is added here together with its test
 SUPPORTED_MODELS = (
@@ -163,8 +171,8 @@ def refuse_unpackable(config: Mapping[str, Any], file: Path, *, field: str = "mo
     window, layer_types = config.get("sliding_window"), config.get("layer_types")
     if window is not None and (type(window) is not int or window < 1):
         raise ModelError(f"sliding_window={short(window)} in {file}", field=field, hint="restore the model's own value")
-    known = {"full_attention", "sliding_attention"}
-    unknown = set(layer_types) - known if isinstance(layer_types, list | tuple) else set()
+    known = ("full_attention", "sliding_attention")
+    unknown = [kind for kind in layer_types if kind not in known] if isinstance(layer_types, list | tuple) else []
     if unknown:
         raise ModelError(
             f"layer_types in {file} has {short(sorted(map(str, unknown))[0])}, neither full nor sliding attention",
@@ -242,8 +250,22 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
         raise ModelError(f"{folder} is a file", hint="give the folder that holds it and config.json")
     config = _read_config(folder / "config.json")
     tensors = _read_tensors(folder) if with_weights else {}
-    extra_files = tuple(folder / name for name in EXTRA_FILES if (folder / name).is_file())
-    return ModelFolder(folder, config, tensors, extra_files, with_weights)
+    return ModelFolder(folder, config, tensors, _extra_files(folder), with_weights)
+
+
+def _extra_files(folder: Path) -> tuple[Path, ...]:
+    """Those of EXTRA_FILES that are there. They are copied as they are, so none may be a link to a file elsewhere."""
+    found = tuple(folder / name for name in EXTRA_FILES if (folder / name).is_file())
+    own = folder.resolve()
+    for file in found:
+        target = file.resolve()
+        # a hub cache holds folder/snapshots/revision/name -> ../../blobs/hash
+        if not (target.is_relative_to(own) or target.parent == own.parent.parent / "blobs"):
+            raise ModelError(
+                f"{file} is a link that leads out of the folder, to {target}",
+                hint="copy that file into the folder if it belongs to the model: exports would carry it along",
+            )
+    return found
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorEntry]:
@@ -288,6 +310,13 @@ def _read_config(file: Path) -> dict[str, Any]:
         if type(value) is not kind and (is_required or value is not None):
             raise ModelError(
                 f"{file} has {key} = {short(value)}, where {kind.__name__} is needed",
+                hint="restore the model's own config.json",
+            )
+    for key, value in config.items():
+        most = _MOST.get(key, _MOST_WHOLE)
+        if type(value) is int and abs(value) > most:
+            raise ModelError(
+                f"{file} has {short(key)} = {short(value)}; {short(most)} is the most that is taken",
                 hint="restore the model's own config.json",
             )
     return config

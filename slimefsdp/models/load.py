@@ -108,7 +108,11 @@ def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.d
     try:
         with _parameters_on_meta():
             hf = AutoModelForCausalLM.from_config(
-                config, dtype=master_dtype, attn_implementation=attention, experts_implementation=experts
+                config,
+                trust_remote_code=False,
+                dtype=master_dtype,
+                attn_implementation=attention,
+                experts_implementation=experts,
             )
     except Exception as error:  # not every release checks the values when it reads them
         raise _unusable_config(folder, error) from error
@@ -193,6 +197,7 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> 
     with _parameters_on_meta():
         hf = AutoModelForCausalLM.from_config(
             config,
+            trust_remote_code=False,
             dtype=dtype,
             attn_implementation="eager" if needs_eager else None,
             experts_implementation=_experts_implementation(dtype),

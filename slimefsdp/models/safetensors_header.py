@@ -6,7 +6,6 @@ suits any JSON that nobody vouches for. Format: https://github.com/huggingface/s
 
 from __future__ import annotations
 
-import json
 import math
 import reprlib
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import ModelError
+from slimefsdp.strict_json import parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 COPY_AGAIN = "copy or download the file again"
@@ -84,8 +84,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def parse_json_object(file: Path, raw: bytes) -> dict[str, Any]:
     """The object that `raw`, read from `file`, holds; ModelError if it is something else or names a key twice."""
     try:
-        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=_dict_without_duplicates)
-    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested without end
+        parsed = parse_json(raw)
+    except ValueError as error:
         raise ModelError(f"{file} does not hold valid JSON: {error}", hint=COPY_AGAIN) from error
     if not isinstance(parsed, dict):
         raise ModelError(f"{file} holds a JSON {type(parsed).__name__} instead of an object", hint=COPY_AGAIN)
@@ -123,12 +123,3 @@ def _checked_entry(file: Path, name: str, info: Any, data_start: int) -> TensorE
 def _are_sizes(values: Any) -> bool:
     # the bounds keep products and messages short; no array library takes more than 64 dims
     return isinstance(values, list) and len(values) <= 64 and all(type(v) is int and 0 <= v < 2**63 for v in values)
-
-
-def _dict_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"key {short(key)} occurs twice")
-        result[key] = value
-    return result

@@ -72,7 +72,8 @@ class Updater:
             StateError: there are no gradients, or too many updates in a row were skipped.
         """
         if all(parameter.grad is None for parameter in self._parameters):
-            raise StateError("optimizer_step() without gradients", hint="call forward_backward first")
+            message = "optimizer_step() without gradients"
+            raise StateError(message, field="optimizer_step", hint="call forward_backward first")
         lr, loss_scale = self.next_lr, self.loss_scale
         squares = squared_norms(self._parameters, group)
         self.health = gradient_health(self._names, squares, loss_scale=loss_scale, update=self.updates_taken)

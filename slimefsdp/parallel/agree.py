@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
+
+from slimefsdp.errors import portable
 
 
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
@@ -35,20 +36,12 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
 
 def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, None if error is None else _travelling(error), group=group)
+    # what cannot be pickled would, inside of the collective, leave the peers waiting
+    dist.all_gather_object(errors, None if error is None else portable(error), group=group)
     for rank, found in enumerate(errors):
         if found is not None:
             # where it happened it keeps its traceback
             raise error if error is not None and rank == dist.get_rank(group) else found
-
-
-def _travelling(error: Exception) -> Exception:
-    """The error, or its type and text where pickling fails, which inside a collective would leave the peers waiting."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def _error_of(action: Callable[[], object]) -> Exception | None:

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from slimefsdp.errors import ConfigError
 
@@ -69,15 +70,27 @@ def choose_device(setting: str) -> torch.device:
 
 
 def start_process_group(
-    device: torch.device, *, rank: int, world_size: int, address: str, port: int, timeout_s: float
+    device: torch.device,
+    *,
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    timeout_s: float,
+    listener: socket.socket | None = None,
 ) -> None:
     """Joins the ranks; rank 0 listens on `address` alone.
 
     torch's own `tcp://` rendezvous listens on every interface, so rank 0 hands its store a bound socket.
+
+    Args:
+        listener: rank 0's socket, where it listens at address and port already; it is the store's from here on. None:
+            it is made here, unless another process has the port by now.
     """
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        listener = socket.create_server((address, port), backlog=max(128, world_size))
+        if listener is None:
+            listener = socket.create_server((address, port), backlog=max(128, world_size))
         store = dist.TCPStore(
             address, listener.getsockname()[1], world_size, is_master=True, timeout=timeout,
             wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True,
@@ -98,9 +111,7 @@ def start_process_group(
 def start_process_group_from_environment(device: torch.device, *, timeout_s: float) -> None:
     """Joins the ranks that torchrun started, or makes a group of one where no launcher did."""
     if "RANK" not in os.environ:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        start_process_group(device, rank=0, world_size=1, address="127.0.0.1", port=port, timeout_s=timeout_s)
+        start_process_group(device, rank=0, world_size=1, address="127.0.0.1", port=0, timeout_s=timeout_s)
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,12 +120,19 @@ def start_process_group_from_environment(device: torch.device, *, timeout_s: flo
 
 
 def build_mesh(
-    dp: int, cp: int, device: torch.device, *, dp_replicate: int = 1, is_whole_on_every_rank: bool = False
+    dp: int,
+    cp: int,
+    device: torch.device,
+    *,
+    dp_replicate: int = 1,
+    is_whole_on_every_rank: bool = False,
+    timeout_s: float | None = None,
 ) -> Mesh:
     """The (dp_replicate, dp, cp) mesh over the ranks of the process group.
 
     Args:
         is_whole_on_every_rank: parameters are not sharded: every rank is a copy of its own.
+        timeout_s: of collectives in the groups made here; None: torch's own.
 
     Raises:
         ConfigError: dp_replicate x dp x cp is not the number of ranks.
@@ -136,6 +154,10 @@ def build_mesh(
     if copies > 1:
         fsdp = init_device_mesh(device.type, (copies, world_size // copies), mesh_dim_names=("dp_replicate", "dp_cp"))
     cp_group = axes["cp"].get_group()
+    if timeout_s is not None:  # a mesh gives its groups torch's timeout, whatever that of all ranks is
+        for mesh in (axes, flat, fsdp):
+            for axis in range(mesh.ndim):
+                _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
     if cp > 1 and device.type == "cuda":
         # NCCL makes a group's communicator in its first collective; point-to-point messages alone would not
         dist.all_reduce(torch.zeros(1, device=device), group=cp_group)

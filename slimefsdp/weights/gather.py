@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from slimefsdp import progress
+
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -35,6 +37,7 @@ def full_weights(
         nbytes = parameter.numel() * dtype.itemsize
         if bucket and size + nbytes > bucket_bytes:
             yield _gather(bucket, group, dtype)
+            progress.tick()
             bucket, size = [], 0
         bucket.append((name, parameter))
         size += nbytes

@@ -44,9 +44,10 @@ def test_records_come_back_whole_and_in_file_order(tmp_path):
     records = [
         {"prompt": "sort 52", "answer": 25, "source": ["x"]},
         {"prompt": [{"role": "user", "content": "h\u2028i"}], "answer": None},
+        {"prompt": [{"role": "assistant", "content": None, "tool_calls": []}, {"role": "tool", "content": ""}]},
     ]
     lines = [json.dumps(record, ensure_ascii=False) for record in records]
-    path = write(tmp_path, lines[0] + "\r\n\n" + lines[1])
+    path = write(tmp_path, lines[0] + "\r\n\n" + "\n".join(lines[1:]))
     assert read_jsonl(path, field=FIELD) == records == read_jsonl(str(path), field=FIELD)
 
 
@@ -65,6 +66,12 @@ def test_records_come_back_whole_and_in_file_order(tmp_path):
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "not usable JSON"),
         ('{"prompt": ' + "[" * 100_000, "not usable JSON"),
         ('{"prompt": "\\ud800"}', "surrogate"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+        ('{"prompt": "a", "answer": {"b": 1, "b": 2}}', "'b' occurs twice"),
+        ('{"prompt": [{"role": "user", "content": 3}]}', "a int for the content of message 0"),
+        ('{"prompt": [{"role": "user", "content": ["a"]}]}', "a list for the content of message 0"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "a NoneType for the content of message 0"),
+        ('{"prompt": [{"role": "user", "content": "a"}, {"role": "user", "content": "\\ud800"}]}', "in message 1"),
     ],
 )
 def test_a_faulty_line_is_named_by_file_number_and_fault(tmp_path, line, fault):

@@ -35,10 +35,14 @@ class Scripted:
         self.calls = self.launches = 0
         self.disk: Disk = {}
         self.in_background = False
-        cluster = SimpleNamespace(max_restarts=max_restarts)
-        self.config: Any = SimpleNamespace(
-            cluster=cluster, checkpoint=SimpleNamespace(keep_last=keep_last), run=SimpleNamespace(dir=None)
-        )
+        placement = "group" if with_reference else "colocated"
+        sections = {
+            "cluster": {"max_restarts": max_restarts},
+            "checkpoint": {"keep_last": keep_last},
+            "reference": {"placement": placement},
+            "run": {"dir": None},
+        }
+        self.config: Any = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in sections.items()})
 
     def launch(self, config: Any, places: Any = None) -> Any:
         self.launches += 1

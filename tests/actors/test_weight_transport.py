@@ -137,7 +137,11 @@ def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(
     cluster: None, make_config: Any, example: Path, small_batch: Any, tmp_path: Path
 ) -> None:
     config = make_config(precision={"compute_dtype": "bfloat16"})
-    engine = ray.remote(OpenEngine).options(num_cpus=0).remote(str(config.model.path), "bfloat16", "cpu")
+    engine = (
+        ray.remote(concurrency_groups={"control": 1})(OpenEngine)
+        .options(num_cpus=0)
+        .remote(str(config.model.path), "bfloat16", "cpu")
+    )
     group = WorkerGroup.launch(config)
     try:
         group.train_step(small_batch)

@@ -309,7 +309,7 @@ def test_tf32_is_what_the_setting_says_whatever_it_was(untied: Path, tf32: bool,
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        build.set_matmul_precision(settings(untied, precision={"tf32": tf32}))
+        build.set_numerics(settings(untied, precision={"tf32": tf32}))
         assert torch.get_float32_matmul_precision() == setting
     finally:
         torch.set_float32_matmul_precision(before)

@@ -64,3 +64,13 @@ def test_another_number_of_ranks_is_one_error_that_names_all_three(
     named = "mesh.dp_replicate={} x mesh.dp={} x mesh.cp={}".format(*shape)
     assert f"{named} needs {shape[0] * shape[1] * shape[2]} ranks, but 2 were started" in str(caught.value)
     assert caught.value.field == "mesh.dp" and way_out in str(caught.value.hint)
+
+
+def timeouts(rank: int) -> list[float]:
+    mesh = build_mesh(1, 2, CPU, dp_replicate=2, timeout_s=7.0)
+    groups = (mesh.group, mesh.shard_group, mesh.cp_group)
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_of_a_mesh_has_its_timeout(ranks: RankPool) -> None:
+    assert ranks.run(4, timeouts) == [[7.0] * 3] * 4

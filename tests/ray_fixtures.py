@@ -14,7 +14,7 @@ from actors.cluster import connect, disconnect
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 320  # of the example's model
 MakeConfig = Callable[..., RunConfig]
 

@@ -1,0 +1,128 @@
+"""Running out of memory as an error to act on: what was asked for, what was expected, and which settings need less.
+
+Inside of a rank it stays what torch raises: a typed error says that all ranks raised alike, and memory may be short on
+one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from slimefsdp.config import RunConfig
+from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.errors import ResourceError
+from slimefsdp.estimate import bytes_beside
+from slimefsdp.expected import beside_of, byte_sizes_of, computing_of
+from slimefsdp.footprint import Memory, MicroBatches, step_memory
+from slimefsdp.parallel.offload import free_bytes
+from slimefsdp.phase import dimensions_of
+from slimefsdp.surface import Role
+
+# of RuntimeErrors: torch's allocators, and libraries that allocate beside them
+_WORDS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+_TOKENS = "micro_batch_tokens"  # an attribute that such an error gets
+_MICRO_BATCHES = 2  # of an update, or more: of one alone, gradients would take less
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, the host or Python had no memory to give."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+@contextmanager
+def at_work_on(tokens: int) -> Iterator[None]:
+    """Has an error of memory that leaves the block know the size of the micro-batch it came from.
+
+    Args:
+        tokens: of this rank.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            setattr(error, _TOKENS, tokens)
+        raise
+
+
+def memory_error(
+    error: Exception, config: RunConfig, role: Role, model_config: Mapping[str, Any] | None, device: torch.device
+) -> ResourceError:
+    """The typed error of one that `is_out_of_memory`, on the rank that raised it.
+
+    Args:
+        config: with mesh.dp and fsdp.sharding as they are used; an estimate is made of no others.
+        model_config: what the role's config.json holds; None: it is not known.
+    """
+    tokens = getattr(error, _TOKENS, None)
+    where = "" if tokens is None else f" with a micro-batch of {tokens:,} tokens"
+    said = next(iter(str(error).splitlines()), type(error).__name__)
+    message = f"out of memory{where}: {said}; {_megabytes(free_bytes(device))} are free for a rank"
+    dimensions = dimensions_of(model_config)
+    hint = "lower batch.max_tokens_per_rank, or take more ranks or memory"
+    if dimensions is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
+        expected = partial(_expected, dimensions, role, tokens, on_cpu=device.type == "cpu")
+        held = expected(config)
+        parts = {field.name: getattr(held, field.name) for field in fields(held) if field.name != "host"}
+        listed = ", ".join(f"{name} {_megabytes(size)}" for name, size in parts.items() if size)
+        message += f"; by the estimate of `slimefsdp plan` such an update takes {_megabytes(held.total)}: {listed}"
+        saved = [(held.total - expected(changed).total, name) for name, changed in _smaller(config, tokens)]
+        ways = [f"{name} (-{_megabytes(size)})" for size, name in sorted(saved, reverse=True) if size > 0]
+        hint = f"what the estimate says helps, most first: {', '.join([*ways, 'more ranks or memory'])}"
+    return ResourceError(message, field="batch.max_tokens_per_rank", hint=hint)
+
+
+def _expected(
+    dimensions: ModelDimensions, role: Role, tokens: int | None, config: RunConfig, *, on_cpu: bool
+) -> Memory:
+    """The fullest moment of an update of the role's model, with what is beside it at rest.
+
+    Args:
+        tokens: of the micro-batch; None, or more than the settings allow: as many as they do.
+    """
+    (copies, dp), cp, sizes = config.mesh_of(role), config.mesh.cp, byte_sizes_of(config)
+    computing = computing_of(config, dimensions, on_cpu=on_cpu)
+    assert config.fsdp.sharding != "auto"
+    most = config.batch.max_tokens_per_rank
+    tokens = most if tokens is None else min(tokens, most)
+    held = step_memory(
+        dimensions,
+        config.fsdp.sharding,
+        MicroBatches(tokens, rows=tokens, count=_MICRO_BATCHES),
+        shard_ranks=dp * cp,
+        copies=copies,
+        sizes=sizes,
+        computing=computing,
+    )
+    if role != "actor":
+        return held
+    beside = beside_of(config, dimensions, dimensions)  # taken to be as large
+    others = bytes_beside(beside, config.fsdp.sharding, shard_ranks=dp * cp, sizes=sizes, computing=computing)
+    return replace(held, others=others)
+
+
+def _smaller(config: RunConfig, tokens: int | None) -> Iterator[tuple[str, RunConfig]]:
+    """Settings that may take less, each named by what is changed."""
+    most = config.batch.max_tokens_per_rank
+    changes: tuple[tuple[str, str, object], ...] = (
+        ("batch", "max_tokens_per_rank", max(2, min(most, tokens or most) // 2)),
+        ("model", "activation_checkpointing", "full"),
+        ("fsdp", "sharding", "full"),
+        ("fsdp", "cpu_offload", True),
+    )
+    for section, name, value in changes:
+        settings = getattr(config, section)
+        if getattr(settings, name) != value:
+            changed = config.model_copy(update={section: settings.model_copy(update={name: value})})
+            yield f"{section}.{name}={str(value).lower()}", changed
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

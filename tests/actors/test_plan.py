@@ -1,0 +1,97 @@
+"""What a plan says can be acted on: sizes in the unit that fits, rates that say what they were measured in, numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.cli import main
+from actors.plan_outlook import byte_text
+from slimefsdp.errors import ResourceError
+from slimefsdp.rates import LEAST_RATE, MOST_RATE, Rates, write_calibration
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def in_bytes(text: str) -> float:
+    number, unit = text.replace(",", "").split()
+    return float(number) * UNITS[unit]
+
+
+@given(st.integers(0, 10**16))
+def test_bytes_are_said_in_the_unit_that_fits_and_never_less_where_less_would_not_do(number: int) -> None:
+    near, enough = in_bytes(byte_text(number)), in_bytes(byte_text(number, round_up=True))
+    assert abs(near - number) <= 0.051 * max(number, 1) and enough >= number * (1 - 1e-12)
+    assert enough - number <= 0.101 * max(number, 1)
+    assert number >= 10**15 or float(byte_text(number).split()[0].replace(",", "")) <= 1000
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A YAML file of a tiny model of which config.json is there."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model").mkdir()
+    described = {"model_type": "llama", "vocab_size": 100, "head_dim": 8, "intermediate_size": 64, **sizes}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    tree = {
+        "model": {"path": str(tmp_path / "model")},
+        "mesh": {"dp": 2},
+        "optim": {"total_updates": 10},
+        "batch": {"max_tokens_per_rank": 512},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 64},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "c.yaml"
+
+
+def test_a_device_that_is_advised_for_a_tiny_model_is_in_its_unit_and_fits(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ResourceError) as caught:
+        main(["--debug", "plan", str(config), "--memory-gb", "0.00002"])
+    assert "fits 20.0 kB a rank" in caught.value.message and " GB" not in str(caught.value)
+    advised = re.search(r"take devices of ([\d.,]+ [kM]B)", str(caught.value.hint))
+    assert advised is not None, caught.value.hint
+    enough = in_bytes(advised[1])
+    assert main(["plan", str(config), "--memory-gb", f"{enough / 1e9:.9f}"]) == 0
+    assert "recommended: " in capsys.readouterr().out
+    with pytest.raises(ResourceError):  # the advice is no more than is needed
+        main(["--debug", "plan", str(config), "--memory-gb", f"{0.8 * enough / 1e9:.9f}"])
+
+
+def rates(folder: Path, **changes: Any) -> list[str]:
+    found = Rates(**{**asdict(Rates("measured here", 2.0, 1.0, 10.0, 4.0, 5.0)), **changes})
+    write_calibration(folder / "rates.json", found, {})
+    return ["--calibration", str(folder / "rates.json")]
+
+
+def test_rates_of_another_dtype_are_used_and_said_to_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for dtype in ("float32", "bfloat16", None):
+        assert main(["plan", str(config), *rates(config.parent, dtype=dtype), "precision.compute_dtype=bfloat16"]) == 0
+        said[dtype] = capsys.readouterr().out
+    assert "measured here, in float32 where precision.compute_dtype is bfloat16" in said["float32"]
+    assert "measured here:" in said["bfloat16"] and said["bfloat16"] == said[None]
+
+
+def no_number(text: str) -> NoReturn:
+    raise AssertionError(f"{text} is no JSON")
+
+
+@pytest.mark.parametrize("fast", ["matrix_tflops", "attention_tflops", "wire_gbps", "memory_gbps"])
+def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.CaptureFixture[str], fast: str) -> None:
+    names = ("matrix_tflops", "attention_tflops", "memory_gbps", "wire_gbps", "host_gbps")
+    strange = {name: MOST_RATE if name == fast else LEAST_RATE for name in names}
+    asked = rates(config.parent, **strange)
+    assert main(["plan", str(config), "--json", *asked, f"batch.cost_model={asked[1]}"]) == 0
+    estimate = json.loads(capsys.readouterr().out, parse_constant=no_number)["estimate"]
+    assert estimate["recommended"] == estimate["candidates"][0]
+    assert all(one["seconds"]["total"] > 0 for one in estimate["candidates"])

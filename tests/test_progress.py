@@ -1,0 +1,148 @@
+"""How far a process is: ticks, the longest gap of a phase, and whether its thread only waits for others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives
+from torch.distributed.distributed_c10d import _get_default_store
+
+from slimefsdp.attention.wire import Wire
+from slimefsdp.progress import IDLE, LAUNCH, Progress
+from tests.rank_pool import RankPool
+
+
+class Clock:
+    """One that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def progress_after(*steps: tuple[float, str | None]) -> Progress:
+    """Of (seconds, then the phase that is entered, or None for a tick)."""
+    clock = Clock()
+    progress = Progress(clock)
+    for seconds, phase in steps:
+        clock.now += seconds
+        if phase is None:
+            progress.tick()
+        else:
+            progress.enter(phase)
+    return progress
+
+
+def test_a_new_process_is_being_launched_and_has_not_moved() -> None:
+    found = progress_after().standing()
+    assert (found.phase, found.ticks, found.still_s, found.longest_s) == (LAUNCH, 0, 0.0, None)
+
+
+def test_time_without_a_tick_counts_from_the_last_one_in_whatever_phase() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    clock.now += 5
+    progress.enter("a")
+    clock.now += 2
+    assert progress.standing().still_s == 2
+    progress.tick()
+    clock.now += 3
+    assert (progress.standing().still_s, progress.standing().ticks) == (3, 2)
+
+
+def test_a_phase_is_measured_by_its_longest_gap_once_it_has_ended() -> None:
+    steps = [(1, "a"), (4, None), (2, None)]
+    assert progress_after(*steps).standing().longest_s is None, "its first time may be slow in any part"
+    assert progress_after(*steps, (1, "b"), (9, "a")).standing().longest_s == 4
+    assert progress_after(*steps, (7, "b"), (9, "a")).standing().longest_s == 7, "the last gap counts as well"
+    assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).standing().longest_s == 5
+    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).standing().longest_s == 9, "of its own phase alone"
+
+
+def test_a_phase_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:
+    progress = progress_after((0, IDLE))
+    try:
+        with progress.during("outer"):
+            with progress.during("inner"):
+                assert progress.standing().phase == "inner"
+            assert progress.standing().phase == "outer"
+            raise ValueError
+    except ValueError:
+        assert progress.standing().phase == IDLE
+
+
+def test_the_place_is_that_of_the_thread_that_entered_the_phase() -> None:
+    progress, entered, released = Progress(), threading.Event(), threading.Event()
+
+    def spins_here() -> None:
+        progress.enter("a")
+        entered.set()
+        while not released.is_set():
+            pass
+
+    thread = threading.Thread(target=spins_here)
+    thread.start()
+    assert entered.wait(timeout=20)
+    found = progress.standing()
+    released.set()
+    thread.join(timeout=20)
+    assert found.place.startswith("spins_here (tests/test_progress.py:") and not found.waits
+    assert progress.standing().place == "nowhere in Python", "the thread is gone"
+
+
+def all_reduce() -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def gather_object() -> None:
+    dist.all_gather_object([None, None], "object")
+
+
+def ring_step() -> None:
+    rank = dist.get_rank()
+    got, give = torch.empty(2), torch.ones(2)
+    outgoing = [give if peer != rank else torch.empty(0) for peer in range(2)]
+    arriving = [got if peer != rank else torch.empty(0) for peer in range(2)]
+    Wire(dist.group.WORLD).exchange(outgoing, arriving).wait()
+
+
+def traced_all_reduce() -> None:
+    _functional_collectives.all_reduce(torch.ones(1), "sum", dist.group.WORLD).sum().item()
+
+
+def waits_until_joined(rank: int, collective: Callable[[], None]) -> bool:
+    """Rank 0 begins a collective; rank 1 joins when rank 0 was seen to wait, or was not within 20 s."""
+    store = _get_default_store()
+    if rank == 1:
+        store.wait([collective.__name__], timedelta(seconds=60))
+        collective()
+        return True
+    progress = Progress()
+
+    def take_part() -> None:
+        progress.enter("a")
+        collective()
+
+    thread = threading.Thread(target=take_part)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not (seen := progress.standing().waits) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    store.set(collective.__name__, "")
+    thread.join(timeout=60)
+    return seen
+
+
+def waits_in_each(rank: int) -> list[bool]:
+    return [waits_until_joined(rank, one) for one in (all_reduce, gather_object, ring_step, traced_all_reduce)]
+
+
+def test_a_thread_in_a_collective_is_seen_to_wait_for_others(ranks: RankPool) -> None:
+    assert ranks.run(2, waits_in_each)[0] == [True] * 4
