@@ -6,9 +6,11 @@ Starts its ranks as processes of its own, without Ray.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import warnings
 from pathlib import Path
+from typing import Any
 
 from slimefsdp.errors import ConfigError
 from slimefsdp.rates import read_calibration, write_calibration
@@ -44,10 +46,7 @@ def calibrate_command(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ranks={options.ranks} is no number of processes", field="--ranks", hint="give at least 1")
     if not 0.01 <= options.scale <= 4:
         raise ConfigError(f"--scale={options.scale:g} is not in [0.01, 4]", field="--scale", hint="leave it out")
-    if not options.out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--out={options.out} is in no folder that exists", field="--out", hint="make the folder, or name another"
-        )
+    _check_out(options.out)
     dtype = measure(options.out, options.ranks, device=options.device, dtype=options.dtype, scale=options.scale)
     rates = read_calibration(options.out, field="--out")
     print(
@@ -62,11 +61,23 @@ def calibrate_command(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_out(out: Path) -> None:
+    """What would only show after minutes of measuring."""
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(
+            f"--out={out} is in no folder that exists", field="--out", hint="make the folder, or name another"
+        )
+    if out.is_dir():
+        raise ConfigError(f"--out={out} is a folder", field="--out", hint="name a file in it")
+    if not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
+        raise ConfigError(f"--out={out} cannot be written", field="--out", hint="name another file")
+
+
 def measure(out: Path, ranks: int, *, device: str = "auto", dtype: str | None = None, scale: float = 1.0) -> str:
     """Writes the rates of `ranks` processes that this starts, and the figures behind them; returns the dtype.
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: there is no such device, or the file cannot be written.
     """
     import torch
     import torch.multiprocessing as mp
@@ -83,11 +94,13 @@ def measure(out: Path, ranks: int, *, device: str = "auto", dtype: str | None = 
     chosen = dtype or ("bfloat16" if place == "cuda" else "float32")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    mp.spawn(_rank, (ranks, port, place, chosen, scale, out), nprocs=ranks)  # raises what a rank raised
+    found: Any = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_rank, (ranks, port, place, chosen, scale, found), nprocs=ranks)  # raises what a rank raised
+    write_calibration(out, *found.get())
     return chosen
 
 
-def _rank(rank: int, ranks: int, port: int, place: str, dtype: str, scale: float, out: Path) -> None:
+def _rank(rank: int, ranks: int, port: int, place: str, dtype: str, scale: float, found: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -102,6 +115,6 @@ def _rank(rank: int, ranks: int, port: int, place: str, dtype: str, scale: float
     start_process_group(device, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=_TIMEOUT_S)
     rates, details = measure_rates(device, getattr(torch, dtype), dist.group.WORLD, scale=scale)
     if rank == 0:
-        write_calibration(out, rates, details)
+        found.put((rates, details))  # a few kilobytes, which a pipe holds until somebody reads them
     dist.barrier()
     dist.destroy_process_group()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +29,12 @@ from slimefsdp.expected import (
 )
 from slimefsdp.models.folder import check_architecture, read_model_folder
 from slimefsdp.phase import cost_model_of
-from slimefsdp.rates import DEVICES, device_bytes, guessed_rates, read_calibration
+from slimefsdp.rates import DEVICES, LEAST_RATE, MOST_RATE, Rates, device_bytes, guessed_rates, read_calibration
 from slimefsdp.simulate import MeshShape
 from slimefsdp.surface import Role
+
+# beyond these a plan takes longer than anybody waits, and more memory than it plans for
+_MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,6 +74,7 @@ def plan_command(options: argparse.Namespace) -> int:
             not fit. ResourceError: nothing fits the memory of the device that was named.
     """
     config = _with_ranks(load_config(options.config, options.overrides), options.ranks)
+    _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)
     dimensions = ModelDimensions.from_config(folder.config)
@@ -102,7 +105,7 @@ def plan_command(options: argparse.Namespace) -> int:
     if options.json:
         record = {"lengths": spec, "parameters": dimensions.parameters, **dataclasses.asdict(found)}
         record |= {"memory": {level: as_record(held) for level, held in outlook.memory.items()}}
-        print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1))
+        print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1, allow_nan=False))
     else:
         guessed = "" if options.lengths else " (a guess: give --lengths)"
         print("\n".join(plan_table(config, dimensions, choice, found, outlook, spec + guessed)))
@@ -127,6 +130,17 @@ def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
     return config
 
 
+def _check_size(config: RunConfig, ranks_field: str) -> None:
+    samples_field = "batch.samples_per_update" if config.algorithm == "sft" else "rollout.prompts_per_step"
+    for field, what, number, most in (
+        (ranks_field, "ranks", config.ranks, _MOST_RANKS),
+        (samples_field, "samples", config.samples_per_step, _MOST_SAMPLES),
+    ):
+        if number > most:
+            problem = f"{field}: a step of more than {most:,} {what} is not planned"
+            raise ConfigError(problem, field=field, hint="lower it")
+
+
 def _guessed_lengths(config: RunConfig) -> str:
     """Half of what a response may have on average; without responses an eighth of what a rank may hold."""
     if config.algorithm == "grpo":
@@ -144,16 +158,20 @@ def _dimensions_of(config: RunConfig, role: Role) -> ModelDimensions:
 def _device(options: argparse.Namespace, config: RunConfig) -> Device:
     """What is known of a rank's device, or guessed."""
     for flag, value in (("--memory-gb", options.memory_gb), ("--tflops", options.tflops), ("--gbps", options.gbps)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag}={value:g} is no positive number", field=flag, hint="give one, or leave it out")
+        if value is not None and not LEAST_RATE <= value <= MOST_RATE:
+            raise ConfigError(
+                f"{flag}={value:g} is no positive number from {LEAST_RATE:g} to {MOST_RATE:g}",
+                field=flag,
+                hint="give one, or leave it out",
+            )
     if not 0 < options.counted <= 1:
         raise ConfigError(f"--counted={options.counted:g} is no share in (0, 1]", field="--counted", hint="give one")
     name = options.device or ("CPU" if config.mesh.device == "cpu" else "H100")
     rates = guessed_rates(name, byte_sizes_of(config).compute)
     if options.calibration is not None:
-        rates = read_calibration(options.calibration, field="--calibration")
+        rates = _calibrated(options.calibration, "--calibration", config)
     elif config.batch.cost_model is not None:
-        rates = read_calibration(config.batch.cost_model, field="batch.cost_model")
+        rates = _calibrated(config.batch.cost_model, "batch.cost_model", config)
     if options.tflops is not None:
         slowdown = rates.attention_slowdown
         rates = replace(
@@ -165,3 +183,11 @@ def _device(options: argparse.Namespace, config: RunConfig) -> Device:
     memory = device_bytes(name) if options.memory_gb is None else round(options.memory_gb * 1e9)
     said = "--memory-gb" if options.memory_gb is not None else "--device" if options.device else None
     return Device(rates, memory, said, on_cpu=name == "CPU")
+
+
+def _calibrated(path: Path, field: str, config: RunConfig) -> Rates:
+    """The rates of a file, which says so where they are of another dtype than the one that is computed in."""
+    rates, dtype = read_calibration(path, field=field), config.precision.compute_dtype
+    if rates.dtype in (None, dtype):
+        return rates
+    return replace(rates, source=f"{rates.source}, in {rates.dtype} where precision.compute_dtype is {dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,7 +106,7 @@ def look_ahead(work: Workload, computing: Computing, device: Device, config: Run
         least = min(one.memory.total for one in compared)
         ways = _ways_out(work, computing, limit, least, config)
         said = (
-            f"no way to train fits {limit / 1e9:.1f} GB a rank: the smallest is estimated at {least / 1e9:.1f} GB, "
+            f"no way to train fits {byte_text(limit)} a rank: the smallest is estimated at {byte_text(least)}, "
             "and a tenth is left free"
         )
         if device.said_by is not None:
@@ -118,7 +119,7 @@ def look_ahead(work: Workload, computing: Computing, device: Device, config: Run
 
 
 def _advice(chosen: Candidate, recommended: Candidate, limit: int | None) -> str:
-    room = "" if limit is None else f" that fits {limit / 1e9:.1f} GB"
+    room = "" if limit is None else f" that fits {byte_text(limit)}"
     if chosen.settings == recommended.settings:
         return f"recommended: as it is set, which is the fastest{room} by the estimate"
     why = f"the fastest{room} by the estimate"
@@ -147,5 +148,14 @@ def _ways_out(work: Workload, computing: Computing, limit: int, least_held: int,
         ranks = fewest_shard_ranks_that_fit(with_cap(work, shortest_cap), computing, limit, most=_MOST_RANKS)
         if ranks is not None:
             ways.append(f"lower batch.max_tokens_per_rank to {shortest_cap} and raise mesh.dp to {ranks // cp}")
-    ways.append(f"take devices of {least_held / HEADROOM / 1e9:.1f} GB")
+    ways.append(f"take devices of {byte_text(math.ceil(least_held / HEADROOM), round_up=True)}")
     return ", or ".join(ways)
+
+
+def byte_text(number: int, *, round_up: bool = False) -> str:
+    """So many bytes with one decimal, in the decimal unit that fits; `round_up` where less would not do."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if number >= 1000**power:
+            tenths = 10 * number / 1000**power
+            return f"{(math.ceil(tenths) if round_up else round(tenths)) / 10:,.1f} {unit}"
+    return f"{number} B"

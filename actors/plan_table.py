@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from actors.plan_outlook import Outlook
+from actors.plan_outlook import Outlook, byte_text
 from slimefsdp.attention.choice import Choice
 from slimefsdp.config import RunConfig
 from slimefsdp.data.dimensions import ModelDimensions
@@ -56,8 +56,8 @@ def plan_table(
         lines += _attention_lines(found, choice)
     sent = found.sharding
     lines += [
-        f"sharding's messages of a rank, per update: gathers {_bytes(sent.all_gather)}, reduce-scatters "
-        f"{_bytes(sent.reduce_scatter)}, all-reduces {_bytes(sent.all_reduce)}",
+        f"sharding's messages of a rank, per update: gathers {byte_text(sent.all_gather)}, reduce-scatters "
+        f"{byte_text(sent.reduce_scatter)}, all-reduces {byte_text(sent.all_reduce)}",
         "",
     ]
     return [*lines, *_memory_lines(config, outlook), "", *_time_lines(outlook)]
@@ -76,13 +76,13 @@ def _attention_lines(found: Simulation, choice: Choice) -> list[str]:
         *_rows(
             ["", "forward", "backward"],
             *(
-                [_marked(name, name == found.strategy), *(_bytes(sent.forward), _bytes(sent.backward))]
+                [_marked(name, name == found.strategy), *(byte_text(sent.forward), byte_text(sent.backward))]
                 if sent is not None
                 else [name, "heads do not", "divide by cp"]
                 for name, sent in found.wire.items()
             ),
         ),
-        f"  of a rank in all layers: {_bytes(found.attention_bytes_per_rank)}",
+        f"  of a rank in all layers: {byte_text(found.attention_bytes_per_rank)}",
         f"  * {choice}",
         "",
     ]
@@ -99,9 +99,9 @@ def _memory_lines(config: RunConfig, outlook: Outlook) -> list[str]:
             *(
                 [
                     _marked(level, level == config.fsdp.sharding),
-                    *map(_bytes, (held.parameters, held.gradients, held.optimizer, held.unsharded)),
-                    *map(_bytes, (held.activations, held.head, held.buffers, held.others, held.total)),
-                    *([_bytes(held.host)] if on_host else []),
+                    *map(byte_text, (held.parameters, held.gradients, held.optimizer, held.unsharded)),
+                    *map(byte_text, (held.activations, held.head, held.buffers, held.others, held.total)),
+                    *([byte_text(held.host)] if on_host else []),
                 ]
                 for level, held in outlook.memory.items()
             ),
@@ -110,7 +110,7 @@ def _memory_lines(config: RunConfig, outlook: Outlook) -> list[str]:
 
 
 def _time_lines(outlook: Outlook) -> list[str]:
-    limit = "no limit (give --memory-gb)" if outlook.memory_bytes is None else _bytes(outlook.memory_bytes)
+    limit = "no limit (give --memory-gb)" if outlook.memory_bytes is None else byte_text(outlook.memory_bytes)
     rates, now = outlook.rates, outlook.chosen
     shown = [one for one in dict.fromkeys((now, outlook.recommended, *outlook.candidates[:6])) if one is not None]
     return [
@@ -122,7 +122,7 @@ def _time_lines(outlook: Outlook) -> list[str]:
                 [
                     _marked(_named(one), one == now),
                     *(f"{value:,.3g}" for value in _seconds(one)),
-                    _bytes(one.memory.total),
+                    byte_text(one.memory.total),
                     "yes" if outlook.has_room(one) else "no",
                 ]
                 for one in shown
@@ -163,10 +163,3 @@ def _range(values: list[int]) -> str:
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
-
-
-def _bytes(number: int) -> str:
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if number >= 1000**power:
-            return f"{number / 1000**power:.1f} {unit}"
-    return f"{number} B"

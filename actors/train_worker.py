@@ -146,7 +146,8 @@ class TrainWorker(Watched):
         if isinstance(error, SlimeError):
             error.rank, error.phase = self.rank, phase
             return error
-        from slimefsdp.memory_errors import is_out_of_memory, memory_error
+        from slimefsdp.memory_errors import memory_error
+        from slimefsdp.out_of_memory import is_out_of_memory
         from slimefsdp.parallel.mesh import choose_device
         from slimefsdp.parallel.peers import lost_a_peer, peer_failed
 

@@ -153,6 +153,13 @@ class Watchdog:
         self._processes = [_Process() for _ in actors]
         self._lock = threading.Lock()
         self._looked = 0.0
+        self._are_ready = False
+
+    def expect_answers(self) -> None:
+        """All are ready: whoever is silent from now on hangs, also one that has answered no question so far."""
+        with _counted(), self._lock:
+            self._are_ready = True
+            self._ask(time.monotonic())
 
     def look(self, waiting: Waiting) -> None:
         """Takes in what was answered and asks again where it is time; waits for nobody.
@@ -228,9 +235,12 @@ class Watchdog:
     # ------------------------------------------------------------------ judging
 
     def _silent(self, now: float) -> list[int]:
-        """Those that do not answer; before its first answer a process has as long as its launch."""
-        limit_s = self._limits.ping_s
-        return [r for r, one in enumerate(self._processes) if one.pulse is not None and one.silent_s(now) > limit_s]
+        """Those that do not answer; before it is ready, or has answered once, a process has as long as its launch."""
+        return [
+            rank
+            for rank, one in enumerate(self._processes)
+            if (self._are_ready or one.pulse is not None) and one.silent_s(now) > self._limits.ping_s
+        ]
 
     def _still(self, waiting: Waiting) -> list[int]:
         """Those that have not got on for too long and do not just wait for others; all, where everybody only waits."""

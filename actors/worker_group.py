@@ -60,6 +60,7 @@ class WorkerGroup:
         self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
         self._workers = list(workers)
         self._watchdog = Watchdog(self._workers, Limits.of(config))
+        self._watchdog.expect_answers()
         self._places = places  # to be given back at the end; None: by another group or a supervisor
         self._is_guest = is_guest  # in another group's processes
         self._vocab_size = vocab_size

@@ -89,6 +89,8 @@ def main() -> None:
     parser.add_argument("--time-limit-s", type=float, default=1500.0, help="no case begins after this")
     parser.add_argument("--json", type=Path, help="write the record here, after every case")
     args = parser.parse_args()
+    if args.steps < 1 or args.sample_tokens < 2 or args.prompt_tokens < 1 or min(args.tokens) < 2:
+        parser.error("--steps and --prompt-tokens are at least 1, --tokens and --sample-tokens at least 2")
     began = time.perf_counter()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -23,6 +23,9 @@ export RAY_AUTH_MODE=token
 # --block: ray's processes end with this one, so a scheduler's kill leaves nothing behind
 start=("$ray" start --block --disable-usage-stats)
 
+token=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+if [ -e "$token" ]; then chmod 600 "$token"; fi  # one that ray made by itself
+
 case "$role" in
   head)
     "$ray" get-auth-token --generate >/dev/null

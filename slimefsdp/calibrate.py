@@ -55,9 +55,10 @@ def measure_rates(
         "wire_gbps_by_collective": sent,
         "ranks": ranks,
         "device": name,
-        "dtype": str(dtype).removeprefix("torch."),
     }
-    return Rates(f"a calibration of {name}, {ranks} ranks", *figures), details
+    source, named = f"a calibration of {name}, {ranks} ranks", str(dtype).removeprefix("torch.")
+    matrix_tflops, attention_tflops, memory_gbps, wire_gbps, host_gbps = figures
+    return Rates(source, matrix_tflops, attention_tflops, memory_gbps, wire_gbps, host_gbps, named), details
 
 
 def _product_tflops(n: int, device: torch.device, dtype: torch.dtype) -> float:

@@ -1,13 +1,8 @@
-"""Running out of memory as an error to act on: what was asked for, what was expected, and which settings need less.
-
-Inside of a rank it stays what torch raises: a typed error says that all ranks raised alike, and memory may be short on
-one alone.
-"""
+"""Running out of memory as an error to act on: what was asked for, what was expected, and which settings need less."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -20,36 +15,12 @@ from slimefsdp.errors import ResourceError
 from slimefsdp.estimate import bytes_beside
 from slimefsdp.expected import beside_of, byte_sizes_of, computing_of
 from slimefsdp.footprint import Memory, MicroBatches, step_memory
+from slimefsdp.out_of_memory import TOKENS
 from slimefsdp.parallel.offload import free_bytes
 from slimefsdp.phase import dimensions_of
 from slimefsdp.surface import Role
 
-# of RuntimeErrors: torch's allocators, and libraries that allocate beside them
-_WORDS = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
-_TOKENS = "micro_batch_tokens"  # an attribute that such an error gets
 _MICRO_BATCHES = 2  # of an update, or more: of one alone, gradients would take less
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, the host or Python had no memory to give."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-
-
-@contextmanager
-def at_work_on(tokens: int) -> Iterator[None]:
-    """Has an error of memory that leaves the block know the size of the micro-batch it came from.
-
-    Args:
-        tokens: of this rank.
-    """
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            setattr(error, _TOKENS, tokens)
-        raise
 
 
 def memory_error(
@@ -61,7 +32,7 @@ def memory_error(
         config: with mesh.dp and fsdp.sharding as they are used; an estimate is made of no others.
         model_config: what the role's config.json holds; None: it is not known.
     """
-    tokens = getattr(error, _TOKENS, None)
+    tokens = getattr(error, TOKENS, None)
     where = "" if tokens is None else f" with a micro-batch of {tokens:,} tokens"
     said = next(iter(str(error).splitlines()), type(error).__name__)
     message = f"out of memory{where}: {said}; {_megabytes(free_bytes(device))} are free for a rank"

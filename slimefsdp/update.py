@@ -17,10 +17,10 @@ from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, on_device,
 from slimefsdp.data.prefixes import SharedPrefixes
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss.objective import TokenInputs
-from slimefsdp.memory_errors import at_work_on
 from slimefsdp.metrics import MetricSums
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.policy import PolicyModel
+from slimefsdp.out_of_memory import at_work_on
 from slimefsdp.parallel.fsdp import abandon_update, gradients_summed_once, reshard
 from slimefsdp.parallel.mesh import Mesh, gather_pairs
 

@@ -87,9 +87,9 @@ def test_a_rank_has_its_share_of_an_update() -> None:
     assert work.attention_bytes + work.attention_bytes_again == pytest.approx(wire.total * MODEL.layers / 4, abs=2)
 
 
-def costs_of_ranks(rank: int, folder: Path, calibrations: list[str]) -> str | tuple[str, str | None]:
-    config = settings(model={"path": str(folder)}, batch={"cost_model": calibrations[rank]})
-    model = read_model_folder(folder)
+def costs_of_ranks(rank: int, folders: list[Path], calibrations: list[str]) -> str | tuple[str, str | None]:
+    config = settings(model={"path": str(folders[rank])}, batch={"cost_model": calibrations[rank]})
+    model = read_model_folder(folders[rank])
     assert dist.group.WORLD is not None
     try:
         return repr(cost_for(config, model, dist.group.WORLD))
@@ -98,16 +98,18 @@ def costs_of_ranks(rank: int, folder: Path, calibrations: list[str]) -> str | tu
 
 
 def test_all_ranks_balance_by_the_same_rates_or_none_starts(ranks: RankPool, tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model")
+    folder, wider = [save_tiny_model(tmp_path / "model")] * 2, save_tiny_model(tmp_path / "wider", intermediate_size=96)
     for name, attention in (("a", 1.0), ("b", 0.5)):
         write_calibration(tmp_path / f"{name}.json", Rates(name, 1.0, attention, 1.0, 1.0, 1.0), {})
     files = {name: str(tmp_path / f"{name}.json") for name in ("a", "b", "missing")}
     same = ranks.run(2, costs_of_ranks, folder, [files["a"], files["a"]])
     assert same[0] == same[1] and "CostModel" in same[0]
     other = ranks.run(2, costs_of_ranks, folder, [files["a"], files["b"]])
-    assert other == [(ModelError.__name__, "model.path")] * 2
+    assert other == [(ConfigError.__name__, "batch.cost_model")] * 2
     missing = ranks.run(2, costs_of_ranks, folder, [files["a"], files["missing"]])
     assert missing == [(ConfigError.__name__, "batch.cost_model")] * 2, "also the rank that has the file"
+    models = ranks.run(2, costs_of_ranks, [folder[0], wider], [files["a"], files["a"]])
+    assert models == [(ModelError.__name__, "model.path")] * 2
 
 
 def test_automatic_sharding_takes_what_sends_least_and_fits(tmp_path: Path) -> None:

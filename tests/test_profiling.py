@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,10 @@ import pytest
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ResourceError
 from slimefsdp.profiling import Shares, UpdateProfiler, shares_of_trace, shares_table
 from slimefsdp.trainer import Trainer
 from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, error_of, fingerprint, fresh_batch, settings
+from tests.test_trainer import CPU, fingerprint, fresh_batch, settings
 from tests.tiny_models import save_tiny_model
 
 
@@ -149,21 +149,35 @@ def test_ranks_profile_the_updates_that_were_chosen_and_a_resumed_run_counts_on(
     assert table == shares_table("update 6", rows) + "\n"
 
 
-def failing_profile(rank: int, config: RunConfig) -> tuple[Any, bool]:
+def failing_profile(rank: int, config: RunConfig, failing: str) -> tuple[list[str], str]:
+    """The warnings of a step whose profile one rank cannot write, and a digest of the weights after it."""
     trainer = Trainer(config, device=CPU)
-    taken = trainer.updates_taken
-    if rank == 1:  # one rank's disk
+    folder = config.run.dir / "profile" if config.run.dir else Path()
+    if rank == 1 and failing:
         assert isinstance(trainer._profiler, UpdateProfiler)
-        trainer._profiler._folder = Path(__file__) / "not_a_folder"
-    error = error_of(lambda: trainer.train_step(fresh_batch()))
-    return error, trainer.updates_taken == taken + 1
+        if failing == "folder":
+            trainer._profiler._folder = Path(__file__) / "not_a_folder"
+        else:  # the plain trace is there already when its packed form is refused
+            (folder / "update_000001_rank1.json.gz").mkdir(parents=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert trainer.train_step(fresh_batch())["updates"] == 1
+    return [str(one.message) for one in caught if "profile" in str(one.message)], fingerprint(trainer.policy)
 
 
-def test_a_trace_that_one_rank_cannot_write_is_an_error_on_all(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", ["folder", "packed trace"])
+def test_a_trace_that_one_rank_cannot_write_is_a_warning_leaves_nothing_half_and_training_goes_on(
+    ranks: RankPool, folder: Path, tmp_path: Path, failing: str
+) -> None:
+    plain = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path / "plain")})
     config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)}, profile={"updates": [1]})
-    for error, was_taken in ranks.run(2, failing_profile, config):
-        assert isinstance(error, ResourceError) and error.field == "profile.updates" and error.hint and was_taken
-        assert "profile of update 1" in str(error)
+    undisturbed = ranks.run(2, failing_profile, plain, "")
+    (told, first), (untold, second) = ranks.run(2, failing_profile, config, failing)
+    assert [first, second] == [weights for _, weights in undisturbed]
+    assert len(told) == 1 and "update 1" in told[0] and "rank 1:" in told[0] and "profile.updates" in told[0]
+    assert untold == []
+    left = {file.name for file in (tmp_path / "profile").iterdir() if file.is_file()}
+    assert left == {"update_000001_rank0.json.gz"}, "no plain trace, and no table without the other rank"
 
 
 def update_that_fails(rank: int, config: RunConfig) -> bool:

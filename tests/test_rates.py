@@ -12,7 +12,7 @@ import pytest
 from slimefsdp.errors import ConfigError
 from slimefsdp.rates import DEVICES, Rates, device_bytes, guessed_rates, read_calibration, write_calibration
 
-RATES = Rates("here", 2.0, 0.5, 10.0, 4.0, 5.0)
+RATES = Rates("here", 2.0, 0.5, 10.0, 4.0, 5.0, "float32")
 
 
 def test_a_calibration_comes_back_as_it_was_written(tmp_path: Path) -> None:
@@ -27,7 +27,9 @@ def test_a_calibration_comes_back_as_it_was_written(tmp_path: Path) -> None:
     [
         "", "[]", "{}", '{"rates": {}}', '{"rates": 1}', "\udcff",
         *(json.dumps({"rates": {**asdict(RATES), "wire_gbps": value}})
-          for value in (0, -1, True, "1", None, float("nan"), float("inf"))),
+          for value in (0, -1, True, "1", None, float("nan"), float("inf"), 1e300, 1e-300, int("9" * 400))),
+        json.dumps({"rates": asdict(RATES) | {"source": 3}}), json.dumps({"rates": asdict(RATES) | {"dtype": "int3"}}),
+        json.dumps({"rates": asdict(RATES)})[:-1] + ', "rates": 1}', '{"rates": ' + "[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_rates_is_refused_by_the_setting_that_names_it(content: str, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ LAYERS = (
             "simulate",
         ),
         *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "update", "weights"),
-        *("activations", "calibrate", "estimate", "expected", "memory_errors", "rates"),
+        *("activations", "calibrate", "estimate", "expected", "memory_errors", "out_of_memory", "rates"),
     ),
     ("reference",),
     ("build", "inputs", "state"),

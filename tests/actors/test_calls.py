@@ -147,7 +147,6 @@ WAITS = {
 SAYS_HOW_LONG = {"timeout", "timeout_s", "timeout_seconds", "blocking"}
 WAITS_WITHOUT = {
     "actors/calibrate_command.py: found.get()": "all who could put something there have ended",
-    "actors/interrupts.py: thread.join()": "it has just been told to end",
     "slimefsdp/attention/all_gather.py: wire.exchange(outgoing, arriving).wait()": "as wire.py",
     "slimefsdp/attention/all_gather.py: wire.exchange([sent] * wire.size, fetched).wait()": "as wire.py",
     "slimefsdp/attention/ring.py: returning.wait()": "as wire.py",

@@ -49,3 +49,10 @@ def test_the_step_of_ours_and_that_of_plain_hugging_face_have_the_same_gradients
 def test_what_the_time_limit_leaves_is_reported_and_has_no_number(tmp_path: Path) -> None:
     record = results(tmp_path, "--systems", "slimefsdp", "--time-limit-s", "0")
     assert [row.keys() & {"seconds", "not_run"} for row in record["results"]] == [{"not_run"}] * 2
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--tokens", "1"], ["--prompt-tokens", "0"]])
+def test_sizes_with_which_nothing_can_be_timed_are_refused(arguments: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_step.py"), *SHAPE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and "at least" in done.stderr and "Traceback" not in done.stderr

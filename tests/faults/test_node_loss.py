@@ -1,0 +1,25 @@
+"""A node of the cluster goes, with every rank on it: the job goes on where Ray finds another place."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_of_a_lost_node_start_on_another_and_give_the_same_bits(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.faults.node_loss", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["found"] == result["expected"] and len(set(result["found"])) > 1
+    assert result["recoveries"] == [["worker_died", 2]]
