@@ -25,7 +25,6 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
 
-CHECKPOINTS = "checkpoints"
 SETTINGS = "settings.yaml"
 _BATCH = "batch.safetensors"
 
@@ -52,7 +51,7 @@ class RunFolder:
     @property
     def checkpoint_steps(self) -> list[int]:
         """The steps of the checkpoints that are there, ascending; none of them is verified."""
-        return CheckpointStore(self.path / CHECKPOINTS).steps()
+        return CheckpointStore.of_run(self.path).steps()
 
     def write_settings(self, config: RunConfig) -> None:
         """Leaves all settings as a file that `slimefsdp train` takes; another one that is there gets a number.

@@ -7,74 +7,40 @@ checkpoint that verifies is loaded, the calls behind it are made again, and the 
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from actors.calls import CallFuture
+from actors.journal import TRAINING, Call, Journal
 from actors.placement import Places
+from actors.recovery import Recovery, differences_of
 from actors.worker_group import WorkerGroup, add_calls
-from slimefsdp.checkpoint.manifest import io_reported
+from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError, WorkerDied, WorkerHung
+from slimefsdp.errors import (
+    CheckpointError,
+    PeerFailed,
+    ResourceError,
+    SlimeError,
+    StateError,
+    SyncError,
+    WorkerDied,
+    WorkerHung,
+)
 from slimefsdp.reports import Health
 from slimefsdp.surface import Role
 
 LOST = (WorkerDied, WorkerHung, PeerFailed)
 """Errors after which the ranks of a group are of no more use, and new ones may succeed."""
 MAX_WITHOUT_PROGRESS = 3  # restarts; a fault that comes back each time is none that a restart helps against
-RECOVERIES = "recoveries.jsonl"
-# whatever else is called reads, and is not made again once its result is here
-_CHANGES_STATE = {
-    *("train_step", "forward_backward", "optimizer_step", "update_ref", "sleep", "wake_up", "save", "load")
-}
-_TRAINS = {"train_step", "forward_backward", "optimizer_step", "load"}
-_COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reproduce
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """One time that lost ranks were replaced; a line of `recoveries.jsonl` in `run.dir`."""
-
-    code: str  # of the error that began it, as in slimefsdp.errors
-    rank: int | None
-    phase: str | None
-    message: str
-    noticed_at: float  # seconds since the epoch
-    seconds: float  # from then until the calls of the journal were made again
-    checkpoint_step: int | None  # that was loaded; None: there was none, the models are those of the launch
-    calls_repeated: int
-    differences: tuple[str, ...]  # metrics that came out otherwise than the first time
-
-
-@dataclass(eq=False)
-class _Call:
-    """One call of the caller's, over all the groups that had to work on it."""
-
-    role: Role
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    running: CallFuture | None = None
-    launch: int = 0  # which group `running` is of
-    is_done: bool = False
-    value: Any = None
-    reference_is_current: bool | None = None  # of a save: see `Supervisor._reference_is_current`
-
-    @property
-    def step(self) -> int:
-        """Of a save."""
-        return int(self.kwargs["step"] if "step" in self.kwargs else self.args[0])
 
 
 class SupervisedCall:
     """A future whose `result` outlives the ranks that began to work on it."""
 
-    def __init__(self, supervisor: Supervisor, call: _Call) -> None:
+    def __init__(self, supervisor: Supervisor, call: Call) -> None:
         self._supervisor = supervisor
         self._call = call
 
@@ -158,12 +124,13 @@ class Supervisor:
         self._config = config
         self._places = Places()
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
-        self._journal: list[_Call] = []
-        self._has_begin = True  # the journal reaches back to the launch
+        self._journal = Journal()
         self._launches = 0
+        self._restarts = 0
         self._without_progress = 0
-        # of a reference group of its own, which no checkpoint holds: it equals the policy; None: it is as launched
-        self._reference_is_current: bool | None = None
+        self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
+        self._final: Exception | None = None  # why there is no group any more
+        self._reference_is_current: bool | None = None  # as that of a save
         self._actor: WorkerGroup | None = None
         try:
             while self._actor is None:
@@ -182,49 +149,57 @@ class Supervisor:
         assert found is not None
         return found
 
-    def submit(self, role: Role, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    def submit(self, role: Role, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Starts a call.
 
         Raises:
-            SlimeError: its arguments are wrong; no rank has seen them.
+            SlimeError: its arguments are wrong, and no rank has seen them; or the job has ended with this error.
         """
         with self._lock:
             while True:
+                if self._final is not None:
+                    raise self._final
+                if self._doomed is not None:
+                    self._recover(self._doomed[1], self._doomed[0])
                 launch = self._launches
                 try:
                     prepared = self.group(role).prepare(name, args, kwargs)
                     break
                 except LOST as error:  # of a reference group, which completes the batch
                     self._recover(error, launch)
-            call = _Call(role, name, *prepared)
+            call = Call(role, name, *prepared)
+            self._note(call)
             self._begin(call)
             self._journal.append(call)  # also one that only reads, until its result is here
             return call
 
-    def result(self, call: _Call) -> Any:
+    def result(self, call: Call) -> Any:
         """The result of a call, however many groups it takes."""
         while not call.is_done:
-            running, launch = call.running, call.launch
+            if self._final is not None:
+                raise self._final
+            running, restored, launch = call.running, call.restored, call.launch
             assert running is not None
             try:
                 value = running.result()
-                if call.name == "load":  # made again it must find the same one, whatever is the latest by then
-                    restored = self.group(call.role).begin("restored", (), {}).result()
-                    call.args, call.kwargs = (restored.step,), {}
-            except LOST as error:
-                if call not in self._journal:  # a read before a checkpoint: there is no way back to its state
-                    raise
-                self._recover(error, launch)
-                continue
+                if call.replaces and self._config.checkpoint.async_save:
+                    self.group(call.role).begin("finish_save", (), {}).result()  # or which of the two is on the disk?
+                loaded = None if restored is None else restored.result()
             except Exception as error:
-                with self._lock:
-                    if not _stays(call, error) and call in self._journal:
-                        self._journal.remove(call)
-                raise
+                if not self._goes_on(call, error, launch):
+                    raise
+                continue
             with self._lock:
                 if not call.is_done and call.launch == launch:
                     self._without_progress = 0
-                    self._finish(call, value)
+                    call.is_done, call.value = True, value
+                    if loaded is not None:  # made again it must find the same one, whatever is the latest by then
+                        call.args, call.kwargs, call.restored = (loaded.step,), {}, None
+                    if not call.changes_state:
+                        self._journal.remove(call)
+                    elif call.name == "save":
+                        # one more than there are: with async_save the newest may not be on disk yet
+                        self._journal.forget(self._config.checkpoint.keep_last + 1)
         return call.value
 
     def shutdown(self) -> None:
@@ -235,161 +210,162 @@ class Supervisor:
 
     def _launch(self) -> None:
         self._launches += 1
+        self._doomed = None
         self._actor = WorkerGroup.launch(self._config, places=self._places)
         self._config = self._actor.config  # a job keeps its number of ranks
+        self._journal.has_critic = self._actor.critic is not None
 
-    def _begin(self, call: _Call) -> None:
-        call.running, call.launch = self.group(call.role).begin(call.name, call.args, call.kwargs), self._launches
+    def _begin(self, call: Call) -> None:
+        group = self.group(call.role)
+        call.running, call.launch = group.begin(call.name, call.args, call.kwargs), self._launches
+        if call.name == "load":
+            call.restored = group.begin("restored", (), {})
 
-    def _finish(self, call: _Call, value: Any) -> None:
-        """Keeps what a call returned, and forgets calls that nobody can need any more."""
-        call.is_done, call.value = True, value
-        if call.name not in _CHANGES_STATE:
-            self._journal.remove(call)
-        elif call.role == "actor":
-            if call.name == "update_ref" and self._config.reference.placement == "group":
-                self._reference_is_current = True
-            elif call.name in _TRAINS and self._reference_is_current:
+    def _note(self, call: Call) -> None:
+        """Keeps what a recovery must know of a new call beside its arguments."""
+        if call.name == "update_weights" and self.group("actor").reference_group is not None:
+            receivers = call.kwargs["receivers"] if "receivers" in call.kwargs else call.args[0]
+            if any(receiver in self.group("ref").receivers for receiver in receivers):
+                problem = "update_weights to the reference group, of which a recovery would know nothing"
+                raise StateError(problem, field="receivers", hint="call update_ref instead")
+        if call.name == "save":
+            folder = self._config.run.dir
+            store = None if folder is None else CheckpointStore.of_run(folder, call.role)
+            call.replaces = store is not None and call.step in store.steps()
+        if call.role != "actor" or self._config.reference.placement != "group":
+            return
+        if call.name == "update_ref":
+            self._reference_is_current = True
+        elif (call.name in TRAINING or call.name == "load") and self._reference_is_current:
+            self._reference_is_current = False
+        call.reference_is_current = self._reference_is_current
+
+    def _goes_on(self, call: Call, error: Exception, launch: int) -> bool:
+        """After an error of a call: whether it was a loss, from which the job has recovered."""
+        with self._lock:
+            loss = self._loss_behind(call.name, error)
+            if loss is not None:
+                if call not in self._journal:  # a read before a checkpoint: there is no way back to its state
+                    return False
+                self._recover(loss, launch)
+                return True
+            if call.name == "update_ref":
                 self._reference_is_current = False
-            elif call.name == "save":
-                call.reference_is_current = self._reference_is_current
-                self._forget()
+            is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
+            # an update phase that stopped on the way is part of the state; what ended ranks must not be made again
+            if not (is_of_all_ranks and call.name in TRAINING):
+                self._journal.remove(call)
+            if not is_of_all_ranks and launch == self._launches:
+                why = f"ranks end after an error of their own: {type(error).__name__}: {error}"
+                self._doomed = launch, WorkerDied(why.partition("\n")[0], phase=call.name)
+            return False
 
-    def _forget(self) -> None:
-        """Cuts the journal before the oldest checkpoint that a recovery may go back to."""
-        marks = list(self._marks())
-        # one more than there are: with async_save the newest may not be on disk yet
-        if len(marks) > self._config.checkpoint.keep_last + 1:
-            oldest = marks[self._config.checkpoint.keep_last]
-            first = min(self._journal.index(mark) for mark in self._starts(oldest).values())
-            self._journal, self._has_begin = self._journal[first:], False
-
-    def _marks(self) -> Iterator[_Call]:
-        """The actor's saves, newest first."""
-        return (
-            call for call in reversed(self._journal) if (call.name, call.role) == ("save", "actor") and call.is_done
-        )
-
-    def _starts(self, mark: _Call) -> dict[Role, _Call]:
-        """By role, the save at which its calls begin to count behind a checkpoint; a critic saves before its actor."""
-        starts: dict[Role, _Call] = {"actor": mark}
-        before = self._journal[: self._journal.index(mark)]
-        for call in reversed(before):
-            if (call.name, call.role) == ("save", "critic") and call.step == mark.step:
-                starts["critic"] = call
-                break
-        return starts
+    def _loss_behind(self, name: str, error: Exception) -> SlimeError | None:
+        """The loss of ranks that an error is, or comes from; None: it is another one."""
+        if isinstance(error, LOST):
+            return error
+        reference = None if self._actor is None else self._actor.reference_group
+        if name == "update_ref" and isinstance(error, SyncError) and reference is not None:
+            return next((answer for answer in reference.health() if isinstance(answer, LOST)), None)
+        return None
 
     # ------------------------------------------------------------------ recovery
 
     def _spend(self, error: SlimeError) -> None:
         """Takes one restart from the budget; raises the error where there is none left."""
+        self._restarts += 1
         self._without_progress += 1
-        left = self._config.cluster.max_restarts - len(self.recoveries)
-        if left > 0 and self._without_progress <= MAX_WITHOUT_PROGRESS:
+        most = self._config.cluster.max_restarts
+        if self._restarts > most:
+            why = f"cluster.max_restarts={most} are spent" if most else "cluster.max_restarts is 0"
+        elif self._without_progress > MAX_WITHOUT_PROGRESS:
+            why = f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
+        else:
+            print(f"ranks were lost, others start: {error}", file=sys.stderr, flush=True)
             return
-        if self._config.cluster.max_restarts:
-            spent = f"cluster.max_restarts={self._config.cluster.max_restarts} are spent"
-            why = spent if left <= 0 else f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
-            error.hint = f"{error.hint}; {why}" if error.hint else why
+        error.hint = f"{error.hint}; {why}" if error.hint else why
         raise error
 
-    def _recover(self, error: SlimeError, launch: int) -> None:
+    def _recover(self, cause: SlimeError, launch: int) -> None:
         """Replaces all ranks after a loss in a launch's group; nothing where another thread has done that."""
         with self._lock:
-            if launch != self._launches:
+            if self._final is not None or launch != self._launches:
                 return
-            noticed_at, start, cause = time.time(), time.perf_counter(), error
-            while True:
-                self._spend(error)
-                try:
-                    if self._actor is not None:
-                        self._actor.end()
-                    self._launch()
-                    step, repeated, differences = self._catch_up()
-                    break
-                except LOST as another:
-                    error = another
-            recovery = Recovery(
-                *(cause.code, cause.rank, cause.phase, cause.message, noticed_at, time.perf_counter() - start),
-                *(step, repeated, differences),
+            noticed_at, start, error = time.time(), time.perf_counter(), cause
+            try:
+                while True:
+                    self._spend(error)
+                    try:
+                        self._end()
+                        self._launch()
+                        step, repeated, differences = self._catch_up()
+                        break
+                    except LOST as another:
+                        error = another
+            except BaseException as final:
+                # what is there now is not the state that the caller knows
+                self._end()
+                interrupted = StateError("a recovery was interrupted", field="cluster", hint="launch a new group")
+                self._final = final if isinstance(final, Exception) else interrupted
+                if isinstance(final, SlimeError) and final is not cause:
+                    final.others += (f"it began with: {cause}",)
+                raise
+            took = time.perf_counter() - start
+            self.recoveries.append(
+                Recovery(
+                    cause.code, cause.rank, cause.phase, cause.message, noticed_at, took, step, repeated, differences
+                )
             )
-            self.recoveries.append(recovery)
-        self._report(recovery)
+            self.recoveries[-1].report(self._config.run.dir)
+
+    def _end(self) -> None:
+        if self._actor is not None:
+            self._actor.end()
 
     def _catch_up(self) -> tuple[int | None, int, tuple[str, ...]]:
         """Brings a new group to where the lost one was: the step loaded, calls repeated, what came out otherwise."""
         mark = self._loaded_mark()
-        starts = {} if mark is None else {role: self._journal.index(call) for role, call in self._starts(mark).items()}
         repeated = 0
         differences: list[str] = []
-        for index, call in enumerate(list(self._journal)):
-            if index <= starts.get(call.role, -1):
-                continue
+        for call in self._journal.behind(mark):
             self._begin(call)
-            if not call.is_done:
-                continue
-            assert call.running is not None
-            repeated += 1
-            differences += _differences(call, call.running.result())
+            if call.is_done:
+                assert call.running is not None
+                repeated += 1
+                differences += differences_of(call, self._awaited(call.name, call.running))
         return None if mark is None else mark.step, repeated, tuple(differences)
 
-    def _loaded_mark(self) -> _Call | None:
+    def _loaded_mark(self) -> Call | None:
         """Loads the newest checkpoint that verifies; None: there was none yet, and the journal tells everything."""
         problem: CheckpointError | None = None
-        for mark in self._marks():
+        for mark in self._journal.marks():
             if mark.reference_is_current is False:
                 continue  # no checkpoint holds a reference group, and at this one it was that of an earlier step
             try:
-                for role in self._starts(mark):
+                for role in self._journal.starts(mark):
                     self.group(role).begin("load", (mark.step,), {}).result()
             except CheckpointError as error:
                 print(f"checkpoint passed over: {error}", file=sys.stderr)
                 problem = error
                 continue
             if mark.reference_is_current:
-                self.group("actor").begin("update_ref", (), {}).result()
+                self._awaited("update_ref", self.group("actor").begin("update_ref", (), {}))
             return mark
-        if self._has_begin:
-            return None
-        raise problem or CheckpointError(
-            "no checkpoint holds the reference group as it was",
-            field="reference.placement",
-            hint="save when update_ref was just called, or use reference.placement=colocated",
-        )
+        if not self._journal.reaches_launch:
+            raise problem or CheckpointError(
+                "no checkpoint holds the state that the job had, with its reference group, critic and gradients",
+                field="checkpoint",
+                hint="save policy and critic under the same step, after an optimizer_step, and with "
+                "reference.placement=group right after an update_ref",
+            )
+        if problem is not None:  # a load that failed may have filled a part
+            self._end()
+            self._launch()
+        return None
 
-    def _report(self, recovery: Recovery) -> None:
-        where = "the launch" if recovery.checkpoint_step is None else f"step {recovery.checkpoint_step}"
-        rank = "a rank" if recovery.rank is None else f"rank {recovery.rank}"
-        print(
-            f"recovered: {rank} was lost in {recovery.phase} ({recovery.message}); from {where}, "
-            f"{recovery.calls_repeated} calls made again, {recovery.seconds:.1f} s",
-            *(f"  not as the first time: {difference}" for difference in recovery.differences),
-            sep="\n",
-            file=sys.stderr,
-            flush=True,
-        )
-        run_dir = self._config.run.dir
-        if run_dir is None:
-            return
-        with io_reported(run_dir / RECOVERIES, "recovery"):
-            run_dir.mkdir(parents=True, exist_ok=True)
-            with (run_dir / RECOVERIES).open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(asdict(recovery)) + "\n")
-
-
-def _stays(call: _Call, error: Exception) -> bool:
-    """Whether a call that failed is part of the state all the same, as an update phase that stopped on the way is.
-
-    What ended ranks (a bug in them, no memory) must not be made again.
-    """
-    return call.name in _CHANGES_STATE and isinstance(error, SlimeError) and not isinstance(error, ResourceError)
-
-
-def _differences(call: _Call, value: Any) -> Iterator[str]:
-    if not (isinstance(value, dict) and isinstance(call.value, dict)):
-        return
-    for name in _COMPARED:
-        first, again = call.value.get(name), value.get(name)
-        if first != again and (first == first or again == again):  # two NaN are as the first time
-            yield f"{name} of {call.name} was {first}, is {again}"
+    def _awaited(self, name: str, running: Any) -> Any:
+        """The result of a call made again; raises the loss behind an error, where there is one."""
+        try:
+            return running.result()
+        except SyncError as error:
+            raise self._loss_behind(name, error) or error from None

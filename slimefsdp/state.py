@@ -219,8 +219,7 @@ class Checkpoints:
     def _store(self) -> CheckpointStore:
         if self._config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        run_dir = self._config.run.dir
-        return CheckpointStore((run_dir / "critic" if self._role == "critic" else run_dir) / "checkpoints")
+        return CheckpointStore.of_run(self._config.run.dir, self._role)
 
 
 def export_model(

@@ -18,7 +18,7 @@ import shutil
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from slimefsdp.checkpoint.lock import FolderLock
 from slimefsdp.checkpoint.manifest import (
@@ -72,6 +72,11 @@ class CheckpointStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @classmethod
+    def of_run(cls, run_dir: Path, role: str = "actor") -> Self:
+        """Those of a role in a run's folder."""
+        return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")
 
     def begin(self, step: int) -> Path:
         """Clear what dead writers left, and make the empty folder that every rank writes step `step` into."""

@@ -31,6 +31,9 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], int, tuple[int, ...], bool]] = []
 
+    def update_from(self, group: Any) -> int:
+        return int(group.update_weights([]).version)
+
     def generate(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
     ) -> tuple[int, list[Sampled]]:
@@ -340,7 +343,6 @@ def test_a_step_without_a_batch_leaves_the_weights_and_says_so(make: Any, reward
     given = {"filter": "mixed_groups", "max_rounds": 9, "reward": f"{__name__}:{reward}"}
     config = make(run={"steps": 4}, evaluation={"interval_steps": 2}, rollout=given)
     engines: Any = Engines()
-    engines.receivers = []
     group: Any = Trainers()
     loop = RolloutLoop(config, group, engines)
     loop.before_training(evaluates=False)

@@ -13,7 +13,8 @@ import ray
 
 from actors.loop import train
 from actors.rollout.supervised import SupervisedEngines
-from actors.supervisor import RECOVERIES, SupervisedGroup
+from actors.recovery import RECOVERIES
+from actors.supervisor import SupervisedGroup
 from tests.actors.test_loop import bits, rows_of
 
 STEPS, SAMPLES = 5, 8  # of a step
