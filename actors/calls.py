@@ -13,8 +13,9 @@ from actors.ray_failures import explained, require_cluster
 from actors.watchdog import Waiting, Watchdog
 from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
 
-# how long to listen for the root cause after a first failure: peers of a failing rank often report sooner than it does
-GRACE_S = 2.0
+# How long to listen for the root cause after a first failure: peers of a rank that ends often report that sooner than
+# Ray. Longer than a failed rank lives on (train_worker.EXIT_AFTER_S), so that peers can say what its end did to them.
+GRACE_S = 5.0
 SLICE_S = 0.25  # of a wait: in between signals are handled and the watchdog looks
 
 
@@ -25,6 +26,7 @@ class CallFuture:
         refs: one per rank, in rank order.
         first_rank: the rank of the first of them.
         watchdog: of the actors, from rank 0 on; ends the wait when one hangs. None: the timeout alone does.
+        began: of `time.monotonic`, when the timeout began; None: now.
     """
 
     def __init__(
@@ -36,11 +38,12 @@ class CallFuture:
         first_only: bool,
         first_rank: int = 0,
         watchdog: Watchdog | None = None,
+        began: float | None = None,
     ) -> None:
         self._refs = list(refs)
         self._first_rank = first_rank
         self._name = name
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
         self._timeout_s = timeout_s
         self._first_only = first_only
         self._watchdog = watchdog
@@ -108,15 +111,16 @@ class CallFuture:
 
 
 def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
-    """What to report when several ranks failed: a death first, then a typed error, then anything else.
+    """What to report when several ranks failed: a death first, then a typed error, then any other, then a lost peer.
 
     A typed one gets what the others said besides.
     """
 
     def order(failure: tuple[int, Exception]) -> tuple[int, int]:
         rank, error = failure
-        kind = 0 if isinstance(error, WorkerDied) else 1 if isinstance(error, SlimeError) else 2
-        return kind + 2 * lost_a_peer(error), rank
+        if isinstance(error, PeerFailed):
+            return 3, rank
+        return 0 if isinstance(error, WorkerDied) else 1 if isinstance(error, SlimeError) else 2, rank
 
     cause = min(failures, key=order)[1]
     if isinstance(cause, SlimeError):
@@ -132,10 +136,3 @@ def _words(error: Exception) -> str:
     """What it says in one line, without the place."""
     said = error.message if isinstance(error, SlimeError) else str(error.args[0] if error.args else "")
     return f"{type(error).__name__}: {said.strip().partition(chr(10))[0]}"
-
-
-def lost_a_peer(error: Exception) -> bool:
-    """Whether a rank failed only because another one did: it says so, or has gloo's words for a closed connection."""
-    if isinstance(error, SlimeError):
-        return isinstance(error, PeerFailed)
-    return "Connection closed by peer" in str(error) or "Connection reset" in str(error)

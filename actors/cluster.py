@@ -96,12 +96,21 @@ def _has_nvidia_driver() -> bool:
     return Path("/dev/nvidiactl").exists()  # asking torch would take its import
 
 
-def _require_token(address: str) -> None:
-    """A cluster that other machines can reach runs whatever code it is sent: it must ask for a token."""
-    host = address.rpartition("://")[2].rsplit(":", 1)[0]
-    if host not in ("auto", "local", "localhost", "127.0.0.1", "[::1]") and os.environ.get("RAY_AUTH_MODE") != "token":
+def _require_safe(address: str) -> None:
+    """Ray runs whatever code it is sent: who else can reach a cluster must be asked for a token."""
+    named = f"cluster.address={address}"
+    if address == "auto" and (address := os.environ.get("RAY_ADDRESS") or address) != "auto":  # as Ray reads it
+        named += f" with RAY_ADDRESS={address}"
+    if address == "local":
         raise ResourceError(
-            f"cluster.address={address} is not on this machine, and RAY_AUTH_MODE is not `token`",
+            f"{named} has Ray start a cluster of its own, which others can reach",
+            field="cluster.address",
+            hint="leave cluster.address out: then one starts that nobody else can reach",
+        )
+    host = address.rpartition("://")[2].rsplit(":", 1)[0]
+    if host not in ("auto", "localhost", "127.0.0.1", "[::1]") and os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ResourceError(
+            f"{named} is not on this machine, and RAY_AUTH_MODE is not `token`",
             field="cluster.address",
             hint="start the cluster with scripts/launch_cluster.sh and set RAY_AUTH_MODE=token here",
         )
@@ -154,8 +163,8 @@ def connect(config: RunConfig) -> None:
     with this process, however that ends, and no SIGINT or SIGTERM to this process's group or job disturbs it.
 
     Raises:
-        ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one without a token.
-            A local one needs a place to keep its token.
+        ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one that is not safe to
+            join. A local one needs a place to keep its token.
     """
     check_machine(config)
     address = config.cluster.address
@@ -163,7 +172,7 @@ def connect(config: RunConfig) -> None:
         # undocumented switch of ray's that puts a cluster's sockets on loopback; a test looks at the sockets
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     else:
-        _require_token(address)
+        _require_safe(address)
     # ray would otherwise warn that a future version stops hiding accelerators from actors that ask for none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
@@ -192,8 +201,9 @@ def connect(config: RunConfig) -> None:
             field="cluster.address",
             hint="start one with `ray start --head`, or leave cluster.address out for a local one",
         ) from error
-    if callable(on_sigterm) and signal.getsignal(signal.SIGTERM) is not on_sigterm:
-        signal.signal(signal.SIGTERM, on_sigterm)  # ray.init puts one of its own in its place
+    finally:
+        if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # ray.init puts one of its own in its place
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
 
 
 def _start_local(num_cpus: int) -> None:

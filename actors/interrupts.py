@@ -31,6 +31,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._first: float | None = None  # when the request came, on the monotonic clock
         self._in_steps = False
+        self._is_done = False
         self._timer: threading.Timer | None = None
 
     @property
@@ -42,6 +43,10 @@ class Interrupts:
         """From here on a request waits for the end of a step; before, there is nothing that a checkpoint could keep."""
         self._in_steps = True
 
+    def done(self) -> None:
+        """What a request waits for is on disk: from here on the grace period ends nothing; a second signal does."""
+        self._is_done = True
+
     @contextmanager
     def listening(self, grace_s: float) -> Iterator[Self]:
         """Takes SIGTERM and SIGINT from here on, other than those that this process ignores; for the main thread.
@@ -51,7 +56,7 @@ class Interrupts:
         `finally`: what was committed to disk stands, and the guardian ends the cluster.
 
         Args:
-            grace_s: how long the step and its checkpoint may take after the request.
+            grace_s: how long the step and its checkpoint may take after the request, until `done`.
         """
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
@@ -87,26 +92,24 @@ class Interrupts:
             )
         if self._first is None:
             self._first = now
-            _say(
-                f"{number.name}: the run ends after this step with a checkpoint, within {grace_s:g} s; "
-                "a second signal ends it at once\n"
-            )
-            self._timer = threading.Timer(grace_s, _end_of_grace, (grace_s,))
+            when = "soon" if self._is_done else f"after this step with a checkpoint, within {grace_s:g} s"
+            _say(f"{number.name}: the run ends {when}; a second signal ends it at once\n")
+            self._timer = threading.Timer(grace_s, self._end_of_grace, (grace_s,))
             self._timer.daemon = True
             self._timer.start()
         elif now - self._first >= ONE_REQUEST_S:
             _end(f"a second signal, {number.name}, ended the run at once", _GO_ON, 128 + number)
 
+    def _end_of_grace(self, grace_s: float) -> None:
+        if not self._is_done:
+            _end(
+                f"the step and its checkpoint were not done within cluster.grace_s={grace_s:g}",
+                f"{_GO_ON}; raise cluster.grace_s, or lower checkpoint.interval_steps",
+                Interrupted.exit_code,
+            )
+
 
 _GO_ON = "go on from its newest checkpoint, if there is one, with checkpoint.resume=true"
-
-
-def _end_of_grace(grace_s: float) -> NoReturn:
-    _end(
-        f"the step and its checkpoint were not done within cluster.grace_s={grace_s:g}",
-        f"{_GO_ON}; raise cluster.grace_s, or lower checkpoint.interval_steps",
-        Interrupted.exit_code,
-    )
 
 
 def _end(message: str, hint: str, exit_code: int) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any
 from actors.curves import draw_curves
 from actors.interrupts import Interrupts
 from actors.metrics_log import MetricsLog, read_metrics
-from actors.progress import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
+from actors.progress_table import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.prompts import PromptStream, check_answers, read_jsonl
@@ -88,6 +88,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
                 _save(step + 1, group, loop, folder)
             if ends_here:
                 group.finish_save()
+                interrupts.done()
                 raise Interrupted(
                     f"the run ended as it was asked to, after step {step + 1} of {config.run.steps}, with a checkpoint",
                     hint="go on with the same command and checkpoint.resume=true",
@@ -95,6 +96,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
         if keeps:
             group.finish_save()
             folder.forget_old_batches()
+        interrupts.done()
         if config.run.export_dir is not None:
             dtype = config.run.export_dtype
             group.export_hf(config.run.export_dir, None if dtype == "auto" else dtype)

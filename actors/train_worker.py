@@ -144,25 +144,27 @@ class TrainWorker(Watched):
         group, also after `destroy_process_group`.
         """
         if isinstance(error, SlimeError):
-            error.rank, error.phase = self.rank, phase
+            error.phase = phase
+            if error.rank is None:  # else it is agreed on, and says where it happened
+                error.rank = self.rank
             return error
         from slimefsdp.memory_errors import memory_error
         from slimefsdp.out_of_memory import is_out_of_memory
         from slimefsdp.parallel.mesh import choose_device
         from slimefsdp.parallel.peers import lost_a_peer, peer_failed
 
-        told = error
-        if lost_a_peer(error):
-            told = peer_failed(error)
-        else:
-            threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
-        if is_out_of_memory(error):
-            folder = self.trainers[role].folder.config if role in self.trainers else None
-            told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
-        if isinstance(told, SlimeError):
-            told.rank, told.phase = self.rank, phase
-        told.add_note(f"on rank {self.rank}, in {phase}:\n{''.join(traceback.format_exception(error)).rstrip()}")
-        return portable(told)
+        try:
+            told = peer_failed(error) if lost_a_peer(error) else error
+            if is_out_of_memory(error):
+                folder = self.trainers[role].folder.config if role in self.trainers else None
+                told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
+            if isinstance(told, SlimeError):
+                told.rank, told.phase = self.rank, phase
+            told.add_note(f"on rank {self.rank}, in {phase}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+            return portable(told)
+        finally:
+            if not lost_a_peer(error):  # once it is worded, which may take longer than to send it
+                threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
 
 
 def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ class Pulse:
 
     standing: Standing
     pid: int
+    started: int  # of that process, as in `_stat`: pids are used again
     node: str  # Ray's name of it
     stacks: str | None  # the file that SIGUSR1 has it write its stacks to; None: there is none
 
@@ -90,7 +91,7 @@ class Watched:
     def progress(self) -> Pulse:
         """How far this process is; answers while a call is stuck."""
         stacks = None if self._stacks is None else self._stacks.name
-        return Pulse(progress.standing(), os.getpid(), _own_node(), stacks)
+        return Pulse(progress.standing(), os.getpid(), _stat(os.getpid())[1], _own_node(), stacks)
 
 
 @functools.cache
@@ -153,13 +154,6 @@ class Watchdog:
         self._processes = [_Process() for _ in actors]
         self._lock = threading.Lock()
         self._looked = 0.0
-        self._are_ready = False
-
-    def expect_answers(self) -> None:
-        """All are ready: whoever is silent from now on hangs, also one that has answered no question so far."""
-        with _counted(), self._lock:
-            self._are_ready = True
-            self._ask(time.monotonic())
 
     def look(self, waiting: Waiting) -> None:
         """Takes in what was answered and asks again where it is time; waits for nobody.
@@ -174,7 +168,7 @@ class Watchdog:
                 for process in self._processes:
                     process.silent_since = now  # answers may be here and not taken in yet
             self._looked = now
-            silent = self._silent(now)
+            silent = self._silent(waiting, now)
             still = self._still(waiting)
             self._ask(now)
             if silent:
@@ -204,7 +198,7 @@ class Watchdog:
         """Ends processes of this node that are stopped: of one, Ray waits 5 s for it to end itself."""
         for process in self._processes:
             pulse = process.pulse
-            if pulse is not None and _state(pulse.pid) == "T" and pulse.node == _own_node():
+            if pulse is not None and pulse.node == _own_node() and _state(pulse) == "T":
                 with suppress(ProcessLookupError):
                     os.kill(pulse.pid, signal.SIGKILL)
 
@@ -234,13 +228,12 @@ class Watchdog:
 
     # ------------------------------------------------------------------ judging
 
-    def _silent(self, now: float) -> list[int]:
-        """Those that do not answer; before it is ready, or has answered once, a process has as long as its launch."""
-        return [
-            rank
-            for rank, one in enumerate(self._processes)
-            if (self._are_ready or one.pulse is not None) and one.silent_s(now) > self._limits.ping_s
-        ]
+    def _silent(self, waiting: Waiting, now: float) -> list[int]:
+        """Those that do not answer in this call; in a launch an import may keep them from it for long."""
+        limit_s = self._limits.ping_s
+        if waiting.call == LAUNCH or now - waiting.began <= limit_s:
+            return []
+        return [rank for rank, one in enumerate(self._processes) if one.silent_s(now) > limit_s]
 
     def _still(self, waiting: Waiting) -> list[int]:
         """Those that have not got on for too long and do not just wait for others; all, where everybody only waits."""
@@ -318,7 +311,7 @@ class Watchdog:
                 nodes.setdefault(pulse.node, []).append((rank, pulse))
         obstacles: dict[int, str] = {}
         for node, pulses in nodes.items():
-            processes = [(pulse.pid, pulse.stacks) for _, pulse in pulses]
+            processes = [pulse for _, pulse in pulses]
             if node == _own_node():
                 found = write_stacks(processes)
             else:
@@ -332,34 +325,30 @@ class Watchdog:
         return obstacles
 
 
-def write_stacks(processes: Sequence[tuple[int, str | None]]) -> list[str | None]:
-    """Has processes of this node write their stacks; of each, what kept it from it, None where nothing did.
-
-    Args:
-        processes: pid, and the file of `Watched.keep_stacks`.
-    """
-    before = [_size(stacks) for _, stacks in processes]
-    obstacles = [_signalled(pid, stacks) for pid, stacks in processes]
+def write_stacks(processes: Sequence[Pulse]) -> list[str | None]:
+    """Has processes of this node write their stacks; of each, what kept it from it, None where nothing did."""
+    before = [_size(one.stacks) for one in processes]
+    obstacles = [_signalled(one) for one in processes]
     deadline = time.monotonic() + _DUMP_S
-    for index, (pid, stacks) in enumerate(processes):
-        while obstacles[index] is None and _size(stacks) == before[index]:
+    for index, one in enumerate(processes):
+        while obstacles[index] is None and _size(one.stacks) == before[index]:
             if time.monotonic() > deadline:
-                obstacles[index] = f"process {pid} did not write its stack (state {_state(pid)})"
+                obstacles[index] = f"process {one.pid} did not write its stack (state {_state(one)})"
             time.sleep(0.02)
     return obstacles
 
 
-def _signalled(pid: int, stacks: str | None) -> str | None:
+def _signalled(one: Pulse) -> str | None:
     """Sends the signal that has a process write its stacks; says so where that is of no use."""
-    state = _state(pid)
+    state = _state(one)
     if state in ("T", "t"):
-        return f"process {pid} is stopped (state {state}): a signal or a debugger did that"
+        return f"process {one.pid} is stopped (state {state}): a signal or a debugger did that"
     if state in ("?", "Z"):
-        return f"process {pid} has ended"
-    if stacks is None:
-        return f"process {pid} keeps no stack: run.dir is not set, or cannot be written"
+        return f"process {one.pid} has ended"
+    if one.stacks is None:
+        return f"process {one.pid} keeps no stack: run.dir is not set, or cannot be written"
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(one.pid, signal.SIGUSR1)
     return None
 
 
@@ -371,12 +360,19 @@ def _size(file: str | None) -> int:
         return 0
 
 
-def _state(pid: int) -> str:
-    """The kernel's letter for what a process does; `?` where there is none."""
+def _state(one: Pulse) -> str:
+    """The kernel's letter for what a process does; `?` where it is gone, also when another one has its pid."""
+    state, started = _stat(one.pid)
+    return state if started == one.started else "?"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """The kernel's letter for what the process of a pid does, and when it started, in ticks since the machine did."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        columns = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # as in proc_pid_stat(5)
     except OSError:
-        return "?"
+        return "?", 0
+    return columns[0].decode(), int(columns[19])
 
 
 def _own_node() -> str:

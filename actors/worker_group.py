@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,6 +52,7 @@ class WorkerGroup:
         vocab_size: int,
         folder: ModelFolder,
         *,
+        watchdog: Watchdog,
         places: Places | None = None,
         is_guest: bool = False,
     ) -> None:
@@ -59,8 +61,7 @@ class WorkerGroup:
         self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
         self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
         self._workers = list(workers)
-        self._watchdog = Watchdog(self._workers, Limits.of(config))
-        self._watchdog.expect_answers()
+        self._watchdog = watchdog
         self._places = places  # to be given back at the end; None: by another group or a supervisor
         self._is_guest = is_guest  # in another group's processes
         self._vocab_size = vocab_size
@@ -98,8 +99,9 @@ class WorkerGroup:
         taken = Places() if places is None else places
         group: WorkerGroup | None = None
         try:
-            workers, vocab_size = _start_ranks(config, role, taken)
-            group = cls(config, role, workers, vocab_size, found, places=taken if places is None else None)
+            workers, watchdog, vocab_size = _start_ranks(config, role, taken)
+            own = taken if places is None else None
+            group = cls(config, role, workers, vocab_size, found, watchdog=watchdog, places=own)
             if role == "actor":
                 group._launch_others(taken)
         except Exception:
@@ -121,10 +123,9 @@ class WorkerGroup:
         actor._require_workers("launch")
         with actor._order:
             refs = [worker.add_trainer.remote(config, role) for worker in actor._workers]
-        vocab_size = _launched(refs, actor._watchdog, config.cluster.launch_timeout_s)
-        group = cls(config, role, actor._workers, vocab_size, folder, is_guest=True)
+        vocab_size = _launched(refs, actor._watchdog, config.cluster.launch_timeout_s, time.monotonic())
+        group = cls(config, role, actor._workers, vocab_size, folder, watchdog=actor._watchdog, is_guest=True)
         group._order = actor._order  # one queue: both roles' collectives are on the same ranks
-        group._watchdog = actor._watchdog
         return group
 
     def _launch_others(self, places: Places) -> None:
@@ -194,7 +195,7 @@ class WorkerGroup:
         for other in (self.critic, self.reference_group):
             if other is not None:
                 other.end()
-        if not self._is_guest:
+        if self._workers and not self._is_guest:
             self._watchdog.kill_stopped()
             end_processes(self._workers)
         self._workers = []
@@ -313,8 +314,9 @@ def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
         )
 
 
-def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[Any], int]:
-    """The processes of a group with its model loaded, and the vocabulary size."""
+def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[Any], Watchdog, int]:
+    """The processes of a group with its model loaded, who looks after them, and the vocabulary size."""
+    began = time.monotonic()
     ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
     gpus = gpus_per_rank(config.mesh.device)
     timeout_s = config.cluster.launch_timeout_s
@@ -323,16 +325,18 @@ def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[An
     workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
     watchdog = Watchdog(workers, Limits.of(config))
     try:
-        address, port = _launched([workers[0].free_address.remote()], watchdog, timeout_s)
+        address, port = _launched([workers[0].free_address.remote()], watchdog, timeout_s, began)
         starts = [worker.start.remote(config, role, address, port) for worker in workers]
-        return workers, _launched(starts, watchdog, timeout_s)
+        return workers, watchdog, _launched(starts, watchdog, timeout_s, began)
     except Exception:
         end_processes(workers)
         raise
 
 
-def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float) -> Any:
-    return CallFuture(refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog).result()
+def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float, began: float) -> Any:
+    return CallFuture(
+        refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, began=began
+    ).result()
 
 
 class Handle(Protocol):

@@ -6,7 +6,8 @@
 A job of recorded batches runs undisturbed on a plain WorkerGroup, then once a case on a SupervisedGroup in which the
 case's faults fire. Losses, log-probs, what a receiver was sent, the last checkpoint's tensors and the exported weights
 must be the same to the last bit, and exactly the faults that were armed must have fired. One group serves all cases but
-those of its launch. The record is written after each case; `--resume` leaves out those that it holds.
+those of its launch. The record is written after each case; `--resume`, of the same commit, leaves out those that it
+holds.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ class Matrix:
             plan.arm()
             outcome = self._arena.job(group, at_step=lambda step: plan.arm(*faults) if step == FAULT_STEP else None)
             recoveries = group.recoveries[before:]
-            assert recoveries, f"{faults} did not fire"
-            first = min(plan.fired(), key=lambda fired: fired.time)
-            noticed_s = recoveries[0].noticed_at - first.time
+            fired = plan.fired()
+            assert recoveries and fired, f"{len(recoveries)} recoveries, {len(fired)} faults fired"
+            noticed_s = recoveries[0].noticed_at - min(fault.time for fault in fired)
             recovered_s = sum(recovery.seconds for recovery in recoveries)
         return {
             "case": " + ".join(map(str, faults)),
@@ -171,8 +172,9 @@ class Matrix:
             self._launch()
         finally:
             Supervisor._spend = spend  # type: ignore[method-assign]
-        (fired,) = self._arena.plan.fired()
-        return noticed[0] - fired.time, time.time() - noticed[0]
+        fired = self._arena.plan.fired()
+        assert noticed and fired, f"{len(noticed)} losses, {len(fired)} faults fired"
+        return noticed[0] - min(fault.time for fault in fired), time.time() - noticed[0]
 
 
 def misses(case: dict[str, Any], faults: tuple[Fault, ...]) -> list[str]:
@@ -220,7 +222,7 @@ def main() -> None:
     done: list[dict[str, Any]] = []
     if args.resume and args.json and args.json.exists():
         done = json.loads(args.json.read_text())["results"]["cases"]
-    failed: list[str] = []
+    failed = [f"{case['case']}: {miss}" for case in done for miss in case["misses"]]
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(Arena(Path(folder), args.ranks))
         for faults in cases_of(args.ranks):

@@ -32,5 +32,6 @@ class ClusterSettings(Settings):
     max_restarts: int = Field(
         10,
         ge=0,
-        description="how often a run replaces lost ranks and goes on from its newest checkpoint; 0: a loss ends it",
+        description="how often a run replaces lost ranks and goes on from its newest checkpoint, and how often lost "
+        "engines, counted each for itself; 0: a loss ends it",
     )

@@ -37,17 +37,19 @@ def memory_error(
     said = next(iter(str(error).splitlines()), type(error).__name__)
     message = f"out of memory{where}: {said}; {_megabytes(free_bytes(device))} are free for a rank"
     dimensions = dimensions_of(model_config)
-    hint = "lower batch.max_tokens_per_rank, or take more ranks or memory"
+    in_update = tokens is not None  # elsewhere, such as in a launch or a save, no micro-batch takes part
+    hint = f"{'lower batch.max_tokens_per_rank, or ' if in_update else ''}take more ranks or memory"
     if dimensions is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
         expected = partial(_expected, dimensions, role, tokens, on_cpu=device.type == "cpu")
         held = expected(config)
         parts = {field.name: getattr(held, field.name) for field in fields(held) if field.name != "host"}
         listed = ", ".join(f"{name} {_megabytes(size)}" for name, size in parts.items() if size)
-        message += f"; by the estimate of `slimefsdp plan` such an update takes {_megabytes(held.total)}: {listed}"
+        update = "such an update" if in_update else "an update, for comparison,"
+        message += f"; by the estimate of `slimefsdp plan` {update} takes {_megabytes(held.total)}: {listed}"
         saved = [(held.total - expected(changed).total, name) for name, changed in _smaller(config, tokens)]
         ways = [f"{name} (-{_megabytes(size)})" for size, name in sorted(saved, reverse=True) if size > 0]
         hint = f"what the estimate says helps, most first: {', '.join([*ways, 'more ranks or memory'])}"
-    return ResourceError(message, field="batch.max_tokens_per_rank", hint=hint)
+    return ResourceError(message, field="batch.max_tokens_per_rank" if in_update else "mesh.dp", hint=hint)
 
 
 def _expected(
@@ -80,14 +82,13 @@ def _expected(
 
 
 def _smaller(config: RunConfig, tokens: int | None) -> Iterator[tuple[str, RunConfig]]:
-    """Settings that may take less, each named by what is changed."""
-    most = config.batch.max_tokens_per_rank
-    changes: tuple[tuple[str, str, object], ...] = (
-        ("batch", "max_tokens_per_rank", max(2, min(most, tokens or most) // 2)),
-        ("model", "activation_checkpointing", "full"),
-        ("fsdp", "sharding", "full"),
-        ("fsdp", "cpu_offload", True),
-    )
+    """Settings that may take less, each named by what is changed; without a micro-batch none that is about one."""
+    changes: list[tuple[str, str, object]] = [("fsdp", "sharding", "full"), ("fsdp", "cpu_offload", True)]
+    if tokens is not None:
+        changes += [
+            ("batch", "max_tokens_per_rank", max(2, min(config.batch.max_tokens_per_rank, tokens) // 2)),
+            ("model", "activation_checkpointing", "full"),
+        ]
     for section, name, value in changes:
         settings = getattr(config, section)
         if getattr(settings, name) != value:

@@ -50,7 +50,7 @@ class Progress:
         self._ticks = 0
         self._last = clock()
         self._gaps: dict[str, float] = {}  # phase -> the longest between two ticks
-        self._ended: set[str] = set()
+        self._ended: set[str] = set()  # not those that only gave way to a phase inside of them
         self._thread = threading.get_ident()
 
     @contextmanager
@@ -62,11 +62,11 @@ class Progress:
             yield
         finally:
             self.enter(before)
+            self._ended.add(phase)
 
     def enter(self, phase: str) -> None:
         """The calling thread begins a phase, which lasts until the next one; counts as a tick of the one before."""
         self.tick()
-        self._ended.add(self._phase)
         self._phase = phase
         self._thread = threading.get_ident()
 

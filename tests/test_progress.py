@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -27,16 +28,22 @@ class Clock:
         return self.now
 
 
+_GOING_ON: list[ExitStack] = []  # a phase ends where nobody refers to it
+
+
 def progress_after(*steps: tuple[float, str | None]) -> Progress:
-    """Of (seconds, then the phase that is entered, or None for a tick)."""
+    """Of (seconds, then the phase that begins where the one before ends, or None for a tick)."""
     clock = Clock()
     progress = Progress(clock)
+    current = ExitStack()
     for seconds, phase in steps:
         clock.now += seconds
         if phase is None:
             progress.tick()
         else:
-            progress.enter(phase)
+            current.close()
+            current.enter_context(progress.during(phase))
+    _GOING_ON.append(current)
     return progress
 
 
@@ -64,6 +71,21 @@ def test_a_phase_is_measured_by_its_longest_gap_once_it_has_ended() -> None:
     assert progress_after(*steps, (7, "b"), (9, "a")).standing().longest_s == 7, "the last gap counts as well"
     assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).standing().longest_s == 5
     assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).standing().longest_s == 9, "of its own phase alone"
+
+
+def test_a_phase_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    with progress.during("outer"):
+        clock.now += 2
+        for _ in range(2):
+            with progress.during("inner"):
+                clock.now += 7
+            assert progress.standing().longest_s is None, "what is left of it has never been"
+        with progress.during("inner"):
+            assert progress.standing().longest_s == 7
+    with progress.during("outer"):
+        assert progress.standing().longest_s == 2, "without what went on inside"
 
 
 def test_a_phase_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:

@@ -134,9 +134,6 @@ class Collector:
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
         return self._batch(kept, baselines, version), metrics
 
-    def _keeps(self, group: _Group) -> bool:
-        return self._filter is None or self._filter(group.record, tuple(group.samples))
-
     def _groups(
         self, records: Sequence[Record], per_prompt: int, purpose: Sequence[int], seconds: Metrics, greedy: bool = False
     ) -> tuple[int, list[_Group]]:

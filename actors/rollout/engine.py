@@ -6,6 +6,7 @@ An engine loads the model's architecture and tokenizer from the folder, never it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 import ray
 
 from actors.calls import CallFuture
-from actors.placement import actor_options, gpus_per_rank, release, reserve
+from actors.placement import Places, actor_options, gpus_per_rank
 from actors.ray_failures import end_processes, require_cluster
 from actors.watchdog import Limits, Watchdog, Watched, remote_class
 from slimefsdp import progress
@@ -170,10 +171,10 @@ def _end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
 class EnginePool:
     """The driver's handle on the embedded engines of a run."""
 
-    def __init__(self, config: RunConfig, placement: Any) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._engines: list[Any] = []
-        self._placement: Any = placement
+        self._places = Places()
         self._watchdog: Watchdog | None = None
 
     @classmethod
@@ -183,37 +184,41 @@ class EnginePool:
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
         """
-        gpus = gpus_per_rank(config.mesh.device)
-        timeout_s = config.cluster.launch_timeout_s
-        pool = cls(config, reserve(config.rollout.engines, gpus_per_rank=gpus, timeout_s=timeout_s))
+        pool = cls(config)
         try:
-            pool._start(gpus)
+            pool._start()
         except Exception:
             pool.shutdown()
             raise
         return pool
 
-    def _start(self, gpus: int) -> None:
-        config = self._config
+    def _start(self) -> None:
+        require_cluster()
+        config, began = self._config, time.monotonic()
+        timeout_s = config.cluster.launch_timeout_s
+        gpus = gpus_per_rank(config.mesh.device)
+        placement = self._places.reserve("engine", config.rollout.engines, gpus_per_rank=gpus, timeout_s=timeout_s)
         engine_class = remote_class(EmbeddedEngine)
         self._engines = [
-            engine_class.options(**actor_options(self._placement, index, gpus)).remote(
+            engine_class.options(**actor_options(placement, index, gpus)).remote(
                 str(config.model.path), config.precision.compute_dtype, config.mesh.device
             )
             for index in range(config.rollout.engines)
         ]
         self._watchdog = Watchdog(self._engines, Limits.of(config), kind="engine")
         ready = [one.keep_stacks.remote(config.run.dir, f"engine_{i}") for i, one in enumerate(self._engines)]
-        self._wait(ready, "launch", config.cluster.launch_timeout_s)
+        self._wait(ready, "launch", timeout_s, began)
 
     def relaunch(self) -> None:
-        """Ends all engines as they are and starts others in their places; they hold no weights yet.
+        """Ends all engines as they are and starts others in their places, or in new ones if those are gone.
+
+        They hold no weights yet.
 
         Raises:
-            WorkerDied, WorkerHung: one did not come up.
+            ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.
         """
         end_processes(self._engines)
-        self._start(gpus_per_rank(self._config.mesh.device))
+        self._start()
 
     def are_alive(self) -> bool:
         """Whether every engine answers, once it has done what it was asked before."""
@@ -288,12 +293,12 @@ class EnginePool:
         """Ends the engines; idempotent."""
         end_processes(self._engines)
         self._engines = []
-        if self._placement is not None:
-            release(self._placement)
-        self._placement = None
+        self._places.release()
 
-    def _wait(self, refs: Sequence[Any], name: str, timeout_s: float) -> Any:
-        return CallFuture(refs, name=name, timeout_s=timeout_s, first_only=False, watchdog=self._watchdog).result()
+    def _wait(self, refs: Sequence[Any], name: str, timeout_s: float, began: float | None = None) -> Any:
+        return CallFuture(
+            refs, name=name, timeout_s=timeout_s, first_only=False, watchdog=self._watchdog, began=began
+        ).result()
 
 
 def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:

@@ -52,9 +52,15 @@ class SupervisedEngines(EnginePool):
             return drawn
 
     def _replace(self, error: SlimeError) -> None:
-        self._restarts += 1
-        self._in_a_row += 1
-        if self._restarts > self._config.cluster.max_restarts or self._in_a_row > MAX_WITHOUT_PROGRESS:
-            raise error
-        print(f"engines replaced: {error.message}", file=sys.stderr, flush=True)
-        self.relaunch()
+        while True:
+            self._restarts += 1
+            self._in_a_row += 1
+            if self._restarts > self._config.cluster.max_restarts or self._in_a_row > MAX_WITHOUT_PROGRESS:
+                raise error
+            print(f"engines replaced: {error.message}", file=sys.stderr, flush=True)
+            try:
+                self.relaunch()
+            except LOST as another:
+                error = another
+                continue
+            return

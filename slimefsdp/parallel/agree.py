@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch.distributed as dist
 
-from slimefsdp.errors import portable
+from slimefsdp.errors import SlimeError, portable
 
 
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
@@ -17,7 +17,10 @@ def all_equal(value: str, group: dist.ProcessGroup) -> bool:
 
 
 def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
-    """Collective: every rank runs `action`, itself without collectives; all raise the first error in rank order."""
+    """Collective: every rank runs `action`, itself without collectives; all raise the first error in rank order.
+
+    A typed error names the rank it comes from, here and in `run_on_first`.
+    """
     _raise_together(_error_of(action), group)
 
 
@@ -40,8 +43,11 @@ def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(errors, None if error is None else portable(error), group=group)
     for rank, found in enumerate(errors):
         if found is not None:
-            # where it happened it keeps its traceback
-            raise error if error is not None and rank == dist.get_rank(group) else found
+            if error is not None and rank == dist.get_rank(group):
+                found = error  # where it happened it keeps its traceback
+            if isinstance(found, SlimeError) and found.rank is None:
+                found.rank = dist.get_global_rank(group, rank)
+            raise found
 
 
 def _error_of(action: Callable[[], object]) -> Exception | None:

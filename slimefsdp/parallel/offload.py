@@ -189,7 +189,7 @@ def free_bytes(device: torch.device) -> int:
         free = 1024 * int(lines["MemAvailable"].split()[0])
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return free // dist.get_world_size()
+    return free // (dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -10,7 +10,8 @@ from slimefsdp.errors import PeerFailed
 
 # gloo names its source file in most of its errors; after a timeout a pair of connections has only these words left
 _GLOO = re.compile(
-    r"gloo/.*(connection (closed|reset|refused)|broken pipe|(read|write) error|timed out)"
+    r"gloo/.*(connection (closed|reset|refused|abort)|broken pipe|(read|write) error|short (read|write)|timed out"
+    r"|no route to host|network is (down|unreachable))"
     r"|^Application timeout caused pair closure",
     re.IGNORECASE | re.DOTALL,
 )

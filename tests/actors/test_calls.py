@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.calls import GRACE_S, CallFuture, lost_a_peer
+from actors.calls import GRACE_S, CallFuture
+from actors.train_worker import EXIT_AFTER_S
 from slimefsdp.errors import BatchError, PeerFailed, WorkerDied, WorkerHung
 
 
@@ -63,21 +64,34 @@ def test_one_deadline_holds_for_all_and_the_late_rank_is_named(rank_pair: list[A
     assert renumbered.value.rank == 7
 
 
+def test_a_timeout_that_began_earlier_ends_earlier(rank_pair: list[Any]) -> None:
+    before = time.monotonic()
+    with pytest.raises(WorkerHung, match="did not finish within 20 s"):
+        call(rank_pair, {}, {"seconds": 5.0}, timeout_s=20.0, began=before - 19.5).result()
+    assert time.monotonic() - before < 4
+
+
 def test_a_failure_does_not_wait_for_ranks_that_hang(rank_pair: list[Any]) -> None:
     started = time.monotonic()
     with pytest.raises(BatchError, match="bad tokens") as failed:
         call(rank_pair, {"seconds": 20.0}, {"error": BatchError("bad tokens", field="tokens", hint="drop it")}).result()
     assert time.monotonic() - started < GRACE_S + 3
+    assert GRACE_S >= EXIT_AFTER_S + 2, "a failed rank's peers are heard after its end"
     assert (type(failed.value), failed.value.field, failed.value.hint) == (BatchError, "tokens", "drop it")
 
 
-LOST = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]")
+LOST = PeerFailed("another rank is gone: [gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]")
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(LOST, ValueError("the cause")), (LOST, BatchError("the cause")), (KeyError("a"), BatchError("the cause"))],
-    ids=["lost peer, untyped", "lost peer, typed", "untyped, typed"],
+    [
+        (LOST, ValueError("the cause")),
+        (LOST, BatchError("the cause")),
+        (LOST, ConnectionResetError("the cause, a judge: Connection reset by peer")),
+        (KeyError("a"), BatchError("the cause")),
+    ],
+    ids=["lost peer, untyped", "lost peer, typed", "lost peer, a user's lost connection", "untyped, typed"],
 )
 def test_the_cause_is_reported_though_its_consequence_arrives_first(
     rank_pair: list[Any], first: Exception, second: Exception
@@ -125,13 +139,6 @@ def test_signals_are_handled_while_a_call_is_waited_for(rank_pair: list[Any]) ->
     finally:
         signal.signal(signal.SIGALRM, before)
     assert 0.5 <= handled[0] - began < 2.0
-
-
-def test_gloos_words_for_a_lost_peer_are_known() -> None:
-    assert lost_a_peer(PeerFailed("a rank is gone"))
-    assert not lost_a_peer(WorkerDied("rank 1 ended: Connection reset by peer"))
-    assert lost_a_peer(LOST) and lost_a_peer(RuntimeError("recv: Connection reset by peer"))
-    assert not lost_a_peer(ValueError("the cause"))
 
 
 # ---------------------------------------------------------------------- the source

@@ -20,11 +20,12 @@ from slimefsdp.errors import ConfigError, ResourceError
 # in the import order of a user's own loop: starts a local cluster with two ranks and an engine, lets them train and
 # sample, and reports where they listen meanwhile, where the token can be read, and whom the cluster lets in
 INSIDE = """
-import json, os, pathlib, subprocess, sys, time
+import json, os, pathlib, signal, subprocess, sys, time
 from actors import EnginePool, WorkerGroup, connect
 from slimefsdp import RolloutBatch, load_config
 config = load_config(sys.argv[1])
 connect(config)
+on_sigterm = signal.getsignal(signal.SIGTERM)
 import ray
 token_file = pathlib.Path.home() / ".ray" / "auth_token"
 token = token_file.read_text()
@@ -112,7 +113,8 @@ for name, driver in strangers.items():
     strangers[name] = [driver.returncode, output.strip(), errors[-2000:]]
 print(json.dumps({
     "processes": len(ours), "ranks": ranks, "listening": sorted(found), "token_mode": token_file.stat().st_mode & 0o777,
-    "searched": len(places), "leaks": leaks, "token_length": len(token), **strangers,
+    "searched": len(places), "leaks": leaks, "token_length": len(token),
+    "sigterm_ends_it": on_sigterm is signal.SIG_DFL, **strangers,
 }))
 group.shutdown()
 ray.shutdown()
@@ -175,6 +177,11 @@ def test_a_second_driver_is_let_in_with_the_token_and_refused_without_it(seen_in
     assert code != 0 and nodes == "" and "uthenticat" in error
 
 
+@pytest.mark.slow
+def test_ray_leaves_a_driver_what_sigterm_meant_to_it(seen_inside: dict[str, Any]) -> None:
+    assert seen_inside["sigterm_ends_it"]
+
+
 def modes(path: Path) -> tuple[int, int]:
     return path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777
 
@@ -215,9 +222,29 @@ def test_a_cluster_on_other_machines_needs_a_token(monkeypatch: pytest.MonkeyPat
     assert caught.value.field == "cluster.address" and "RAY_AUTH_MODE=token" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("address", "variable", "said"),
+    [
+        ("local", "", "cluster.address=local has Ray start a cluster"),
+        ("auto", "local", "RAY_ADDRESS=local has Ray start a cluster"),
+        ("auto", "10.0.0.1:6379", "RAY_ADDRESS=10.0.0.1:6379 is not on this machine"),
+        ("auto", "ray://head:10001", "RAY_ADDRESS=ray://head:10001 is not on this machine"),
+    ],
+)
+def test_no_address_leads_to_an_open_cluster(
+    address: str, variable: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(ResourceError) as caught:
+        connect(config(cluster={"address": address}))
+    assert said in caught.value.message and caught.value.field == "cluster.address" and caught.value.hint
+
+
 def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers() -> None:
-    many = config(mesh={"dp": 1000, "device": "cpu"})
-    with pytest.raises(ResourceError, match="1001") as caught:
+    cap = 4 * (os.cpu_count() or 1)
+    many = config(mesh={"dp": cap, "device": "cpu"}, cluster={"max_ranks_per_core": 4})
+    with pytest.raises(ResourceError, match=f"needs {cap + 1}, but .* allow {cap}") as caught:
         check_machine(many)
     assert caught.value.field == "mesh.dp"
 
@@ -251,7 +278,7 @@ def test_auto_takes_the_cores_where_ranks_run_on_cpus(monkeypatch: pytest.Monkey
     on_cpu: dict[str, Any] = {"dp": "auto", "device": "cpu"}
     assert with_cluster_ranks(config(mesh={**on_cpu, "cp": 2})).ranks == 6
     assert with_cluster_ranks(config(mesh={**on_cpu, "cp": 8})).actor_mesh == (1, 1)
-    assert with_cluster_ranks(config(mesh=on_cpu, cluster={"address": "local"})).ranks == 100
+    assert with_cluster_ranks(config(mesh=on_cpu, cluster={"address": "10.0.0.1:6379"})).ranks == 100
     check_machine(config(mesh=on_cpu))
     with pytest.raises(ResourceError, match="allow 7"):
         with_cluster_ranks(config(mesh=on_cpu, cluster={"max_ranks_per_core": 1}))

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from ray.util.placement_group import remove_placement_group
 
+from actors.placement import is_alive
 from actors.rollout.engine import EnginePool, Sampled, encode_demonstrations
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import StateError, SyncError
@@ -34,6 +36,20 @@ def engines(two_engines: tuple[EnginePool, StateError], group: Any) -> EnginePoo
     """Two engines with the group's first weights."""
     group.update_weights(two_engines[0].receivers)
     return two_engines[0]
+
+
+def test_engines_whose_places_are_gone_come_up_in_others(cluster: None, make_config: Any) -> None:
+    pool = EnginePool.launch(make_config(rollout={"engines": 1}, cluster={"launch_timeout_s": 60.0}))
+    try:
+        (lost,) = pool._places._groups.values()
+        remove_placement_group(lost)
+        pool.relaunch()
+        assert pool.are_alive()
+        (place,) = pool._places._groups.values()
+        assert is_alive(place) and not is_alive(lost)
+    finally:
+        pool.shutdown()
+    assert not is_alive(place)
 
 
 def contents(samples: list[Sampled]) -> list[tuple[int, list[int], list[float]]]:

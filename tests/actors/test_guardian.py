@@ -66,7 +66,9 @@ class Driver:
         )  # fmt: skip
         self.guardian, self.mother, self.child, self.before, self.after = map(int, self._read().split())
         self.cluster = [self.mother, self.child]
-        assert all(map(is_running, [self.guardian, *self.cluster, self.before]))
+        table = running_processes()
+        assert table.keys() >= {self.guardian, *self.cluster, self.before}
+        self.began = {pid: table[pid][1] for pid in self.cluster}
 
     def _read(self) -> str:
         assert self.process.stdout is not None
@@ -91,9 +93,11 @@ def start() -> Iterator[Any]:
         with suppress(ProcessLookupError):
             os.killpg(driver.process.pid, signal.SIGKILL)
         driver.process.communicate()
-        for pid in driver.cluster:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        table = running_processes()
+        for pid, began in driver.began.items():
+            if pid in table and table[pid][1] == began:  # else another process has the pid now
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("arguments", [("named",), ("named", "forks")], ids="-".join)

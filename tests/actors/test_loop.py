@@ -13,7 +13,7 @@ from ray.util import placement_group_table
 from transformers import AutoModelForCausalLM
 
 from actors.loop import _restore_reference_group, train
-from actors.progress import GRPO_COLUMNS
+from actors.progress_table import GRPO_COLUMNS
 from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import PromptStream, read_jsonl
 from actors.rollout.rewards import sorted_digits

@@ -12,8 +12,8 @@ import pytest
 import ray
 
 from actors.loop import train
-from actors.rollout.supervised import SupervisedEngines
 from actors.recovery import RECOVERIES
+from actors.rollout.supervised import SupervisedEngines
 from actors.supervisor import SupervisedGroup
 from tests.actors.test_loop import bits, rows_of
 

@@ -61,7 +61,6 @@ def test_a_rank_that_is_lost_costs_time_and_not_one_bit(
     if fault.kind in HANGS:  # and not that the call took too long as a whole
         assert "has not answered for" in recovery.message
     (fired,) = supervised.faults.fired()
-    assert fired.time < recovery.noticed_at
     assert wait_until(lambda: not Path(f"/proc/{fired.pid}").exists()), "nothing of what was lost stays behind"
 
 

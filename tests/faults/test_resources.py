@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -89,6 +90,17 @@ def test_no_memory_says_what_was_expected_and_what_needs_less_and_a_trainer_alon
     smaller, recompute = map(error.hint.index, ("max_tokens_per_rank=16000 (-", "activation_checkpointing=full (-"))
     assert 0 < smaller < recompute
     assert after == expected, "the update that failed has left nothing"
+
+
+def test_where_no_micro_batch_is_at_work_nothing_is_said_of_its_tokens(tmp_path: Path) -> None:
+    assert not torch.distributed.is_initialized(), "a rank may have no memory before it has joined the others"
+    model = save_tiny_model(tmp_path / "model", vocab_size=97)
+    config = settings(model, fsdp={"sharding": "replicate"}, mesh={"dp": 2})
+    for known in (None, json.loads((model / "config.json").read_text())):
+        error = memory_error(MemoryError(), config, "actor", known, CPU)
+        assert error.field == "mesh.dp" and "tokens" not in str(error)
+        assert ("fsdp.sharding=full (-" in str(error.hint)) == (known is not None)
+        assert "more ranks or memory" in str(error.hint)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +336,17 @@ def limit_files(worker: Any, size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def test_a_checkpoint_that_one_ranks_disk_refuses_names_that_rank(actor_group: Any) -> None:
+    second = actor_group.receivers[1]
+    ray.get(second.__ray_call__.remote(limit_files, 50_000), timeout=30)
+    try:
+        with pytest.raises(CheckpointError, match="File too large") as caught:
+            actor_group.save(99)
+    finally:
+        ray.get(second.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=30)
+    assert (caught.value.rank, caught.value.phase) == (1, "save")
+
+
 def test_an_export_that_the_disk_refuses_leaves_nothing_and_the_group_as_it_was(
     actor_group: Any, batch: RolloutBatch, tmp_path: Path
 ) -> None:
@@ -466,10 +489,16 @@ def test_without_raylet_or_head_every_call_ends_at_once_and_a_full_store_refuses
         )
         for kind in ("raylet", "gcs_server")
     }  # fmt: skip
-    for kind, process in started.items():
-        output, said = process.communicate(timeout=150)
+    try:
+        printed = {kind: process.communicate(timeout=150) for kind, process in started.items()}
+    finally:
+        for process in started.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)  # its guardian ends the rest of its cluster
+                process.communicate()
+    for kind, (output, said) in printed.items():
         found = {line["name"]: line for line in map(json.loads, filter(is_ours, output.splitlines()))}
-        assert process.returncode == 0, (kind, output, said[-2000:])
+        assert started[kind].returncode == 0, (kind, output, said[-2000:])
         assert found["large"]["code"] == "resource" and found["large"]["field"] == "batch" and found["large"]["hint"]
         assert "code" not in found["small"] and "code" not in found["end"] and "code" not in found["disconnect"]
         for name in ("waiting", "next", "launch"):

@@ -76,7 +76,7 @@ def together(rank: int) -> list[Any]:
 def test_one_ranks_error_is_raised_by_all(ranks: RankPool) -> None:
     for rank, (ran, described, fields, usable) in enumerate(ranks.run(3, together)):
         assert ran == [rank] and usable
-        assert fields["field"] == "run.dir" and fields["hint"] == "make room"
+        assert fields["field"] == "run.dir" and fields["hint"] == "make room" and fields["rank"] == 1
         assert "CheckpointError" in described[0] and "disk full" in described[0]
         assert "Unpicklable" in described[1] and "a socket broke" in described[1]
         assert "NotRebuilt" in described[2] and "ab" in described[2]

@@ -78,6 +78,21 @@ def test_words_of_the_store_and_of_nccl_are_known(error: Exception) -> None:
 
 
 @pytest.mark.parametrize(
+    "said",
+    [
+        "Connection closed by peer [10.0.0.1]:2", "Read error [10.0.0.1]:2: Connection reset by peer",
+        "writev [10.0.0.1]:2: Broken pipe", "connect [10.0.0.1]:2: Connection refused",
+        "recv: Connection reset by peer",
+        "timed out connecting: SO_ERROR: No route to host", "Read error [10.0.0.1]:2: Network is unreachable",
+        "writev [10.0.0.1]:2: No route to host", "short read: got 3 bytes while expecting to read 8 bytes",
+    ],
+)  # fmt: skip
+def test_what_the_kernel_says_of_a_connection_is_known_in_gloos_errors_alone(said: str) -> None:
+    assert lost_a_peer(RuntimeError(f"[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] {said}"))
+    assert not lost_a_peer(RuntimeError(said))
+
+
+@pytest.mark.parametrize(
     "error",
     [
         RuntimeError("a reward service: Connection reset by peer"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.progress import (
+from actors.progress_table import (
     GRPO_COLUMNS,
     ROWS_PER_HEADER,
     SFT_COLUMNS,
