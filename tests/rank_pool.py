@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -78,6 +79,7 @@ def _serve(connection: Connection) -> None:
     from slimefsdp.parallel.mesh import start_process_group
 
     torch.set_num_threads(1)
+    is_frozen = False
     while (call := connection.recv()) is not None:
         rank, world_size, port, function, args = call
         try:
@@ -94,5 +96,11 @@ def _serve(connection: Connection) -> None:
             dist.destroy_process_group()
         forget_meshes()
         connection.send(result)
+        # models and process groups are in cycles, and each group that is left has threads that wake up all the time
+        del result
+        gc.collect()
+        if not is_frozen:  # what was imported is there for good: the next collections need not look at it
+            gc.freeze()
+            is_frozen = True
     sys.stdout.flush()
     os._exit(0)  # gloo may abort at interpreter exit after sub-groups were used; everything is done by now
