@@ -94,7 +94,7 @@ class ScriptedGroup:
     shutdown = end
 
     def _train_step(self, batch: int) -> dict[str, float]:
-        self.state += (batch,)
+        self.state, self.gradients = (*self.state, batch), ()  # it drops what was gathered before
         if batch < 0:
             raise StateError("stopped on the way")
         if batch == 0:
