@@ -138,7 +138,8 @@ class ScriptedGroup:
 
     def _save(self, step: int) -> None:
         written = {(role, s) for role, s in self.script.disk if role == self.role}
-        for key in sorted(written)[: -self.script.keep_last]:
+        keep_last = self.script.keep_last + (self.role == "critic")  # it saves first, see Checkpoints.save
+        for key in sorted(written)[:-keep_last]:
             del self.script.disk[key]
         self._commit()
         assert step < 100
