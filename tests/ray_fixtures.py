@@ -13,6 +13,7 @@ import pytest
 from actors.cluster import connect, disconnect
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
+from tests.ragged import ragged_batch
 
 ROOT = Path(__file__).parents[1]
 VOCAB_SIZE = 320  # of the example's model
@@ -90,23 +91,7 @@ def group(actor_group: Any) -> Any:
 @pytest.fixture(scope="session")
 def batch() -> RolloutBatch:
     """Ragged samples in groups of four, with holes in their masks; one group without variance."""
-    rng = np.random.default_rng(3)
-    samples = []
-    for index in range(16):
-        length = int(rng.integers(2, 40))
-        response = int(rng.integers(1, length))
-        mask = rng.random(response) > 0.3
-        mask[0] = True
-        samples.append(
-            {
-                "tokens": rng.integers(0, VOCAB_SIZE, length),
-                "response_length": response,
-                "reward": 1.0 if index < 4 else float(rng.random()),
-                "group_id": index // 4,
-                "loss_mask": mask,
-            }
-        )
-    return RolloutBatch.from_samples(samples)
+    return ragged_batch(np.random.default_rng(3), longest=40, tokens=(0, VOCAB_SIZE), without_variance=4)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import ray
 
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
+from tests.ragged import ragged_batch
 
 VOCAB_SIZE = 96  # of tests.tiny_models
 TIMES = {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
@@ -98,23 +99,7 @@ def settings(model: Path, run_dir: Path, **sections: dict[str, Any]) -> RunConfi
 
 def recorded_batch(step: int) -> RolloutBatch:
     """16 ragged samples in groups of four, with holes in their masks: the same ones whenever a step is asked for."""
-    rng = np.random.default_rng(1000 + step)
-    samples = []
-    for index in range(16):
-        length = int(rng.integers(2, 32))
-        response = int(rng.integers(1, length))
-        mask = rng.random(response) > 0.3
-        mask[0] = True
-        samples.append(
-            {
-                "tokens": rng.integers(3, VOCAB_SIZE, length),
-                "response_length": response,
-                "reward": float(rng.random()),
-                "group_id": index // 4,
-                "loss_mask": mask,
-            }
-        )
-    return RolloutBatch.from_samples(samples)
+    return ragged_batch(np.random.default_rng(1000 + step), longest=32, tokens=(3, VOCAB_SIZE))
 
 
 def begin(group: Any) -> None:
