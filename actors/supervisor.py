@@ -16,25 +16,20 @@ from typing import TYPE_CHECKING, Any
 from actors.journal import TRAINING, Call, Journal
 from actors.placement import Places
 from actors.recovery import Recovery, differences_of
+from actors.restarts import LOST, Restarts
 from actors.worker_group import WorkerGroup, add_calls
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import (
     CheckpointError,
-    PeerFailed,
     ResourceError,
     SlimeError,
     StateError,
     SyncError,
     WorkerDied,
-    WorkerHung,
 )
 from slimefsdp.reports import Health
 from slimefsdp.surface import Role
-
-LOST = (WorkerDied, WorkerHung, PeerFailed)
-"""Errors after which the ranks of a group are of no more use, and new ones may succeed."""
-MAX_WITHOUT_PROGRESS = 3  # restarts; a fault that comes back each time is none that a restart helps against
 
 
 class SupervisedCall:
@@ -126,8 +121,7 @@ class Supervisor:
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
         self._journal = Journal()
         self._launches = 0
-        self._restarts = 0
-        self._without_progress = 0
+        self._restarts = Restarts(config.cluster.max_restarts, "ranks")
         self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
         self._final: Exception | None = None  # why there is no group any more
         self._reference_is_current: bool | None = None  # as that of a save
@@ -137,7 +131,7 @@ class Supervisor:
                 try:
                     self._launch()
                 except LOST as error:
-                    self._spend(error)
+                    self._restarts.spend(error)
         except BaseException:
             self._places.release()
             raise
@@ -191,7 +185,7 @@ class Supervisor:
                 continue
             with self._lock:
                 if not call.is_done and call.launch == launch:
-                    self._without_progress = 0
+                    self._restarts.progress()
                     call.is_done, call.value = True, value
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
                         call.args, call.kwargs, call.restored = (loaded.step,), {}, None
@@ -271,21 +265,6 @@ class Supervisor:
 
     # ------------------------------------------------------------------ recovery
 
-    def _spend(self, error: SlimeError) -> None:
-        """Takes one restart from the budget; raises the error where there is none left."""
-        self._restarts += 1
-        self._without_progress += 1
-        most = self._config.cluster.max_restarts
-        if self._restarts > most:
-            why = f"cluster.max_restarts={most} are spent" if most else "cluster.max_restarts is 0"
-        elif self._without_progress > MAX_WITHOUT_PROGRESS:
-            why = f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
-        else:
-            print(f"ranks were lost, others start: {error}", file=sys.stderr, flush=True)
-            return
-        error.hint = f"{error.hint}; {why}" if error.hint else why
-        raise error
-
     def _recover(self, cause: SlimeError, launch: int) -> None:
         """Replaces all ranks after a loss in a launch's group; nothing where another thread has done that."""
         with self._lock:
@@ -294,7 +273,7 @@ class Supervisor:
             noticed_at, start, error = time.time(), time.perf_counter(), cause
             try:
                 while True:
-                    self._spend(error)
+                    self._restarts.spend(error)
                     try:
                         self._end()
                         self._launch()

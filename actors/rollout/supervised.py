@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from actors.restarts import LOST, Restarts
 from actors.rollout.engine import EnginePool, Sampled
-from actors.supervisor import LOST, MAX_WITHOUT_PROGRESS, SupervisedGroup
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, SyncError
 
 
@@ -18,9 +18,10 @@ class SupervisedEngines(EnginePool):
     rollout.sync_interval_steps > 1 the weights may be newer than those of the engines that were lost.
     """
 
-    _group: SupervisedGroup | None = None  # that the weights come from
-    _restarts = 0
-    _in_a_row = 0
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        self._group: Any = None  # that the weights come from
+        self._restarts = Restarts(config.cluster.max_restarts, "engines")
 
     def update_from(self, group: Any) -> int:
         """As of `EnginePool`."""
@@ -48,19 +49,14 @@ class SupervisedEngines(EnginePool):
                 self._replace(error)
                 self.update_from(self._group)
                 continue
-            self._in_a_row = 0
+            self._restarts.progress()
             return drawn
 
     def _replace(self, error: SlimeError) -> None:
         while True:
-            self._restarts += 1
-            self._in_a_row += 1
-            if self._restarts > self._config.cluster.max_restarts or self._in_a_row > MAX_WITHOUT_PROGRESS:
-                raise error
-            print(f"engines replaced: {error.message}", file=sys.stderr, flush=True)
+            self._restarts.spend(error)
             try:
                 self.relaunch()
+                return
             except LOST as another:
                 error = another
-                continue
-            return

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from actors.restarts import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import SupervisedEngines
-from actors.supervisor import MAX_WITHOUT_PROGRESS
 from slimefsdp.errors import WorkerDied, WorkerHung
 
 LOSSES: list[Exception] = [WorkerDied("an engine ended", rank=0, phase="launch"), WorkerHung("one does not come up")]

@@ -84,4 +84,4 @@ def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
     assert (recovery["code"], recovery["rank"], recovery["checkpoint_step"]) == ("worker_died", 1, 0)
     assert recovery["calls_repeated"] >= 1 and recovery["differences"] == []
     assert not (tmp_path / "straight" / RECOVERIES).exists()
-    assert "engines replaced" in capsys.readouterr().err
+    assert "engines were lost" in capsys.readouterr().err

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors import supervisor
+from actors import restarts, supervisor
 from actors.recovery import RECOVERIES
-from actors.supervisor import MAX_WITHOUT_PROGRESS, SupervisedGroup
+from actors.restarts import MAX_WITHOUT_PROGRESS
+from actors.supervisor import SupervisedGroup
 from slimefsdp.errors import BatchError, CheckpointError, ResourceError, SlimeError, StateError, SyncError, WorkerDied
 
 BUG = 1000
@@ -216,7 +217,7 @@ def after(actions: list[tuple[str, int]], script: Scripted) -> tuple[Any, ...]:
     """What callers saw, and the state that the ranks have then; and how often they were replaced."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "WorkerGroup", script)
-        patch.setattr(supervisor, "MAX_WITHOUT_PROGRESS", 100)
+        patch.setattr(restarts, "MAX_WITHOUT_PROGRESS", 100)
         group: Any = SupervisedGroup.launch(script.config)
         seen = job(group, actions), group._group.state, group._group.gradients, group.critic._group.state
         assert all(not recovery.differences for recovery in group.recoveries)
