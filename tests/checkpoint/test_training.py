@@ -215,7 +215,7 @@ def test_the_next_call_raises_the_error_of_the_save_before_alike_on_all_ranks(
 ) -> None:
     config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)}, checkpoint={"async_save": True})
     for result in ranks.run(2, failing_in_the_background, config):
-        assert {str(error) for error in result["errors"].values()} == {"the disk is full"}
+        assert {str(error) for error in result["errors"].values()} == {"the disk is full (rank 1)"}
         assert result["nothing"] is None and result["path"] == tmp_path / "checkpoints" / "step_00000003"
     assert [path.name for path in (tmp_path / "checkpoints").glob("*step*")] == ["step_00000003"]
 
