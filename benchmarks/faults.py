@@ -32,7 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 from actors import worker_group  # noqa: E402
 from actors.cluster import connect, disconnect  # noqa: E402
-from actors.supervisor import SupervisedGroup, Supervisor  # noqa: E402
+from actors.restarts import Restarts  # noqa: E402
+from actors.supervisor import SupervisedGroup  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig  # noqa: E402
 from slimefsdp.errors import SlimeError  # noqa: E402
@@ -160,18 +161,18 @@ class Matrix:
         """Launches a group in which they fire: seconds until that was noticed, and until it stood."""
         self.close()
         noticed: list[float] = []
-        spend = Supervisor._spend
+        spend = Restarts.spend
 
-        def noting(supervisor: Supervisor, error: Any) -> None:
+        def noting(restarts: Restarts, error: SlimeError) -> None:
             noticed.append(time.time())
-            spend(supervisor, error)
+            spend(restarts, error)
 
-        Supervisor._spend = noting  # type: ignore[method-assign]
+        Restarts.spend = noting  # type: ignore[method-assign]
         self._arena.plan.arm(*faults)
         try:
             self._launch()
         finally:
-            Supervisor._spend = spend  # type: ignore[method-assign]
+            Restarts.spend = spend  # type: ignore[method-assign]
         fired = self._arena.plan.fired()
         assert noticed and fired, f"{len(noticed)} losses, {len(fired)} faults fired"
         return noticed[0] - min(fault.time for fault in fired), time.time() - noticed[0]
