@@ -28,6 +28,7 @@ import ray  # noqa: E402
 
 from actors import watchdog, worker_group  # noqa: E402
 from actors.cluster import disconnect  # noqa: E402
+from actors.journal import Journal  # noqa: E402
 from actors.supervisor import SupervisedGroup, Supervisor  # noqa: E402
 from actors.train_worker import TrainWorker  # noqa: E402
 from benchmarks.faults import software  # noqa: E402
@@ -124,8 +125,9 @@ def driver_stopwatch() -> Stopwatch:
     stopwatch = Stopwatch()
     for name in ("check_batch", "check_plan"):
         stopwatch.watch(worker_group, name, "checking batch and plan")
-    for name in ("submit", "_finish"):
-        stopwatch.watch(Supervisor, name, "journal")
+    stopwatch.watch(Supervisor, "submit", "journal")
+    for name in ("append", "remove", "forget"):
+        stopwatch.watch(Journal, name, "journal")
     for name in ("prepare", "begin"):  # what a bare group does as well
         stopwatch.watch(worker_group.WorkerGroup, name, None)
     return stopwatch
