@@ -3,8 +3,8 @@
     python benchmarks/rpc_overhead.py --json benchmarks/results/rpc_overhead.json
 
 Both have the same settings, the same batch and the same weights. Rounds alternate, so that what else the machine does
-hits both alike; the overhead is the ratio of the medians. The driver's own CPU seconds (checking, planning, the object
-store, waiting) and the ranks' stand beside, which a loaded machine moves less.
+hits both alike; the overhead is the median over rounds of the ratio inside one. The driver's own CPU seconds (checking,
+planning, the object store, waiting) and the ranks' stand beside, which a loaded machine moves less.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def batches(draw: st.DrawFn) -> RolloutBatch:
     return RolloutBatch.from_samples(samples)
 
 
-@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@hypothesis_settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     batch=batches(),
     axes=st.sampled_from([(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 1, 2), (1, 1, 3), (2, 1, 2), (1, 2, 2), (1, 1, 4)]),
@@ -262,10 +262,7 @@ def rms_errors(rank: int, config: RunConfig, path: Path, seeds: int) -> list[dic
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(
-    folder: Path, ranks: RankPool, strategy: str
-) -> None:
+def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(folder: Path, ranks: RankPool) -> None:
     seeds = 20
     truth = [
         plain_gradients(folder, settings(folder), make_batch(folder, seed=seed), torch.float64) for seed in range(seeds)
@@ -277,7 +274,9 @@ def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(
         squares = [error_norm(ours, exact) ** 2 for ours, exact in zip(found, truth, strict=True)]
         return float(np.mean(squares)) ** 0.5
 
-    assert rms(mesh(1, 1, 4, strategy)) <= 1.1 * rms(mesh(1, 1, 1))
+    alone = rms(mesh(1, 1, 1))
+    for strategy in STRATEGIES:
+        assert rms(mesh(1, 1, 4, strategy)) <= 1.1 * alone, strategy
 
 
 def attention_ranks_without_tokens(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, bool]:

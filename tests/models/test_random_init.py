@@ -73,8 +73,10 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
         assert np.array_equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "mixtral", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize(
+    "kind, tie",
+    [("qwen3", False), ("qwen3", True), ("gpt2", True), ("mixtral", False), ("gpt_oss", False), ("gemma2", True)],
+)
 def test_the_weights_are_the_same_bits_on_every_mesh(tmp_path: Path, ranks: RankPool, kind: str, tie: bool) -> None:
     path = config_alone(tmp_path, kind, vocab_size=97, tie_word_embeddings=tie)  # 97 rows divide by no mesh
     (alone,) = ranks.run(1, full_weights_of_rank, path, SEED, torch.float32)
