@@ -138,7 +138,7 @@ class Competitor:
     reason: str | None = None  # why there is no measurement, or the way to have one
     process: Process | None = None
     ready: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)  # the untimed step
+    first: dict[str, Any] = field(default_factory=dict)  # its first step, untimed
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)  # a step of each size
     steps: list[dict[str, Any]] = field(default_factory=list)  # one a round
 
@@ -153,10 +153,12 @@ class Competitor:
         return min(self.choices, key=lambda size: seconds_of(self.choices[size]))
 
     def warm_up(self, process: Process) -> None:
-        """The untimed step, and one of each size: for its time, and its peak memory."""
+        """The first step, and one of each size for its time and its peak memory, after one in which it may compile."""
         ready = process.answer()
         sizes = ready.pop("micro_batches")
         self.ready, self.first = ready, process.step(sizes[0])
+        for size in sizes[1:]:
+            process.step(size)
         self.choices = {size: process.step(size, with_memory=True) for size in sizes}
 
     def take_step(self, process: Process) -> None:
