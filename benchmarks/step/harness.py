@@ -60,7 +60,6 @@ class SystemSpec:
 SYSTEMS = {
     OURS: SystemSpec("slimefsdp", OWN),
     "unshared": SystemSpec("itself without shared prefixes", OWN, arguments=("--set", "batch.share_prefixes=never")),
-    "eager": SystemSpec("itself without torch.compile", OWN, arguments=("--set", "model.compile=false")),
     "trl": SystemSpec("TRL", TRL, "trl"),
     "trl_compiled": SystemSpec("TRL with torch.compile", TRL, "trl", ("--compile",)),
     "hf_padded": SystemSpec("HF padded", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "padded")),
