@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -243,6 +244,40 @@ def test_a_correction_keeps_learning_what_stale_engines_alone_do_not() -> None:
     assert corrected["after"] - stalled["after"] > 0.2 and corrected["means"]["correction_weight"] < 1
     exact = [point["exact"] for point in stalled["curve"]]
     assert any(later < earlier for earlier, later in pairwise(exact)), "it falls back"
+
+
+def test_the_figures_of_recovery_are_the_recorded_ones_and_meet_what_is_promised() -> None:
+    def record(name: str) -> dict[str, Any]:
+        return dict(json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["results"])
+
+    page = (ROOT / "docs/recovery.md").read_text()
+    cases = record("kill_matrix")["cases"]
+    assert len(cases) == 38 and all(case["identical"] and not case["misses"] for case in cases)
+    hangs = [case["noticed_s"] for case in cases if case["noticed_s"] > 1]
+    crashes = [case["noticed_s"] for case in cases if case["noticed_s"] <= 1]
+    single = [case["recovered_s"] for case in cases if len(case["fired"]) == 1]
+    pairs = [case["recovered_s"] for case in cases if len(case["fired"]) == 2]
+    assert len(hangs) == 6 and max(hangs) <= 7 and max(single) <= 15
+    assert f"| {len(cases)} cases, {sum(len(case['fired']) for case in cases)} faults | the same bits |" in page
+    for what, seconds in {
+        "a crash noticed": crashes,
+        "a silent rank noticed": hangs,
+        "made good": single,
+        "two at once made good": pairs,
+    }.items():
+        assert f"| {what} after | {min(seconds):.2f} to {max(seconds):.2f} s |" in page
+
+    soak = record("soak")
+    assert soak["identical"] and soak["fired"] == [fault.split(": ")[1] for fault in soak["faults"]]
+    assert f"| {soak['steps']} steps, {len(soak['fired'])} faults at random | the same bits |" in page
+    for name, count in {"soak_recoveries": "recoveries", "soak_steps": "steps"}.items():
+        found = record(name)
+        assert found["passed"] and found[count] in (100, 1000)
+        for process, held in found["grown"].items():
+            grown = f"{held['bytes'] / 2**20:+.1f} MiB, {held['files']:+.0f} files, {held['threads']:+.0f} threads"
+            assert f"| {found[count]:,} {count}, {process} | {grown} |" in page
+    share = record("guarding")["share"]
+    assert share <= 0.02 and f"| guarding code, of a step of 65,536 tokens | {share:.2%} |" in page
 
 
 def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
