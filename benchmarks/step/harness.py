@@ -27,7 +27,6 @@ from slimefsdp.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 OURS = "slimefsdp"
 OWN = "benchmarks/step/own.py"
-TRL = "benchmarks/peers/trl_grpo.py"
 SLIME = "benchmarks/peers/slime_semantics.py"
 RELATIVE_TOLERANCE = 1e-3  # of losses and gradient norms in float32
 ABSOLUTE_TOLERANCE = 1e-5  # of advantages of about 1, whose mean, the loss, may be 0
@@ -60,8 +59,7 @@ class SystemSpec:
 SYSTEMS = {
     OURS: SystemSpec("slimefsdp", OWN),
     "unshared": SystemSpec("itself without shared prefixes", OWN, arguments=("--set", "batch.share_prefixes=never")),
-    "trl": SystemSpec("TRL", TRL, "trl"),
-    "trl_compiled": SystemSpec("TRL with torch.compile", TRL, "trl", ("--compile",)),
+    "trl": SystemSpec("TRL", "benchmarks/peers/trl_grpo.py", "trl"),
     "hf_padded": SystemSpec("HF padded", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "padded")),
     "hf_packed": SystemSpec("HF packed", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "packed")),
     "slime": SystemSpec("slime semantics", SLIME),
