@@ -17,7 +17,8 @@ from actors.plan_table import plan_table
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.data.lengths import sample_lengths
+from slimefsdp.data.lengths import read_samples
+from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.expected import (
     beside_of,
@@ -44,12 +45,15 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         metavar="SPEC",
-        help="tokens per sample: fixed(n), uniform(min, max), lognormal(mean, sigma, min, max), a file of "
-        "RolloutBatch.save, or a JSON list; default: a guess from the settings",
+        help="tokens per sample: fixed(n), uniform(min, max), lognormal(mean, sigma, min, max), or a JSON list; or a "
+        "file of RolloutBatch.save, which is planned as it would be trained; default: a guess from the settings",
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to be started; needed where mesh.dp is auto")
     parser.add_argument(
-        "--counted", type=float, default=1.0, metavar="SHARE", help="of the tokens, those that are trained (default: 1)"
+        "--counted",
+        type=float,
+        metavar="SHARE",
+        help="of the tokens, those that are trained (default: those that a batch trains, else 1)",
     )
     parser.add_argument(
         "--device", choices=DEVICES, help="whose stated rates and memory to take; default: by mesh.device"
@@ -88,10 +92,10 @@ def plan_command(options: argparse.Namespace) -> int:
         config, dimensions, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
     )
     computing = computing_of(config, dimensions, on_cpu=device.on_cpu)
-    lengths = sample_lengths(spec, config.samples_per_step, seed=config.run.seed)
+    samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
     found = simulate_settings(
-        config, dimensions, choice, lengths, computing=computing, counted_share=options.counted, cost=cost
+        config, dimensions, choice, samples, computing=computing, counted_share=options.counted, cost=cost
     )
     if folder.max_sample_tokens is not None and found.longest > folder.max_sample_tokens:
         raise BatchError(
@@ -102,13 +106,15 @@ def plan_command(options: argparse.Namespace) -> int:
         )
     work = workload_of(dimensions, found, byte_sizes_of(config), beside, computing.recomputed_share(dimensions.layers))
     outlook = look_ahead(work, computing, device, config)
+    batch = samples if isinstance(samples, RolloutBatch) else None
     if options.json:
-        record = {"lengths": spec, "parameters": dimensions.parameters, **dataclasses.asdict(found)}
+        record = {"lengths": spec, "is_batch": batch is not None, "parameters": dimensions.parameters}
+        record |= dataclasses.asdict(found)
         record |= {"memory": {level: as_record(held) for level, held in outlook.memory.items()}}
         print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1, allow_nan=False))
     else:
-        guessed = "" if options.lengths else " (a guess: give --lengths)"
-        print("\n".join(plan_table(config, dimensions, choice, found, outlook, spec + guessed)))
+        source = spec if options.lengths else f"{spec} (a guess: give --lengths)"
+        print("\n".join(plan_table(config, dimensions, choice, found, outlook, source, batch)))
     return 0
 
 
@@ -164,7 +170,7 @@ def _device(options: argparse.Namespace, config: RunConfig) -> Device:
                 field=flag,
                 hint="give one, or leave it out",
             )
-    if not 0 < options.counted <= 1:
+    if options.counted is not None and not 0 < options.counted <= 1:
         raise ConfigError(f"--counted={options.counted:g} is no share in (0, 1]", field="--counted", hint="give one")
     name = options.device or ("CPU" if config.mesh.device == "cpu" else "H100")
     rates = guessed_rates(name, byte_sizes_of(config).compute)

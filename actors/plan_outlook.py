@@ -54,8 +54,9 @@ class Outlook:
         return self.memory_bytes is None or fits(one.memory, self.memory_bytes)
 
     def tokens_per_second(self, one: Candidate) -> float:
-        """Of all ranks, at the floor."""
-        return self.work.tokens * self.work.dp_replicate * self.work.shard_ranks / one.seconds.total
+        """Of all ranks, at the floor; shared ones as often as they occur."""
+        work = self.work
+        return work.tokens * work.repeats * work.dp_replicate * work.shard_ranks / one.seconds.total
 
     def mfu(self, one: Candidate) -> float:
         """Operations that the update needs over those that the rate in products allows in the floor's time."""

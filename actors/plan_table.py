@@ -8,20 +8,30 @@ from actors.plan_outlook import Outlook, byte_text
 from slimefsdp.attention.choice import Choice
 from slimefsdp.config import RunConfig
 from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.plan import MIN_GAIN
+from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.estimate import Candidate
+from slimefsdp.phase import may_share
 from slimefsdp.simulate import Simulation
 
 _WIDTH = 120  # of running text
 
 
 def plan_table(
-    config: RunConfig, dimensions: ModelDimensions, choice: Choice, found: Simulation, outlook: Outlook, lengths: str
+    config: RunConfig,
+    dimensions: ModelDimensions,
+    choice: Choice,
+    found: Simulation,
+    outlook: Outlook,
+    source: str,
+    batch: RolloutBatch | None,
 ) -> list[str]:
     """The lines of a plan.
 
     Args:
         choice: of the attention's strategy.
-        lengths: where they are from.
+        source: where the samples are from.
+        batch: that is planned; None: nothing is known but lengths.
     """
     mesh, updates, imbalance = found.mesh, found.updates, found.imbalance
     fewest, mean, most = found.tokens_per_rank
@@ -33,8 +43,8 @@ def plan_table(
         f"most {config.max_pack_tokens:,} tokens",
         f"model     {_count(dimensions.parameters)} parameters: {dimensions.layers} layers of {dimensions.hidden}, "
         f"{dimensions.heads} heads over {dimensions.kv_heads} key heads",
-        f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {lengths}",
-        *_prefix_lines(config),
+        f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {source}",
+        *_batch_lines(config, found, batch),
         f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
         f"data rank: {micro_batches}{repeated}",
         f"tokens    {fewest:,} to {most:,} on a rank (mean {mean:,.0f}), at most {found.most_tokens_at_once:,} at once",
@@ -63,11 +73,20 @@ def plan_table(
     return [*lines, *_memory_lines(config, outlook), "", *_time_lines(outlook)]
 
 
-def _prefix_lines(config: RunConfig) -> list[str]:
+def _batch_lines(config: RunConfig, found: Simulation, batch: RolloutBatch | None) -> list[str]:
+    """What a batch leaves out, and what its samples share."""
     how = config.batch.share_prefixes
-    if how == "never":
-        return []
-    return [f"prefixes  all samples are counted whole; batch.share_prefixes={how} may compute less"]
+    if batch is None:
+        whole = f"prefixes  all samples are counted whole; batch.share_prefixes={how} may compute less"
+        return [whole] if may_share(config) else []
+    left_out = batch.num_samples - found.samples
+    lines = [f"left out  {left_out:,} samples in which nothing trains"] if left_out else []
+    if found.computed_tokens < found.tokens:
+        lines.append(f"prefixes  {found.computed_tokens:,} tokens are computed: what samples share, once")
+    elif may_share(config):
+        needed = f"; under auto it must save {MIN_GAIN:.0%} of the time" if how == "auto" else ""
+        lines.append(f"prefixes  nothing is shared{needed}")
+    return lines
 
 
 def _attention_lines(found: Simulation, choice: Choice) -> list[str]:

@@ -71,7 +71,9 @@ class Case:
     ranks: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     sample: int = SAMPLE  # tokens of a sample
-    micro_batches: int = 2
+    prompt: int = PROMPT  # of those; the samples of a group have it in common
+    group: int = 4  # samples
+    micro_batches: int = 2  # full ones, as far as whole samples fill them and share nothing
 
     def tree(self, folder: Path) -> dict[str, Any]:
         tree: dict[str, Any] = {
@@ -88,22 +90,27 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        cp = self.settings.get("mesh.cp", 1)
-        return [self.sample] * (self.micro_batches * self.tokens // self.sample * self.ranks if cp == 1 else 4)
+        return [self.sample] * (self.micro_batches * self.tokens // self.sample * self.ranks)
 
     def batch(self, vocab: int) -> RolloutBatch:
         rng = np.random.default_rng(0)
+        count = len(self.lengths)
+        prompts = rng.integers(3, vocab, (-(-count // self.group), self.prompt)).tolist()
         return RolloutBatch.from_samples(
             {
-                "tokens": rng.integers(3, vocab, length).tolist(),
-                "response_length": length - PROMPT,
+                "tokens": [
+                    *prompts[index // self.group],
+                    *rng.integers(3, vocab, self.sample - self.prompt).tolist(),
+                ],
+                "response_length": self.sample - self.prompt,
                 "reward": float(rng.random()),
-                "group_id": index // 4,
+                "group_id": index // self.group,
             }
-            for index, length in enumerate(self.lengths)
+            for index in range(count)
         )
 
 
+LONG_PROMPTS = {"sample": 1152, "prompt": 1024, "group": 16, "micro_batches": 9}  # 2 groups
 CHECKPOINTING = "model.activation_checkpointing"
 MEMORY = [
     *(Case(model, tokens, 1, {CHECKPOINTING: kind})
@@ -117,6 +124,7 @@ MEMORY = [
     Case("small", 2048, 1, {"loss.entropy_coefficient": 0.01}),
     Case("small", 2048, 1, {}, sample=2048),
     Case("small", 2048, 1, {"precision.compute_dtype": "bfloat16"}),
+    *(Case("small", 4096, 1, {CHECKPOINTING: kind}, **LONG_PROMPTS) for kind in ("none", "full")),
     *(Case(model, tokens, 2, {"fsdp.sharding": level, CHECKPOINTING: kind})
       for level in ("full", "keep_parameters", "optimizer", "replicate")
       for model, tokens, kind in (("wide", 1024, "none"), ("wide", 1024, "full"), ("large vocabulary", 1024, "none"))),
@@ -124,12 +132,14 @@ MEMORY = [
 PAIRS = [
     ("recomputing layers", Case("wide", 1024), Case("wide", 1024, 1, {CHECKPOINTING: "full"})),
     ("a small head against a large one", Case("small", 1024), Case("large vocabulary, untied", 1024)),
-    ("one micro-batch against sixteen, two ranks", Case("wide", 1024, 2, micro_batches=1),
+    ("one micro-batch against eight, two ranks", Case("wide", 1024, 2, micro_batches=1),
      Case("wide", 128, 2, sample=64, micro_batches=8)),
     ("whole gradients on every rank against shards", Case("wide", 256, 2, {"fsdp.sharding": "replicate"}),
      Case("wide", 256, 2, {"fsdp.sharding": "full"})),
     ("data ranks against context ranks", Case("small", 2048, 2, sample=1024),
      Case("small", 2048, 2, {"mesh.dp": 1, "mesh.cp": 2}, sample=1024)),
+    ("prompts computed once against once for each response", Case("small", 4096, **LONG_PROMPTS),
+     Case("small", 4096, 1, {"batch.share_prefixes": "never"}, **LONG_PROMPTS)),
     ("short samples against long ones", Case("small", 4096, sample=128), Case("small", 4096, sample=4096)),
 ]  # fmt: skip
 
@@ -167,6 +177,7 @@ def described(case: Case) -> str:
     """A case in one line."""
     settings = " ".join(f"{name}={value}" for name, value in case.settings.items())
     long = f", samples of {case.sample}" if case.sample != SAMPLE else ""
+    long += f", prompts of {case.prompt} for {case.group}" if case.prompt != PROMPT else ""
     return f"{case.model}, {case.tokens} tokens, {case.ranks} ranks{long} {settings}".strip()
 
 
@@ -177,9 +188,7 @@ def predicted(case: Case, folder: Path, rates: Rates) -> tuple[Workload, Candida
     dimensions = ModelDimensions.from_config(model)
     computing = computing_of(config, dimensions, on_cpu=DEVICE.type == "cpu")
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
-    lengths = np.array(case.lengths)
-    counted = (case.sample - PROMPT) / case.sample
-    found = simulate_settings(config, dimensions, choice, lengths, computing=computing, counted_share=counted)
+    found = simulate_settings(config, dimensions, choice, case.batch(dimensions.vocab), computing=computing)
     beside = beside_of(config, dimensions, dimensions)
     again = computing.recomputed_share(dimensions.layers)
     work = workload_of(dimensions, found, byte_sizes_of(config), beside, again)

@@ -58,9 +58,10 @@ class Workload:
     batch: MicroBatches  # the largest of a rank
     needed: Flops  # of the mean rank: forward and backward, nothing twice
     forward: Flops  # forward alone
-    tokens: float  # of the mean rank
+    tokens: float  # that the mean rank computes
     attention_bytes: int = 0  # sent by a rank, all layers, with nothing recomputed
     attention_bytes_again: int = 0  # sent once more, were all layers recomputed
+    repeats: float = 1.0  # tokens of the samples over those that are computed, since some are shared
     longest: int = 1  # tokens of the longest sample
     slowdown: float = 1.0  # of the slowest rank against the mean one
     beside: Beside = field(default_factory=Beside)

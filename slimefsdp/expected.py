@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -10,9 +12,12 @@ from slimefsdp.attention.choice import Choice
 from slimefsdp.config import RunConfig
 from slimefsdp.data.cost import ELEMENT_BYTES, CostModel
 from slimefsdp.data.dimensions import ModelDimensions
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError
 from slimefsdp.estimate import HEADROOM, Beside, Workload, bytes_beside
 from slimefsdp.footprint import ByteSizes, Computing, MicroBatches, choose_sharding
-from slimefsdp.simulate import MeshShape, Simulation, simulate
+from slimefsdp.phase import plan_training
+from slimefsdp.simulate import MeshShape, Simulation, simulate, simulate_plan
 
 
 def byte_sizes_of(config: RunConfig) -> ByteSizes:
@@ -98,26 +103,46 @@ def simulate_settings(
     config: RunConfig,
     dimensions: ModelDimensions,
     choice: Choice,
-    lengths: np.ndarray,
+    samples: np.ndarray | RolloutBatch,
     *,
     computing: Computing,
-    counted_share: float = 1.0,
+    counted_share: float | None = None,
     cost: CostModel | None = None,
 ) -> Simulation:
-    """`simulate` under these settings, whose mesh.dp is a number."""
+    """What these settings, whose mesh.dp is a number, make of samples; of a batch the plan that training makes.
+
+    Args:
+        samples: int64 [B], tokens per sample; or a batch, of which the first epoch is looked at.
+        counted_share: of the tokens, those whose log-probs are asked for; None: those that the batch trains, or all.
+
+    Raises:
+        BatchError: a sample is longer than `batch.max_tokens_per_rank` x `mesh.cp`, or nothing in the batch trains.
+    """
     assert config.mesh.dp != "auto" and config.fsdp.sharding != "auto"
-    return simulate(
-        lengths,
-        dimensions,
-        MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp),
-        max_tokens_per_rank=config.batch.max_tokens_per_rank,
-        samples_per_update=config.batch.samples_per_update,
-        strategy=choice.traffic,
-        sharding=config.fsdp.sharding,
-        sizes=byte_sizes_of(config),
-        computing=computing,
-        counted_share=counted_share,
-        cost=cost,
+    mesh, sizes = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp), byte_sizes_of(config)
+    cost = cost or CostModel.of_model(dimensions, strategy=choice.traffic, bytes_per_element=sizes.compute)
+    shape: dict[str, Any] = {"strategy": choice.traffic, "sharding": config.fsdp.sharding, "sizes": sizes}
+    if not isinstance(samples, RolloutBatch):
+        return simulate(
+            samples,
+            dimensions,
+            mesh,
+            max_tokens_per_rank=config.batch.max_tokens_per_rank,
+            samples_per_update=config.batch.samples_per_update,
+            computing=computing,
+            counted_share=1.0 if counted_share is None else counted_share,
+            cost=cost,
+            **shape,
+        )
+    plan = plan_training(config, samples, cost)
+    plan = replace(plan, updates=plan.updates[: plan.num_first_epoch_updates])
+    if not plan.updates:
+        problem = "nothing in this batch trains: its tokens are masked, or all rewards of each group are equal"
+        raise BatchError(problem, field="rewards", hint="give another batch, or lengths")
+    if counted_share is None:
+        counted_share = int(samples.mask.sum()) / samples.num_tokens
+    return simulate_plan(
+        plan, samples.lengths, dimensions, mesh, computing=computing, counted_share=counted_share, cost=cost, **shape
     )
 
 
@@ -141,7 +166,8 @@ def workload_of(
         batch=found.largest,
         needed=found.needed_flops.over(ranks),
         forward=found.forward_flops.over(ranks),
-        tokens=found.tokens / len(found.updates) / ranks,
+        tokens=found.computed_tokens / len(found.updates) / ranks,
+        repeats=found.tokens / found.computed_tokens,
         attention_bytes=round((once + wire.backward) * dimensions.layers / ranks),
         attention_bytes_again=round(once * dimensions.layers / ranks),
         beside=beside,

@@ -270,15 +270,20 @@ def plan_everything(
     )
 
 
+def may_share(config: RunConfig) -> bool:
+    """Whether what samples share may be computed once."""
+    # the package's calls know no sample that goes on from another
+    packages_cannot = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
+    return config.batch.share_prefixes != "never" and not packages_cannot
+
+
 def _sharing(config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
     """What samples share, and how much that must save, as arguments of `plan_phase`."""
-    how = config.batch.share_prefixes
-    # the package's calls know no sample that goes on from another
-    if how == "never" or (config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1):
+    if not may_share(config):
         return {}
     return {
         "shared": find_prefixes(batch.tokens, batch.lengths),
-        "min_gain": -math.inf if how == "always" else MIN_GAIN,
+        "min_gain": -math.inf if config.batch.share_prefixes == "always" else MIN_GAIN,
     }
 
 

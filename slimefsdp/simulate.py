@@ -1,4 +1,4 @@
-"""What a mesh would make of samples of given lengths, without running it: schedule, balance, bytes on the wire.
+"""What a mesh would make of samples, without running it: schedule, balance, bytes on the wire.
 
 The plan and the layouts are the ones that training uses, so counts are exact; time is the planner's estimate. Numpy
 only.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.flops import Flops, forward_flops, training_flops
 from slimefsdp.data.layout import Layout, hybrid_layout, layout_time, tokens_of, work_of, zigzag_layout
 from slimefsdp.data.plan import Plan, plan_phase
+from slimefsdp.data.prefixes import Forest, forest_of
 from slimefsdp.data.traffic import attention_wire_bytes
 from slimefsdp.footprint import (
     SHARDINGS,
@@ -54,7 +56,7 @@ class UpdateSchedule:
     """One optimiser update."""
 
     samples: int
-    tokens: int
+    tokens: int  # of the samples, shared ones as often as they occur
     micro_batches: int  # of every data rank
 
 
@@ -98,8 +100,9 @@ class Simulation:
     mesh: MeshShape
     strategy: Strategy
     samples: int
-    tokens: int
+    tokens: int  # of the samples, shared ones as often as they occur
     longest: int
+    computed_tokens: int  # what samples of a pack share counted once, as on ranks, in memory and in operations below
     updates: tuple[UpdateSchedule, ...]
     tokens_per_rank: tuple[int, float, int]  # fewest, mean, most; over the whole phase
     most_tokens_at_once: int  # of one rank in one micro-batch
@@ -135,7 +138,7 @@ def simulate(
         samples_per_update: None: all samples in one update.
         sizes: bytes per element; default: bfloat16 over float32 masters and AdamW.
         computing: what is recomputed, and so sent again in backward, and what else memory depends on.
-        counted_share: of the tokens, whose log-probs are asked for.
+        counted_share: of the tokens, those whose log-probs are asked for.
         cost: what samples are balanced by; None: as the model's dimensions say.
 
     Raises:
@@ -152,28 +155,64 @@ def simulate(
         cost_model=cost,
         cp=mesh.cp,
     )
-    packs = _measured(plan, lengths, mesh.cp, cost)
-    wire = _wire_of_strategies(plan, lengths, mesh.cp, strategy, dimensions, sizes, computing)
+    return simulate_plan(
+        plan,
+        lengths,
+        dimensions,
+        mesh,
+        strategy=strategy,
+        sharding=sharding,
+        sizes=sizes,
+        computing=computing,
+        counted_share=counted_share,
+        cost=cost,
+    )
+
+
+def simulate_plan(
+    plan: Plan,
+    lengths: np.ndarray,
+    dimensions: ModelDimensions,
+    mesh: MeshShape,
+    *,
+    strategy: Strategy,
+    sharding: Sharding,
+    sizes: ByteSizes,
+    computing: Computing,
+    counted_share: float,
+    cost: CostModel,
+) -> Simulation:
+    """Measures the updates of a plan for this mesh, of which there is at least one; arguments as of `simulate`."""
+    planned = [plan.samples_of(update) for update in range(len(plan.updates))]
+    lengths_of_updates = [lengths[samples] for samples in planned]
+    tokens = sum(int(of_update.sum()) for of_update in lengths_of_updates)
+    schedule = _schedule(plan, lengths)
+    balance = _measured(schedule, mesh.cp, cost)
+    wire = _wire_of_strategies(schedule, mesh.cp, strategy, dimensions, sizes, computing)
     chosen = wire[strategy]
     assert chosen is not None
     micro_batches = [len(update[0]) for update in plan.updates]
     num_updates, shard_ranks = len(micro_batches), mesh.dp * mesh.cp
-    most = packs.most_tokens_at_once
-    largest = MicroBatches(most, max(1, round(most * counted_share)), max(micro_batches))
-    counted_rows = round(int(lengths.sum()) * counted_share)
+    nodes, depths = _all_nodes(schedule)
+    computed_tokens = int(nodes.sum())
+    counted_of_computed = min(1.0, counted_share * tokens / computed_tokens)
+    counted_rows = round(computed_tokens * counted_of_computed)
+    most = balance.most_tokens_at_once
+    largest = MicroBatches(most, max(1, round(most * counted_of_computed)), max(micro_batches))
     return Simulation(
         mesh=mesh,
         strategy=strategy,
-        samples=len(lengths),
-        tokens=int(lengths.sum()),
-        longest=int(lengths.max()),
+        samples=sum(map(len, planned)),
+        tokens=tokens,
+        longest=max(int(of_update.max()) for of_update in lengths_of_updates),
+        computed_tokens=computed_tokens,
         updates=tuple(
-            UpdateSchedule(len(samples), int(lengths[samples].sum()), count)
-            for samples, count in zip(map(plan.samples_of, range(len(plan.updates))), micro_batches, strict=True)
+            UpdateSchedule(len(of_update), int(of_update.sum()), count)
+            for of_update, count in zip(lengths_of_updates, micro_batches, strict=True)
         ),
-        tokens_per_rank=packs.tokens_per_rank,
-        most_tokens_at_once=packs.most_tokens_at_once,
-        imbalance=packs.imbalance,
+        tokens_per_rank=balance.tokens_per_rank,
+        most_tokens_at_once=balance.most_tokens_at_once,
+        imbalance=balance.imbalance,
         wire=wire,
         attention_bytes_per_rank=chosen.total * dimensions.layers // mesh.ranks,
         sharding=sharding_traffic(
@@ -188,39 +227,73 @@ def simulate(
         memory=_memory_of_levels(dimensions, mesh, largest, sizes, computing),
         largest=largest,
         needed_flops=training_flops(
-            dimensions, lengths, counted_rows=counted_rows, trained_share=computing.trained_share
+            dimensions, nodes, counted_rows=counted_rows, depths=depths, trained_share=computing.trained_share
         ).over(num_updates),
-        forward_flops=forward_flops(dimensions, lengths, counted_rows=counted_rows).over(num_updates),
+        forward_flops=forward_flops(dimensions, nodes, counted_rows=counted_rows, depths=depths).over(num_updates),
     )
 
 
+class _Pack(NamedTuple):
+    """What lies in a pack: its samples, or nodes that samples share."""
+
+    offsets: list[int]  # [nodes + 1], first 0
+    forest: Forest | None = None  # None: no node goes on from another
+
+
+_Schedule = list[list[list[_Pack | None]]]  # [update][data rank][micro-batch]; None: a dummy of one token
+
+
+def _schedule(plan: Plan, lengths: np.ndarray) -> _Schedule:
+    def packed(samples: np.ndarray) -> _Pack | None:
+        if len(samples) == 0:
+            return None
+        if plan.shared is None:
+            return _Pack([0, *accumulate(lengths[samples].tolist())])
+        samples, shared = plan.shared.among(samples)
+        forest, _, nodes, _ = forest_of(lengths[samples], shared)
+        return _Pack([0, *accumulate(nodes.tolist())], forest)
+
+    return [[[packed(samples) for samples in packs] for packs in update] for update in plan.updates]
+
+
+def _packs_of(schedule: _Schedule) -> list[_Pack]:
+    return [pack for update in schedule for packs in update for pack in packs if pack is not None]
+
+
+def _all_nodes(schedule: _Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """Of every node of all packs its tokens and those above it, int64."""
+    packs = _packs_of(schedule)
+    tokens = np.concatenate([np.diff(pack.offsets) for pack in packs])
+    depths = [np.zeros(len(p.offsets) - 1, np.int64) if p.forest is None else np.array(p.forest.depths) for p in packs]
+    return tokens, np.concatenate(depths)
+
+
 @dataclass(frozen=True, slots=True)
-class _Packs:
+class _Balance:
     tokens_per_rank: tuple[int, float, int]
     most_tokens_at_once: int
     imbalance: Imbalance
 
 
-def _measured(plan: Plan, lengths: np.ndarray, cp: int, cost: CostModel) -> _Packs:
+def _measured(schedule: _Schedule, cp: int, cost: CostModel) -> _Balance:
     """Lays out every pack and adds up what its ranks hold and do."""
     slowest_rank = mean_rank = slowest_steps = 0.0
-    per_rank = np.zeros((len(plan.updates[0]), cp), dtype=np.int64)
+    per_rank = np.zeros((len(schedule[0]), cp), dtype=np.int64)
     hybrid, zigzag = _CpSums(cost), _CpSums(cost)
-    for update in plan.updates:
+    for update in schedule:
         times = np.zeros((len(update), len(update[0])))
         for data_rank, micro_batches in enumerate(update):
-            for step, samples in enumerate(micro_batches):
-                if len(samples) == 0:  # a dummy of one token
+            for step, pack in enumerate(micro_batches):
+                if pack is None:
                     continue
-                offsets = _offsets(lengths[samples])
-                layout = hybrid_layout(offsets, cp, cost)
-                times[data_rank, step] = layout_time(layout, offsets, cost)
-                per_rank[data_rank] += hybrid.add(layout, offsets)
-                zigzag.add(zigzag_layout(offsets, cp), offsets)
+                layout = hybrid_layout(pack.offsets, cp, cost, pack.forest)
+                times[data_rank, step] = layout_time(layout, pack.offsets, cost, pack.forest)
+                per_rank[data_rank] += hybrid.add(layout, pack)
+                zigzag.add(zigzag_layout(pack.offsets, cp), pack)
         slowest_rank += times.sum(axis=1).max()
         mean_rank += times.sum(axis=1).mean()
         slowest_steps += times.max(axis=0).sum()
-    return _Packs(
+    return _Balance(
         tokens_per_rank=(int(per_rank.min()), float(per_rank.mean()), int(per_rank.max())),
         most_tokens_at_once=hybrid.most_tokens,
         imbalance=Imbalance(
@@ -240,10 +313,10 @@ class _CpSums:
         self._most: list[np.ndarray] = []  # [3] of every pack
         self._mean: list[np.ndarray] = []
 
-    def add(self, layout: Layout, offsets: list[int]) -> np.ndarray:
+    def add(self, layout: Layout, pack: _Pack) -> np.ndarray:
         """Adds a pack; returns its tokens on every rank."""
         tokens = np.array(tokens_of(layout))
-        pairs, work = (work_of(layout, offsets, model) for model in (_PAIRS, self._cost.of_owner()))
+        pairs, work = (work_of(layout, pack.offsets, model, pack.forest) for model in (_PAIRS, self._cost.of_owner()))
         if self._cost.splits_heads:  # by tokens they may be uneven, by heads they are not
             pairs = np.full(len(layout), pairs.mean())
         self._most.append(np.array([values.max() for values in (tokens, pairs, work)]))
@@ -279,8 +352,7 @@ def _memory_of_levels(
 
 
 def _wire_of_strategies(
-    plan: Plan,
-    lengths: np.ndarray,
+    schedule: _Schedule,
     cp: int,
     chosen: Strategy,
     dimensions: ModelDimensions,
@@ -292,15 +364,14 @@ def _wire_of_strategies(
     wire: dict[Strategy, WireBytes | None] = {}
     for name in STRATEGIES:
         if name != "ulysses" or dimensions.heads % cp == 0 or chosen == "ulysses":
-            wire[name] = _wire_bytes(plan, lengths, cp, name, dimensions, sizes, again)
+            wire[name] = _wire_bytes(schedule, cp, name, dimensions, sizes, again)
         else:
             wire[name] = None
     return wire
 
 
 def _wire_bytes(
-    plan: Plan,
-    lengths: np.ndarray,
+    schedule: _Schedule,
     cp: int,
     strategy: Strategy,
     dimensions: ModelDimensions,
@@ -310,21 +381,18 @@ def _wire_bytes(
     """Over all packs, each laid out as this strategy would have it; the mean over updates."""
     cost = CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
     forward = backward = 0
-    for pack in (pack for update in plan.updates for packs in update for pack in packs if len(pack)):
+    for pack in _packs_of(schedule):
         sent = attention_wire_bytes(
-            hybrid_layout(_offsets(lengths[pack]), cp, cost),
+            hybrid_layout(pack.offsets, cp, cost, pack.forest),
             strategy,
             heads=dimensions.heads,
             kv_heads=dimensions.kv_heads,
             head_dim=dimensions.head_dim,
             bytes_per_element=sizes.compute,
             grad_bytes_per_element=sizes.wide,
+            parents=None if pack.forest is None else pack.forest.parents,
         )
         forward += sent[0]
         backward += sent[1]
-    num_updates = len(plan.updates)
+    num_updates = len(schedule)
     return WireBytes(round(forward * (1 + recomputed_layers) / num_updates), round(backward / num_updates))
-
-
-def _offsets(lengths: np.ndarray) -> list[int]:
-    return [0, *accumulate(lengths.tolist())]

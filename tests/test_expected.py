@@ -13,11 +13,16 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import build
-from slimefsdp.attention.choice import Choice
+from slimefsdp.attention.choice import AttentionShape, Choice, choose_strategy
 from slimefsdp.build import cost_for
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.cost import CostModel
 from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.errors import ConfigError, ModelError, SlimeError
+from slimefsdp.data.layout import hybrid_layout, tokens_of
+from slimefsdp.data.pack import pack
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.traffic import attention_wire_bytes
+from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError
 from slimefsdp.estimate import HEADROOM, Beside
 from slimefsdp.expected import (
     beside_of,
@@ -29,8 +34,10 @@ from slimefsdp.expected import (
 )
 from slimefsdp.footprint import ByteSizes, Computing
 from slimefsdp.models.folder import read_model_folder
+from slimefsdp.phase import plan_training
 from slimefsdp.rates import Rates, write_calibration
 from slimefsdp.simulate import MeshShape
+from slimefsdp.throughput import Throughput
 from slimefsdp.trainer import Trainer
 from tests.rank_pool import RankPool
 from tests.tiny_models import save_tiny_model
@@ -82,9 +89,89 @@ def test_a_rank_has_its_share_of_an_update() -> None:
     assert work.shard_ranks == 4 and work.tokens == 8 * 400 / 4 and work.longest == 400
     assert work.needed.total * 4 == pytest.approx(found.needed_flops.total)
     assert work.batch.tokens <= 256 and work.batch.rows == round(work.batch.tokens * 0.5)
+    assert work.repeats == 1
     wire = found.wire["ring"]
     assert wire is not None  # forward twice, since every layer is recomputed
     assert work.attention_bytes + work.attention_bytes_again == pytest.approx(wire.total * MODEL.layers / 4, abs=2)
+
+
+def batch_of_groups(num_groups: int, prompt: int, responses: int) -> RolloutBatch:
+    """Groups with a prompt in common; the first group's rewards are equal."""
+    rng = np.random.default_rng(5)
+    prompts = rng.integers(3, 100, (num_groups, prompt)).tolist()
+    return RolloutBatch.from_samples(
+        {
+            "tokens": [*prompts[group], *rng.integers(3, 100, length).tolist()],
+            "response_length": length,
+            "reward": float(group > 0 and rng.random()),
+            "group_id": group,
+            "loss_mask": [token % 5 > 0 for token in range(length)],
+        }
+        for group in range(num_groups)
+        for length in rng.integers(20, 200, responses).tolist()
+    )
+
+
+@pytest.mark.parametrize("how", ["auto", "always", "never"])
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "per_update"),
+    [
+        ({"dp": 2}, "auto", 20), ({"dp": 2}, "auto", None), ({"dp": 1, "dp_replicate": 2, "cp": 2}, "ring", 20),
+        ({"dp": 2, "cp": 2}, "ring_flash_attn", 20),
+    ],
+)  # fmt: skip
+def test_a_batch_is_planned_as_training_plans_it(
+    mesh: dict[str, int], strategy: str, per_update: int | None, how: str
+) -> None:
+    batch = batch_of_groups(6, prompt=400, responses=8)
+    config = settings(
+        mesh=mesh,
+        batch={"max_tokens_per_rank": 2048, "samples_per_update": per_update, "share_prefixes": how},
+        attention={"strategy": strategy},
+        loss={"epochs": 2},
+    )
+    cp, choice = config.mesh.cp, choose_strategy(strategy, AttentionShape.of_dimensions(MODEL), config.mesh.cp)
+    cost = CostModel.of_model(MODEL, strategy=choice.traffic, bytes_per_element=byte_sizes_of(config).compute)
+    plan = plan_training(config, batch, cost)
+    found = simulate_settings(config, MODEL, choice, batch, computing=Computing())
+    first = plan.updates[: plan.num_first_epoch_updates]
+    packs = [
+        pack(batch, samples, trained_only=False, shared=plan.shared)
+        for update in first for of_rank in update for samples in of_rank if len(samples)
+    ]  # fmt: skip
+    assert [u.micro_batches for u in found.updates] == [len(update[0]) for update in first]
+    assert found.samples == 40 and len(found.updates) == (1 if per_update is None else 3), "the first group is left out"
+    assert found.computed_tokens == sum(len(one.tokens) for one in packs) <= found.tokens
+    shares = how != "never" and strategy != "ring_flash_attn"
+    assert (found.computed_tokens < 0.7 * found.tokens) == shares == (plan.shared is not None)
+    layouts = [hybrid_layout(one.cu_seqlens, cp, cost, one.forest) for one in packs]
+    assert found.most_tokens_at_once == max(max(tokens_of(layout)) for layout in layouts) <= 2048
+    wire, sent = found.wire[choice.traffic], np.zeros(2)
+    for layout, one in zip(layouts, packs, strict=True):
+        sent += attention_wire_bytes(
+            layout, choice.traffic, heads=4, kv_heads=2, head_dim=16, bytes_per_element=2, grad_bytes_per_element=4,
+            parents=None if one.forest is None else one.forest.parents,
+        )  # fmt: skip
+    assert wire is not None and (wire.forward, wire.backward) == tuple(np.rint(sent / len(first)))
+    assert wire.total > 0 or cp == 1
+    throughput = Throughput(found.mesh.ranks, MODEL, has_vocabulary_head=False)
+    tflops = throughput.metrics(plan, batch, 1.0, updates=len(first))["tflops_per_rank"]
+    needed = (found.needed_flops.layers + found.needed_flops.attention) * len(first)
+    assert needed / found.mesh.ranks / 1e12 == pytest.approx(tflops, rel=1e-12)
+    rows = found.forward_flops.head * len(first) / (2 * MODEL.vocab * MODEL.hidden)
+    assert rows == pytest.approx(found.tokens * batch.mask.sum() / batch.num_tokens, abs=1)
+    work = workload_of(MODEL, found, ByteSizes(), beside_of(config, None, None), 0.0)
+    assert work.tokens * work.repeats * found.mesh.ranks * len(first) == pytest.approx(found.tokens)
+
+
+def test_a_batch_in_which_nothing_trains_or_does_not_fit_is_refused() -> None:
+    batch, choice = batch_of_groups(1, prompt=40, responses=4), Choice("ring", "as set")
+    with pytest.raises(BatchError, match="nothing in this batch trains") as caught:
+        simulate_settings(settings(mesh={"dp": 1}), MODEL, choice, batch, computing=Computing())
+    assert caught.value.field == "rewards" and caught.value.hint
+    small = settings(mesh={"dp": 1}, batch={"max_tokens_per_rank": 50})
+    with pytest.raises(BatchError, match=r"batch\.max_tokens_per_rank"):
+        simulate_settings(small, MODEL, choice, batch_of_groups(2, 40, 4), computing=Computing())
 
 
 def costs_of_ranks(rank: int, folders: list[Path], calibrations: list[str]) -> str | tuple[str, str | None]:

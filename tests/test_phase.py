@@ -472,7 +472,7 @@ def test_ranks_are_balanced_by_the_cost_of_this_model_on_this_mesh() -> None:
 
 
 def test_under_cp_packs_are_planned_for_all_ranks_that_share_them() -> None:
-    config = settings(mesh={"dp": 2, "cp": 4}, batch={"max_tokens_per_rank": 100})
+    config = settings(mesh={"dp": 2, "cp": 4}, batch={"max_tokens_per_rank": 100, "share_prefixes": "never"})
     samples = [{"tokens": [1] * n, "response_length": 1, "reward": float(n), "group_id": 0} for n in [101, *[100] * 4]]
     batch = RolloutBatch.from_samples(samples)
     # 101 tokens fit no rank and are cut, which makes them send; see tests/data/test_plan.py

@@ -30,12 +30,14 @@ class SampleCosts:
     cp: int  # ranks that share each pack
     max_pack_tokens: int
     shared: SharedPrefixes | None = None  # what is shared is computed once
+    is_cut: np.ndarray = field(init=False)  # bool [B], whether its tokens travel between the cp ranks
     each: np.ndarray = field(init=False)  # float64 [B], the cost of every sample alone
 
     def __post_init__(self) -> None:
-        cap = self.max_pack_tokens // self.cp
-        each = self.model.cost_after_split(self.lengths, cp=self.cp, max_tokens_per_rank=cap)
-        object.__setattr__(self, "each", each)
+        # what no rank may hold whole; shorter samples are taken to stay whole, though `hybrid_layout` may cut some
+        is_cut = self.lengths > self.max_pack_tokens // self.cp
+        object.__setattr__(self, "is_cut", is_cut)
+        object.__setattr__(self, "each", self.model.cost_after_split(self.lengths, cp=self.cp, is_cut=is_cut))
 
     def tokens(self, samples: np.ndarray) -> int:
         """Of these samples in one pack."""
@@ -45,12 +47,16 @@ class SampleCosts:
         """Cost of these samples in one pack."""
         total = float(self.each[samples].sum())
         if self.shared is not None and len(samples) > 1:
-            total -= float(self.saved(self.shared.among(samples)[1]).sum())
+            total -= float(self.saved(*self.shared.among(samples)).sum())
         return total
 
-    def saved(self, shared: np.ndarray) -> np.ndarray:
-        """The cost of so many tokens that begin a sample and need not be computed again; float64, as shaped."""
-        return self.model.cost(shared) / self.cp
+    def saved(self, samples: np.ndarray, shared: np.ndarray) -> np.ndarray:
+        """What each sample costs less because its first `shared` tokens are in the pack already; float64 [samples].
+
+        As if all samples that share were cut or none: where some are longer than a rank's cap and others not, what is
+        sent for their prefix is an estimate.
+        """
+        return self.model.cost_after_split(shared, cp=self.cp, is_cut=self.is_cut[samples])
 
 
 def singles(costs: SampleCosts, samples: np.ndarray) -> Items:
@@ -81,7 +87,7 @@ def bundles(costs: SampleCosts, samples: np.ndarray, limit: int) -> Items:
     samples, shared = costs.shared.among(samples)
     own = costs.lengths[samples] - shared  # tokens that each adds to those before it
     new = np.concatenate([[0], np.cumsum(own)])
-    spent = np.concatenate([[0.0], np.cumsum(costs.each[samples] - costs.saved(shared))])
+    spent = np.concatenate([[0.0], np.cumsum(costs.each[samples] - costs.saved(samples, shared))])
     starts: list[int] = []
 
     def size(low: int, high: int) -> int:
@@ -103,7 +109,7 @@ def bundles(costs: SampleCosts, samples: np.ndarray, limit: int) -> Items:
         samples,
         np.diff(bounds),
         np.array([size(low, high) for low, high in pairwise(bounds)]),
-        np.diff(spent[bounds]) + costs.saved(shared[first]),
+        np.diff(spent[bounds]) + costs.saved(samples[first], shared[first]),
     )
 
 

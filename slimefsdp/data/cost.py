@@ -49,13 +49,17 @@ class CostModel:
             work += self.windowed * seen * (2 * tokens - seen)  # twice the pairs, as n^2 is
         return work
 
-    def cost_after_split(self, lengths: np.ndarray, *, cp: int, max_tokens_per_rank: int) -> np.ndarray:
-        """Estimated time of samples on cp ranks that share their work evenly, float64 in the shape of lengths.
+    def cost_after_split(self, lengths: np.ndarray, *, cp: int, is_cut: np.ndarray) -> np.ndarray:
+        """Estimated time of samples, or of what they begin with, on cp ranks that share their work evenly.
 
-        A sample that no rank may hold whole is cut, and its tokens travel; shorter ones are taken to stay whole, though
-        `hybrid_layout` may cut some of them when it sees the pack.
+        Args:
+            lengths: tokens, from the beginning of each sample.
+            is_cut: bool, of each sample whether its tokens travel.
+
+        Returns:
+            float64 in the shape of lengths.
         """
-        sent = np.where(lengths > max_tokens_per_rank, self.wire * (cp - 1), 0.0) * lengths
+        sent = np.where(is_cut, self.wire * (cp - 1), 0.0) * lengths
         return (self.cost(lengths) + sent) / cp
 
     def of_owner(self) -> CostModel:

@@ -1,4 +1,4 @@
-"""Sample lengths from a word or a file, for planning without a batch."""
+"""Samples from a word or a file, for planning: a saved batch, or lengths where there is none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slimefsdp.data.rollout_file import read_fields
+from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.strict_json import parse_json
 
@@ -20,7 +20,13 @@ _HINT = (
 
 
 def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray:
-    """Lengths in tokens, int64 [num_samples], or [as many as the file has].
+    """The lengths of `read_samples`, int64 [num_samples], or [as many as the file has]."""
+    samples = read_samples(text, num_samples, seed=seed, field=field)
+    return samples.lengths if isinstance(samples, RolloutBatch) else samples
+
+
+def read_samples(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray | RolloutBatch:
+    """The batch that a file holds, or lengths in tokens: int64 [num_samples], or [as many as the file has].
 
     Args:
         text: a distribution, or the path of a saved RolloutBatch or of a JSON list. In lognormal(mean, sigma, min, max)
@@ -32,7 +38,7 @@ def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "
     """
     match = re.fullmatch(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*", text)
     if match is None:
-        return _lengths_of_file(text, field)
+        return _read_file(text, field)
     try:
         numbers = [float(part) for part in match[2].split(",")]
         if match[1] == "lognormal":
@@ -54,7 +60,7 @@ def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "
     return np.rint(np.clip(drawn, shortest, longest)).astype(np.int64)
 
 
-def _lengths_of_file(text: str, field: str) -> np.ndarray:
+def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
     path = Path(text)
     try:
         is_file = path.is_file()
@@ -74,7 +80,4 @@ def _lengths_of_file(text: str, field: str) -> np.ndarray:
         ):
             raise BatchError(f"{path} is not a list of lengths in tokens", field=field, hint=_HINT)
         return np.array(values, dtype=np.int64)
-    lengths: np.ndarray = read_fields(path)["lengths"]
-    if lengths.ndim != 1 or len(lengths) == 0 or lengths.min() < 1:
-        raise BatchError(f"{path} holds no lengths of samples", field=field, hint=_HINT)
-    return lengths
+    return RolloutBatch.load(path)

@@ -1,8 +1,9 @@
-"""How many bytes context-parallel ranks send for attention, exactly: one layer, one pack, from the layout alone."""
+"""How many bytes context-parallel ranks send for attention, exactly: one layer, one pack, from its layout."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from slimefsdp.data.cost import Strategy
 from slimefsdp.data.layout import Layout, tokens_of, wire_rows
@@ -18,6 +19,7 @@ def attention_wire_bytes(
     head_dim: int,
     bytes_per_element: int,
     grad_bytes_per_element: int,
+    parents: Sequence[int | None] | None = None,
 ) -> tuple[int, int]:
     """(forward, backward) bytes sent for one pack in one layer, summed over the cp ranks.
 
@@ -30,6 +32,7 @@ def attention_wire_bytes(
         bytes_per_element: of q, k, v and the output.
         grad_bytes_per_element: of the accumulators of dK and dV (ring, all_gather); Ulysses sends gradients in the
             compute dtype.
+        parents: of every node of the pack, where samples share what they begin with.
 
     Raises:
         ConfigError: Ulysses, and heads that cp does not divide.
@@ -47,7 +50,7 @@ def attention_wire_bytes(
         sent_heads = 2 * heads + 2 * repeated_kv_heads(heads, kv_heads, cp)  # q and output, k and v
         forward = sum(tokens_of(layout)) * (sent_heads // cp) * head_dim * (cp - 1) * bytes_per_element
         return forward, forward
-    elements = (cp - 1) * sum(wire_rows(layout)) * 2 * kv_heads * head_dim
+    elements = (cp - 1) * sum(wire_rows(layout, parents)) * 2 * kv_heads * head_dim
     again = bytes_per_element if strategy == "ring" else 0
     return elements * bytes_per_element, elements * (again + grad_bytes_per_element)
 

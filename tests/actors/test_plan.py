@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from actors.cli import main
 from actors.plan_outlook import byte_text
+from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ResourceError
 from slimefsdp.rates import LEAST_RATE, MOST_RATE, Rates, write_calibration
 
@@ -95,3 +96,46 @@ def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.Captur
     estimate = json.loads(capsys.readouterr().out, parse_constant=no_number)["estimate"]
     assert estimate["recommended"] == estimate["candidates"][0]
     assert all(one["seconds"]["total"] > 0 for one in estimate["candidates"])
+
+
+def test_a_batch_file_is_planned_with_what_its_samples_share(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def saved(prompt: int) -> list[str]:
+        file = tmp_path / f"batch{prompt}.safetensors"
+        RolloutBatch.from_samples(
+            {
+                "tokens": [*[group] * prompt, *range(n, n + 20)],
+                "response_length": 20,
+                "reward": float(n) if group < 5 else 0.0,
+                "group_id": group,
+            }
+            for group in (3, 4, 5)
+            for n in range(6, 14)
+        ).save(file)
+        return ["plan", str(config), "--lengths", str(file)]
+
+    def lines(*arguments: str) -> list[str]:
+        assert main(list(arguments)) == 0
+        said = capsys.readouterr().out.splitlines()
+        return [line for line in said if line.startswith(("prefixes", "left out"))]
+
+    assert main([*saved(200), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["samples"], record["tokens"], record["computed_tokens"]) == (16, 16 * 220, 2 * 200 + 16 * 20)
+    assert main([*saved(200), "--json", "batch.share_prefixes=never"]) == 0
+    apart = json.loads(capsys.readouterr().out)
+    assert apart["computed_tokens"] == apart["tokens"] == record["tokens"]
+    speeds = [one["estimate"]["chosen"]["tokens_per_second"] for one in (record, apart)]
+    assert speeds[0] > 3 * speeds[1]
+    left_out = "left out  8 samples in which nothing trains"
+    assert lines(*saved(200)) == [left_out, "prefixes  720 tokens are computed: what samples share, once"]
+    assert lines(*saved(200), "batch.share_prefixes=never") == [left_out]
+    nothing = "prefixes  nothing is shared; under auto it must save 5% of the time"
+    assert lines(*saved(2)) == [left_out, nothing]
+    assert lines(*saved(2), "batch.share_prefixes=always") == [left_out, "prefixes  nothing is shared"]
+    guess = ["plan", str(config), "--lengths", "fixed(220)"]
+    assert lines(*guess) == ["prefixes  all samples are counted whole; batch.share_prefixes=auto may compute less"]
+    assert lines(*guess, "batch.share_prefixes=never") == []
+    assert main([*guess, "--json"]) == 0 and record["is_batch"] is True
+    assert json.loads(capsys.readouterr().out)["is_batch"] is False

@@ -11,10 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plan_accuracy import peak_of_step, verdict
+from benchmarks.plan_accuracy import MEMORY, PAIRS, Case, described, peak_of_step, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD: dict[str, Any] = json.loads((ROOT / "benchmarks/results/plan_accuracy.json").read_text())["results"]
+
+
+def test_every_case_is_in_the_record_and_no_other() -> None:
+    assert [row["case"] for row in RECORD["memory"]] == list(map(described, MEMORY))
+    assert [(row["pair"], row["first"], row["second"]) for row in RECORD["rankings"]] == [
+        (name, described(first), described(second)) for name, first, second in PAIRS
+    ]
+
+
+@pytest.mark.parametrize("case", [*MEMORY, *(case for _, *both in PAIRS for case in both)], ids=described)
+def test_a_case_has_the_batch_that_it_says(case: Case) -> None:
+    batch = case.batch(100)
+    assert batch.lengths.tolist() == case.lengths and len(case.lengths) > 0
+    assert (batch.response_lengths == case.sample - case.prompt).all()
 
 
 def test_every_recorded_estimate_of_memory_is_within_a_tenth() -> None:

@@ -101,6 +101,20 @@ def test_sharing_is_chosen_only_where_the_busiest_rank_gains(dp, cp, size, promp
     assert busiest(plan) <= (0.95 if plan.shared else 1) * busiest(whole)
 
 
+def test_a_prompt_that_travels_is_sent_once_however_dear_the_wire_is():
+    tokens, lengths = grouped(4, 8, 300, 100)
+    shared = find_prefixes(tokens, lengths)
+    dear = CostModel(wire=50.0)
+    costs = SampleCosts(lengths, dear, 2, 512, shared)  # a rank holds 256, so every sample is cut
+    group = np.arange(8)
+    expected = dear.cost(np.array([300])) + 8 * (dear.cost(np.array([400])) - dear.cost(np.array([300])))
+    assert costs.work(group) == pytest.approx((expected.item() + 50 * (300 + 8 * 100)) / 2)
+    assert costs.work(group[:1]) == costs.each[0] == pytest.approx((dear.cost(np.array([400])).item() + 50 * 400) / 2)
+    bundled = bundles(costs, np.arange(32), 10**6)
+    assert bundled.costs.sum() == pytest.approx(4 * costs.work(group))
+    assert plan_phase(lengths, dp=1, max_pack_tokens=512, cp=2, cost_model=dear, shared=shared).shared is shared
+
+
 def test_too_little_in_common_is_not_shared_unless_asked_for():
     tokens, lengths = grouped(8, 2, 16, 500)
     shared = find_prefixes(tokens, lengths)

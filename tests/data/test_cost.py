@@ -68,10 +68,10 @@ def test_a_window_makes_attention_linear_beyond_it_and_changes_nothing_below() -
 def test_cp_ranks_share_a_sample_and_only_what_is_cut_is_sent() -> None:
     cost = CostModel(linear=1.0, quadratic=0.001, wire=0.5)
     lengths = np.array([10, 100, 101, 1000])
-    shared = cost.cost_after_split(lengths, cp=4, max_tokens_per_rank=100)
+    shared = cost.cost_after_split(lengths, cp=4, is_cut=lengths > 100)
     assert shared[:2].tolist() == (cost.cost(lengths)[:2] / 4).tolist()
     assert shared[2:].tolist() == ((cost.cost(lengths)[2:] + 0.5 * 3 * lengths[2:]) / 4).tolist()
-    assert np.array_equal(cost.cost_after_split(lengths, cp=1, max_tokens_per_rank=100), cost.cost(lengths))
+    assert np.array_equal(cost.cost_after_split(lengths, cp=1, is_cut=lengths > 100), cost.cost(lengths))
 
 
 def test_sending_costs_what_the_strategy_sends() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from slimefsdp.data.lengths import sample_lengths
+from slimefsdp.data.lengths import read_samples, sample_lengths
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_file import write_fields
 from slimefsdp.errors import BatchError, ConfigError
 
 
@@ -39,6 +40,8 @@ def test_files_give_the_lengths_that_they_hold(tmp_path: Path) -> None:
         ]
     )
     batch.save(tmp_path / "batch.safetensors")
+    loaded = read_samples(str(tmp_path / "batch.safetensors"), 99)
+    assert isinstance(loaded, RolloutBatch) and loaded.same_as(batch)
     assert sample_lengths(str(tmp_path / "batch.safetensors"), 99).tolist() == [4, 9]
 
 
@@ -70,3 +73,11 @@ def test_a_torn_batch_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "torn.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(BatchError, match=r"torn\.safetensors"):
         sample_lengths(str(tmp_path / "torn.safetensors"), 10)
+
+
+@pytest.mark.parametrize("lengths", [[2, 2], [2**63 - 1, 2**63 - 1, 5], [0, 3], [-1, 4]])
+def test_a_batch_whose_lengths_are_not_its_tokens_is_refused_by_name(lengths: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "batch.safetensors"
+    write_fields(file, {"tokens": [3, 4, 5], "lengths": lengths, "response_lengths": [1] * len(lengths)})
+    with pytest.raises(BatchError, match=r"batch\.safetensors"):
+        read_samples(str(file), 99)

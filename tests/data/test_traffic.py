@@ -17,6 +17,7 @@ from slimefsdp.attention.kernels import Scoring
 from slimefsdp.attention.strategy import Attention
 from slimefsdp.data.cost import STRATEGIES, Strategy
 from slimefsdp.data.layout import Layout, hybrid_layout, wire_rows, zigzag_layout
+from slimefsdp.data.prefixes import Forest
 from slimefsdp.data.traffic import attention_wire_bytes, repeated_kv_heads
 from slimefsdp.errors import ConfigError
 from tests.rank_pool import RankPool
@@ -25,9 +26,12 @@ LENGTHS = st.lists(st.integers(1, 80), min_size=1, max_size=10)
 SIZES = {"head_dim": 16, "bytes_per_element": 2, "grad_bytes_per_element": 4}
 
 
-def layouts_of(lengths: Sequence[int], cp: int) -> list[Layout]:
+FOREST = Forest(parents=(None, 0, 0, None, 3, 4), depths=(0, 150, 150, 0, 3, 67))
+
+
+def layouts_of(lengths: Sequence[int], cp: int, forest: Forest | None = None) -> list[Layout]:
     cu = [0, *accumulate(lengths)]
-    return [zigzag_layout(cu, cp), hybrid_layout(cu, cp)]
+    return [zigzag_layout(cu, cp), hybrid_layout(cu, cp, forest=forest)]
 
 
 def row_bytes(heads: int, size: int) -> int:
@@ -102,12 +106,15 @@ def test_heads_that_do_not_divide_are_named() -> None:
     assert caught.value.hint
 
 
-def really_sent(rank: int, lengths: Sequence[int], strategy: Strategy, dtype: torch.dtype) -> list[tuple[int, int]]:
+def really_sent(
+    rank: int, lengths: Sequence[int], strategy: Strategy, dtype: torch.dtype, forest: Forest | None
+) -> list[tuple[int, int]]:
     """(forward, backward) bytes that this rank's attention counted, of both layouts."""
     sent = []
-    for layout in layouts_of(lengths, dist.get_world_size()):
+    parents = None if forest is None else forest.parents
+    for layout in layouts_of(lengths, dist.get_world_size(), forest):
         attention = Attention(Choice(strategy, "test"), dist.group.WORLD)
-        attend, wire = attention.for_pack(layout, torch.device("cpu")), attention.wire
+        attend, wire = attention.for_pack(layout, torch.device("cpu"), parents), attention.wire
         assert wire is not None
         tokens = sum(piece.end - piece.start for piece in layout[rank])
         q, k, v = (torch.randn(tokens, heads, 16, dtype=dtype, requires_grad=True) for heads in (8, 2, 2))
@@ -120,15 +127,18 @@ def really_sent(rank: int, lengths: Sequence[int], strategy: Strategy, dtype: to
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("dtype", "forest"), [(torch.bfloat16, None), (torch.float32, None), (torch.float64, None), (torch.float32, FOREST)]
+)
 def test_the_formula_is_what_ranks_really_send(
-    ranks: RankPool, world_size: int, strategy: Strategy, dtype: torch.dtype
+    ranks: RankPool, world_size: int, strategy: Strategy, dtype: torch.dtype, forest: Forest | None
 ) -> None:
     lengths = [150, 31, 9, 3, 64, 1]
-    counted = np.array(ranks.run(world_size, really_sent, lengths, strategy, dtype)).sum(axis=0)
-    for layout, found in zip(layouts_of(lengths, world_size), counted.tolist(), strict=True):
+    counted = np.array(ranks.run(world_size, really_sent, lengths, strategy, dtype, forest)).sum(axis=0)
+    for layout, found in zip(layouts_of(lengths, world_size, forest), counted.tolist(), strict=True):
         expected = attention_wire_bytes(
             layout, strategy, heads=8, kv_heads=2, head_dim=16,
             bytes_per_element=dtype.itemsize, grad_bytes_per_element=max(4, dtype.itemsize),
+            parents=None if forest is None else forest.parents,
         )  # fmt: skip
         assert tuple(found) == expected and min(expected) > 0
