@@ -2,9 +2,10 @@
 
     python benchmarks/rpc_overhead.py --json benchmarks/results/rpc_overhead.json
 
-Both have the same settings, the same batch and the same weights. Rounds alternate, so that what else the machine does
-hits both alike; the overhead is the median over rounds of the ratio inside one. The driver's own CPU seconds (checking,
-planning, the object store, waiting) and the ranks' stand beside, which a loaded machine moves less.
+Both have the same settings, the same batch and the same weights. A round is one step of each, in an order that is
+swapped from round to round, so that what else the machine does hits both alike; the overhead is the median over rounds
+of the ratio inside one, and its 95 % interval is the bootstrap's. The driver's own CPU seconds (checking, planning, the
+object store, waiting), those of Ray's other processes, which run beside both, and the ranks' are recorded with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,33 +55,45 @@ MODEL: dict[str, Any] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, default=48, help="even, so that both are first equally often")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
+    if args.rounds < 2 or args.rounds % 2:
+        parser.error(f"--rounds={args.rounds} is no even number")
     from actors.worker_group import WorkerGroup
 
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))
         config, batch = settings(Path(folder)), random_batch(args.tokens)
-        group, bare = WorkerGroup.launch(config), BareRanks(config, batch)
+        group = WorkerGroup.launch(config)
+        rank_pids = [health.pid for health in group.health() if isinstance(health, Health)]
+        ray_pids = [pid for pid in descendants(os.getpid()) if pid not in rank_pids]
+        bare = BareRanks(config, batch)
         try:
-            pids = [health.pid for health in group.health() if isinstance(health, Health)]
             rounds: list[dict[str, float]] = []
-            for _ in range(args.rounds + 1):
-                rounds.append(grouped_step(group, batch, pids) | bare.step())
+            for number in range(args.rounds + 1):
+                turns = [lambda: grouped_step(group, batch, rank_pids, ray_pids), bare.step]
+                first, second = turns if number % 2 else turns[::-1]
+                rounds.append(first() | second())
         finally:
             group.shutdown()
             bare.close()
     medians = {name: statistics.median(values[name] for values in rounds[1:]) for name in rounds[0]}  # one warms up
     # what slows the machine meets both steps of a round, so their ratio is steadier than one of medians
-    overhead = statistics.median(one["group_s"] / one["bare_s"] for one in rounds[1:]) - 1
-    rank_overhead = statistics.median(one["group_rank_cpu_s"] / one["bare_rank_cpu_s"] for one in rounds[1:]) - 1
+    ratios = np.array([one["group_s"] / one["bare_s"] for one in rounds[1:]])
+    rank_ratios = np.array([one["group_rank_cpu_s"] / one["bare_rank_cpu_s"] for one in rounds[1:]])
+    overhead, interval = float(np.median(ratios)) - 1, [edge - 1 for edge in interval_of_median(ratios)]
+    rank_overhead = float(np.median(rank_ratios)) - 1
     print(f"{args.tokens} tokens on {RANKS} ranks, seconds: " + ", ".join(f"{n} {v:.3f}" for n, v in medians.items()))
-    print(f"overhead: {overhead:.1%} of the wall time, {rank_overhead:.1%} of a rank's CPU time")
+    print(
+        f"overhead: {overhead:.1%} of the wall time (95 % interval {interval[0]:.1%} to {interval[1]:.1%}), "
+        f"{rank_overhead:.1%} of a rank's CPU time"
+    )
     results = {
         "tokens": args.tokens,
         "ranks": RANKS,
         "overhead": overhead,
+        "overhead_95": interval,
         "rank_cpu_overhead": rank_overhead,
         "medians": medians,
         "rounds": [{name: round(value, 4) for name, value in values.items()} for values in rounds[1:]],
@@ -87,16 +101,23 @@ def main() -> None:
     write_record(args.json, "train_step of a WorkerGroup against bare Trainers, " + str(MODEL), 1, results)
 
 
-def grouped_step(group: Any, batch: RolloutBatch, pids: list[int]) -> dict[str, float]:
-    """One step through Ray: wall seconds, the driver's CPU seconds, and the busiest rank's."""
-    ranks = [cpu_seconds(pid) for pid in pids]
+def interval_of_median(values: np.ndarray) -> list[float]:
+    """Where the median lies with 95 % confidence, by resampling."""
+    drawn = np.random.default_rng(0).choice(values, (10_000, len(values)))
+    return [float(edge) for edge in np.quantile(np.median(drawn, axis=1), [0.025, 0.975])]
+
+
+def grouped_step(group: Any, batch: RolloutBatch, rank_pids: list[int], ray_pids: list[int]) -> dict[str, float]:
+    """One step through Ray: wall seconds, CPU seconds of the driver, of the busiest rank and of Ray's own processes."""
+    ranks, ray = [cpu_seconds(pid) for pid in rank_pids], of_those_alive(ray_pids)
     driver, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     group.train_step(batch)
     wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
     return {
         "group_s": wall,
         "driver_cpu_s": after.ru_utime - driver.ru_utime + after.ru_stime - driver.ru_stime,
-        "group_rank_cpu_s": max(cpu_seconds(pid) - before for pid, before in zip(pids, ranks, strict=True)),
+        "group_rank_cpu_s": max(cpu_seconds(pid) - before for pid, before in zip(rank_pids, ranks, strict=True)),
+        "ray_cpu_s": sum(seconds - ray[pid] for pid, seconds in of_those_alive(list(ray)).items()),
     }
 
 
@@ -104,6 +125,22 @@ def cpu_seconds(pid: int) -> float:
     """User and system time that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def of_those_alive(pids: list[int]) -> dict[int, float]:
+    """`cpu_seconds` by process, without those that have ended: Ray ends workers that it no longer needs."""
+    found: dict[int, float] = {}
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = cpu_seconds(pid)
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process started, and those that they started."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
 
 
 class BareRanks:
