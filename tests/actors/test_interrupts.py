@@ -153,7 +153,9 @@ def test_a_run_that_was_asked_to_end_goes_on_to_the_same_losses_and_the_same_mod
     os.killpg(interrupted.pid, signal.SIGINT)
     printed = interrupted.output()
     assert interrupted.process.returncode == Interrupted.exit_code == 75, printed
-    assert "SIGTERM: the run ends after this step" in printed and "checkpoint.resume=true" in printed
+    # the kernel may hand the driver the later signal first
+    assert re.search("SIG(TERM|INT): the run ends after this step", printed), printed
+    assert "checkpoint.resume=true" in printed
     assert not left(began) and not (tmp_path / "model").exists()
     done = int(read_metrics(interrupted.folder)[-1]["step"] or 0)
     assert 3 <= done < STEPS and RunFolder(interrupted.folder).checkpoint_steps == [done]
