@@ -281,12 +281,28 @@ def test_the_figures_of_recovery_are_the_recorded_ones_and_meet_what_is_promised
     assert share <= 0.02 and f"| guarding code, of a step of 65,536 tokens | {share:.2%} |" in page
 
 
+def test_the_second_run_of_the_train_step_is_the_recorded_one() -> None:
+    page = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    results = json.loads((ROOT / "benchmarks/results/train_step_repeated.json").read_text())["results"]
+    faster = {(one["workload"], one["system"]): f"{one['slimefsdp_is_faster_by']:.2f}x" for one in results}
+    skewed = (
+        f"`skewed` came out at {faster['skewed', 'trl']} of TRL and {faster['skewed', 'slime']} of slime's semantics"
+    )
+    assert f"{skewed}, `uniform` at {faster['uniform', 'trl']} of TRL." in page
+
+
 def test_the_cost_of_calls_is_the_recorded_one() -> None:
     record = json.loads((ROOT / "benchmarks/results/rpc_overhead.json").read_text())["results"]
     page = " ".join((ROOT / "docs/performance.md").read_text().split())
     assert f"Over {len(record['rounds'])} rounds" in page
+    low, high = record["overhead_95"]
     assert f"inside a round was {1 + record['overhead']:.3f}," in page
-    assert f"the driver took {record['medians']['driver_cpu_s'] * 1000:.0f} ms of CPU time" in page
+    assert f"confidence between {1 + low:.3f} and {1 + high:.3f}" in page
+    assert high <= 0.03
+    medians = record["medians"]
+    driver, step, ray = medians["driver_cpu_s"] * 1000, medians["group_s"], medians["ray_cpu_s"] * 1000
+    assert f"The driver took {driver:.0f} ms of CPU time in a step of {step:.1f} s" in page
+    assert f"Ray's own processes took {ray:.0f} ms beside both" in page
 
 
 def test_the_figures_of_the_head_are_the_recorded_ones() -> None:

@@ -7,6 +7,8 @@ to the left and completions to the right, to the longest of the whole batch, whi
 
 from __future__ import annotations
 
+import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,15 @@ class Recorded(GRPOTrainer):
 class TrlStep:
     """One optimiser step of the trainer, over all accumulation steps."""
 
-    def __init__(self, model: Path, batch: Path, device: torch.device) -> None:
+    def __init__(self, model: Path, batch: Path, device: torch.device, *, is_compiled: bool) -> None:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
             pad_token="<pad>",
             eos_token="<eos>",
         )
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        if is_compiled:
+            policy.compile()  # what the trainer's `torch_compile` comes to
         settings = GRPOConfig(
             output_dir=str(batch.with_name("trl")),  # beside the batch, and gone with it
             use_cpu=device.type == "cpu",
@@ -100,4 +104,7 @@ class TrlStep:
 
 
 if __name__ == "__main__":
-    serve(TrlStep, "trl", "transformers", "accelerate")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--compile", action="store_true")
+    chosen, _ = parser.parse_known_args()
+    serve(partial(TrlStep, is_compiled=chosen.compile), "trl", "transformers", "accelerate")

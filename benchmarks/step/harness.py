@@ -1,9 +1,9 @@
 """The train-step benchmark: the same batches through slimefsdp and its peers, one step each in turn, and the ratios.
 
-Every system has a process of its own with one thread, in its own virtual environment. Per workload all are started,
-take an untimed step (whose loss and gradient norm must agree with slimefsdp's), and one step for each micro-batch size
-that its user could choose, of which the fastest is kept. Then come the rounds, a step of each in turn: what disturbs
-the machine meets all of them. Nothing here imports torch.
+Every system has a process of its own with one thread, in its own virtual environment. Per workload all are started and
+take an untimed step of every micro-batch size that their user could choose (the first one's loss and gradient norm must
+agree with slimefsdp's), then timed ones of each, and the size of the fastest is kept. Then come the rounds, a step of
+each in turn, every other round in reverse: what disturbs the machine meets all of them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from slimefsdp.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 OURS = "slimefsdp"
 OWN = "benchmarks/step/own.py"
+TRL = "benchmarks/peers/trl_grpo.py"
 SLIME = "benchmarks/peers/slime_semantics.py"
 RELATIVE_TOLERANCE = 1e-3  # of losses and gradient norms in float32
 ABSOLUTE_TOLERANCE = 1e-5  # of advantages of about 1, whose mean, the loss, may be 0
 ANSWER_TIMEOUT_S = 1800
 MIB = 2**20
+CHOOSING_STEPS, CHOOSING_S = 3, 20.0  # timed steps of each micro-batch size at most, and seconds after which no more
 WHAT = (
     "one train step (forward, backward, clipping, AdamW) of the same batch; seconds: user CPU-seconds of the process, "
     "on a GPU those between CUDA events; medians of rounds in which each system takes a step in turn; "
@@ -59,7 +61,8 @@ class SystemSpec:
 SYSTEMS = {
     OURS: SystemSpec("slimefsdp", OWN),
     "unshared": SystemSpec("itself without shared prefixes", OWN, arguments=("--set", "batch.share_prefixes=never")),
-    "trl": SystemSpec("TRL", "benchmarks/peers/trl_grpo.py", "trl"),
+    "trl": SystemSpec("TRL", TRL, "trl"),
+    "trl_compiled": SystemSpec("TRL with torch.compile", TRL, "trl", ("--compile",)),
     "hf_padded": SystemSpec("HF padded", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "padded")),
     "hf_packed": SystemSpec("HF packed", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "packed")),
     "slime": SystemSpec("slime semantics", SLIME),
@@ -136,7 +139,7 @@ class Competitor:
     process: Process | None = None
     ready: dict[str, Any] = field(default_factory=dict)
     first: dict[str, Any] = field(default_factory=dict)  # its first step, untimed
-    choices: dict[int, dict[str, Any]] = field(default_factory=dict)  # a step of each size
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)  # the fastest step of each size
     steps: list[dict[str, Any]] = field(default_factory=list)  # one a round
 
     @property
@@ -150,13 +153,20 @@ class Competitor:
         return min(self.choices, key=lambda size: seconds_of(self.choices[size]))
 
     def warm_up(self, process: Process) -> None:
-        """The first step, and one of each size for its time and its peak memory, after one in which it may compile."""
+        """The first step, and some of each size for its time and peak memory, after one in which it may compile."""
         ready = process.answer()
         sizes = ready.pop("micro_batches")
         self.ready, self.first = ready, process.step(sizes[0])
         for size in sizes[1:]:
             process.step(size)
-        self.choices = {size: process.step(size, with_memory=True) for size in sizes}
+        spent_s = 0.0
+        for number in range(CHOOSING_STEPS):
+            if number > 0 and (len(sizes) == 1 or spent_s > CHOOSING_S):
+                break
+            for size in sizes:
+                step = process.step(size, with_memory=True)
+                self.choices[size] = min(self.choices.get(size, step), step, key=seconds_of)
+                spent_s += step["wall_s"]
 
     def take_step(self, process: Process) -> None:
         """A timed step."""
@@ -300,7 +310,7 @@ def _measure(competitors: Sequence[Competitor], rounds: int, note: Callable[[str
         one.attempt(one.warm_up)
         note(f"  {one.name}: " + (f"micro-batch {one.micro_batch}" if one.runs else f"{one.status}: {one.reason}"))
     for number in range(rounds):
-        for one in competitors:
+        for one in competitors[:: -1 if number % 2 else 1]:  # nobody always follows the same neighbour
             one.attempt(one.take_step)
         seconds = ", ".join(f"{one.name} {seconds_of(one.steps[-1]):.2f}" for one in competitors if one.runs)
         note(f"  round {number + 1} of {rounds}, seconds: {seconds}")

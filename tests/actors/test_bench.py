@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -128,9 +128,10 @@ def test_all_systems_compute_the_same_loss_and_gradient_and_one_not_installed_ha
     )
     assert saved == [record]
     results = {one["system"]: one for one in record["results"]}
-    absent = results.pop("trl")
-    assert absent["status"] == "absent" and "setup.sh" in absent["reason"] and "tokens_per_second" not in absent
-    assert results.keys() == harness.SYSTEMS.keys() - {"trl"}
+    for name in ("trl", "trl_compiled"):
+        absent = results.pop(name)
+        assert absent["status"] == "absent" and "setup.sh" in absent["reason"] and "tokens_per_second" not in absent
+    assert results.keys() == harness.SYSTEMS.keys() - {"trl", "trl_compiled"}
     for one in results.values():
         assert one["status"] == "measured" and one["agrees_with_slimefsdp"] and len(one["steps"]) == 2, one
         assert one["first_grad_norm"] == pytest.approx(results["slimefsdp"]["first_grad_norm"], rel=1e-5)
@@ -183,6 +184,39 @@ def test_a_ratio_is_the_median_over_rounds_and_the_fastest_size_counts() -> None
     on_gpu = competitor("trl", [])
     on_gpu.steps = [{**step(9.0), "device_s": 0.5}]
     assert result(on_gpu)["tokens_per_second"] == 200
+
+
+class Answers:
+    """Stands for a system's process: takes the seconds that it is told, size by size."""
+
+    def __init__(self, seconds: dict[int, list[float]]) -> None:
+        self.seconds = {size: iter(values) for size, values in seconds.items()}
+        self.taken: list[tuple[int, bool]] = []
+
+    def answer(self) -> dict[str, Any]:
+        return {"parameters": 1, "micro_batches": list(self.seconds)}
+
+    def step(self, micro_batch: int, *, with_memory: bool = False) -> dict[str, Any]:
+        self.taken.append((micro_batch, with_memory))
+        return step(next(self.seconds[micro_batch]) if with_memory else 99.0)
+
+
+@pytest.mark.parametrize(
+    "seconds, chosen, timed",
+    [
+        ({8: [3.0, 1.0, 3.0], 4: [2.0, 2.0, 2.0]}, 8, 6),  # the first step was disturbed
+        ({8: [9.0, 9.0], 4: [8.0, 9.5]}, 4, 4),  # no third of each: it takes too long
+        ({8: [30.0], 4: [20.0]}, 4, 2),
+        ({8: [1.0]}, 8, 1),
+    ],
+)
+def test_the_size_of_the_fastest_step_is_chosen(seconds: dict[int, list[float]], chosen: int, timed: int) -> None:
+    one, process = harness.Competitor("trl"), Answers(seconds)
+    one.warm_up(cast(harness.Process, process))
+    assert one.micro_batch == chosen and one.choices[chosen] == step(min(seconds[chosen]))
+    untimed = [(size, False) for size in seconds]
+    assert process.taken[: len(untimed)] == untimed, "what compiles does so before anything is timed"
+    assert len(process.taken) == len(untimed) + timed and all(memory for _, memory in process.taken[len(untimed) :])
 
 
 HEAD = {
