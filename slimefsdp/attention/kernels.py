@@ -26,7 +26,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 _MAX_FLASH_HEAD_DIM = 256
 # torch's CPU kernel leaves hidden keys out by blocks of 512 only, and so computes up to twice what is visible. Bands of
 # queries with as many keys as they see are faster between these lengths.
-_BANDED_LENGTHS = range(256, 1025)
+_BANDED_LENGTHS = range(128, 1025)
 _BAND, _LONG_BAND = 64, 512  # query rows per masked call: with up to so many keys, and more; a mask is [band, keys]
 
 
