@@ -6,6 +6,7 @@ Every figure is the best of several rounds, so that whatever else the machine do
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,13 @@ def measure_rates(
     host = _copy_gbps(size, torch.device("cpu"), device) / 2 if on_cuda else memory
     ranks = 1 if group is None else dist.get_world_size(group)
     sent = _wire_gbps(size // 4, device, group) if group is not None and ranks > 1 else {"copies": memory}
-    figures = [max(products.values()), max(attention.values()), memory, _harmonic_mean(list(sent.values())), host]
+    figures = [
+        max(products.values()),
+        max(attention.values()),
+        memory,
+        statistics.harmonic_mean(list(sent.values())),
+        host,
+    ]
     if group is not None and ranks > 1:  # a step waits for its slowest rank
         slowest = torch.tensor(figures, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, dist.ReduceOp.MIN, group)
@@ -121,7 +128,3 @@ def _best_seconds(action: Callable[[], Any], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - start)
     return best
-
-
-def _harmonic_mean(values: list[float]) -> float:
-    return len(values) / sum(1 / value for value in values)
