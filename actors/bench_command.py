@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import ConfigError
+from slimefsdp.paths import path_argument
+from slimefsdp.plain_file import can_keep_files
+from slimefsdp.yaml_file import apply_override
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-PEERS = Path("~/.cache/slimefsdp/peers")
+PEERS = "~/.cache/slimefsdp/peers"
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +26,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", help="names with commas between them; default: all but smoke")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system, in turns (default 5)")
     parser.add_argument(
-        "--peers", type=Path, default=PEERS, metavar="DIR",
+        "--peers", type=path_argument, default=PEERS, metavar="DIR",
         help=f"where benchmarks/peers/setup.sh made the peers' environments (default {PEERS})",
     )  # fmt: skip
     parser.add_argument(
@@ -35,7 +38,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], metavar="SETTING",
         help="one of slimefsdp's settings instead of that in benchmarks/step/slimefsdp.yaml, e.g. model.compile=true",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the record here, as JSON")
+    parser.add_argument("--out", type=path_argument, metavar="FILE", help="write the record here, as JSON")
 
 
 def bench_command(options: argparse.Namespace) -> int:
@@ -56,21 +59,30 @@ def bench_command(options: argparse.Namespace) -> int:
     from benchmarks.step import harness
     from benchmarks.step.workloads import DEFAULT_WORKLOADS
 
-    if options.out is not None and (options.out.is_dir() or not options.out.absolute().parent.is_dir()):
-        raise ConfigError(f"--out={options.out} is no file in a folder", field="--out", hint="name a file")
-    if options.seed < 0:
-        raise ConfigError(f"--seed={options.seed} is negative", field="--seed", hint="give a number from 0 on")
+    out = options.out
+    if out is not None:
+        is_plain = can_keep_files(out) and (out.is_file() or not out.exists())
+        if not is_plain or not out.absolute().parent.is_dir():
+            raise ConfigError(f"--out={out} is no plain file in a folder", field="--out", hint="name a file")
+    if not 0 <= options.seed < 2**31:
+        raise ConfigError(f"--seed={options.seed} is no seed", field="--seed", hint="give a number from 0 to 2^31 - 1")
+    for setting in options.set:
+        try:
+            apply_override({}, setting)
+        except ConfigError as error:
+            error.field = "--set"
+            raise
     provenance = {"what": harness.WHAT, **environment(options.threads), **harness.provenance()}
 
     def save(record: dict[str, Any]) -> None:
-        if options.out is not None:
-            options.out.write_text(json.dumps(provenance | record, indent=1) + "\n")
+        if out is not None:
+            out.write_text(json.dumps(provenance | record, indent=1) + "\n")
 
     found = harness.run(
         _names(options.systems) or tuple(harness.SYSTEMS),
         _names(options.workloads) or DEFAULT_WORKLOADS,
         rounds=options.rounds,
-        peers=options.peers.expanduser(),
+        peers=options.peers,
         device=options.device,
         threads=options.threads,
         seed=options.seed,

@@ -12,7 +12,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from actors.cluster import check_cores
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
+from slimefsdp.paths import path_argument
+from slimefsdp.plain_file import can_keep_files
 from slimefsdp.rates import read_calibration, write_calibration
 
 _TIMEOUT_S = 600.0
@@ -22,7 +26,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
     parser.add_argument(
-        "--out", type=Path, default=Path("calibration.json"), metavar="FILE", help="where to write them"
+        "--out", type=path_argument, default="calibration.json", metavar="FILE", help="where to write them"
     )
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="processes that send to each other (default: 1)"
@@ -40,10 +44,18 @@ def calibrate_command(options: argparse.Namespace) -> int:
     """Measures, writes the file and prints what is in it.
 
     Raises:
-        ConfigError: an argument, or the file cannot be written.
+        ConfigError: an argument, or the file cannot be written. ResourceError: more ranks than the cores may run.
     """
     if options.ranks < 1:
         raise ConfigError(f"--ranks={options.ranks} is no number of processes", field="--ranks", hint="give at least 1")
+    check_cores(
+        options.ranks,
+        options.device,
+        RunConfig.model_fields["cluster"].default.max_ranks_per_core,  # no file of settings is read here
+        asked=f"--ranks={options.ranks}",
+        field="--ranks",
+        hint="give fewer ranks",
+    )
     if not 0.01 <= options.scale <= 4:
         raise ConfigError(f"--scale={options.scale:g} is not in [0.01, 4]", field="--scale", hint="leave it out")
     _check_out(options.out)
@@ -69,6 +81,8 @@ def _check_out(out: Path) -> None:
         )
     if out.is_dir():
         raise ConfigError(f"--out={out} is a folder", field="--out", hint="name a file in it")
+    if (out.exists() and not out.is_file()) or not can_keep_files(out):
+        raise ConfigError(f"--out={out} is no plain file", field="--out", hint="name another file")
     if not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
         raise ConfigError(f"--out={out} cannot be written", field="--out", hint="name another file")
 
@@ -92,15 +106,14 @@ def measure(out: Path, ranks: int, *, device: str = "auto", dtype: str | None = 
             hint="give fewer, or --device cpu",
         )
     chosen = dtype or ("bfloat16" if place == "cuda" else "float32")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     found: Any = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_rank, (ranks, port, place, chosen, scale, found), nprocs=ranks)  # raises what a rank raised
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # rank 0 gets it as it is: nobody else can take its port
+        mp.spawn(_rank, (ranks, listener, place, chosen, scale, found), nprocs=ranks)  # raises what a rank raised
     write_calibration(out, *found.get())
     return chosen
 
 
-def _rank(rank: int, ranks: int, port: int, place: str, dtype: str, scale: float, found: Any) -> None:
+def _rank(rank: int, ranks: int, listener: socket.socket, place: str, dtype: str, scale: float, found: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -112,7 +125,13 @@ def _rank(rank: int, ranks: int, port: int, place: str, dtype: str, scale: float
     device = torch.device(place, rank) if place == "cuda" else torch.device(place)
     if place == "cpu":
         torch.set_num_threads(1)  # as a worker computes
-    start_process_group(device, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=_TIMEOUT_S)
+    port = listener.getsockname()[1]
+    if rank > 0:
+        listener.close()
+    start_process_group(
+        device, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=_TIMEOUT_S,
+        listener=listener if rank == 0 else None,
+    )  # fmt: skip
     rates, details = measure_rates(device, getattr(torch, dtype), dist.group.WORLD, scale=scale)
     if rank == 0:
         found.put((rates, details))  # a few kilobytes, which a pipe holds until somebody reads them

@@ -9,18 +9,20 @@ import argparse
 import inspect
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+from actors.before_launch import check_before_launch, check_functions, check_installed, check_models
 from actors.cluster import check_machine
 from actors.environment import Environment, Package, look_around
-from actors.rollout.filters import FILTERS, load_filter
-from actors.rollout.rewards import exact_match, load_reward, sorted_digits
-from slimefsdp import credit
+from actors.rollout.filters import FILTERS
+from actors.rollout.rewards import exact_match, sorted_digits
+from actors.startup import reporting
+from slimefsdp.byte_text import byte_text
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import ConfigError, ResourceError
 from slimefsdp.functions import load_function
 from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
+from slimefsdp.paths import path_argument
 
 _Choices = dict[str, dict[str, str]]  # setting -> what it may be -> a line about it
 
@@ -42,35 +44,49 @@ _TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.r
 
 def add_check_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("config", type=Path, nargs="?", help="YAML settings, to be validated")
+    parser.add_argument("config", type=path_argument, nargs="?", help="YAML settings, to be validated")
     parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. loss.policy=gspo")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def check_command(options: argparse.Namespace) -> int:
-    """Prints what was found.
+    """Prints what was found, with settings a verdict in the end.
+
+    Settings with data.train are those of `slimefsdp train`, and it must take them as they are; others are those of a
+    loop of one's own.
 
     Raises:
-        ConfigError: the settings, or a function they name. ResourceError: more processes than this machine takes, or,
-            once all is printed, something without which nothing runs.
+        SlimeError: as `check_before_launch`. ResourceError: more processes than this machine takes, or, once all is
+            printed, something without which nothing runs.
     """
     config = None if options.config is None else load_config(options.config, options.overrides)
-    chosen = {} if config is None else chosen_functions(config)
+    chosen: _Choices = {}
+    refusal: str | None = None
     if config is not None:
-        check_machine(config)
+        chosen = chosen_functions(config)
+        if config.data.train is not None:
+            with reporting():
+                check_before_launch(config, takes_folder=False)
+        else:
+            refusal = _refusal_of_train(config)
+            check_models(config)
+            check_installed(config)
+            check_machine(config)
     found = look_around()
-    refusal = None if config is None else _refusal_of_train(config)
     if options.json:
         packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
         record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
         print(json.dumps(record if config is None else {**record, "chosen": chosen, "train": refusal}, indent=1))
     else:
         print("\n".join([*_environment_lines(found), *_registry_lines(chosen)]))
-        if refusal is not None:
-            print(f"\n`slimefsdp train` would refuse: {refusal}")
     if found.problems:
         raise ResourceError(
             "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
+        )
+    if config is not None and not options.json:
+        print(
+            "\nthese settings are fine"
+            + ("" if refusal is None else f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}")
         )
     return 0
 
@@ -106,19 +122,6 @@ def chosen_functions(config: RunConfig) -> _Choices:
     return {setting: {name: REGISTRY[setting].get(name) or _place(name, setting)} for setting, name in names.items()}
 
 
-def check_functions(config: RunConfig) -> None:
-    """Imports every function that the settings name as `module:function`.
-
-    Raises:
-        ConfigError: one of them cannot be imported.
-    """
-    credit.check_functions(config)
-    if config.rollout.reward is not None:
-        load_reward(config.rollout.reward)
-    if config.rollout.filter is not None:
-        load_filter(config.rollout.filter)
-
-
 def _place(name: str, field: str) -> str:
     """Where a function of the user's own is written."""
     function = load_function(name, field=field, example=name)
@@ -131,11 +134,11 @@ def _place(name: str, field: str) -> str:
 def _environment_lines(found: Environment) -> list[str]:
     needed = [one for one in found.packages if not one.is_optional]
     optional = [one for one in found.packages if one.is_optional]
-    devices = [f"{name}, {_gigabytes(size)}" for name, size in found.gpus] or ["no CUDA device"]
+    devices = [f"{name}, {byte_text(size)}" for name, size in found.gpus] or ["no CUDA device"]
     rows = [
         *((one.name, _version(one)) for one in needed),
         ("optional", "; ".join(f"{one.name} {_version(one)}" for one in optional)),
-        ("devices", f"{found.cpu_cores} CPU cores, {_gigabytes(found.memory_bytes)}; {'; '.join(devices)}"),
+        ("devices", f"{found.cpu_cores} CPU cores, {byte_text(found.memory_bytes)}; {'; '.join(devices)}"),
         ("backends", ", ".join(found.backends) or "none"),
         ("loopback", "reachable" if found.has_loopback else "NOT reachable"),
         ("can run", found.can_run),
@@ -159,7 +162,3 @@ def _registry_lines(chosen: _Choices) -> list[str]:
         lines += ["", f"{setting}, or module:function" if setting in _TAKES_OWN else setting]
         lines += [f" {'*' if name in marked else ' '} {name:{width}}  {text}" for name, text in rows.items()]
     return [*lines, *(["", "* chosen by these settings"] if chosen else [])]
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"

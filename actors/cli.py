@@ -7,42 +7,75 @@ lines and set the exit status of their class; `--debug` shows the traceback.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import os
+import re
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, NoReturn
 
+import slimefsdp
+from actors.before_launch import check_before_launch, check_installed, check_models
 from actors.bench_command import add_bench_arguments, bench_command
 from actors.calibrate_command import add_calibrate_arguments, calibrate_command
-from actors.check_command import add_check_arguments, check_command, check_functions
-from actors.cluster import check_machine, connect, disconnect
+from actors.check_command import add_check_arguments, check_command
+from actors.cluster import check_gpus, check_machine, connect, disconnect
 from actors.convert_command import add_convert_arguments, convert_command
+from actors.dry_run import start_lines
 from actors.interrupts import Interrupts
 from actors.plan_command import add_plan_arguments, plan_command
-from actors.rollout.prompts import check_answers, read_jsonl
-from actors.run_folder import RunFolder
-from slimefsdp.attention.choice import AttentionShape, choose_strategy
-from slimefsdp.checkpoint.lock import FolderLock
+from actors.ray_messages import RAY_LOG
+from actors.startup import reporting, stage
+from slimefsdp.checkpoint.new_folder import require_free_folder
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError
-from slimefsdp.models.folder import check_architecture, read_model_folder
+from slimefsdp.paths import path_argument
 from slimefsdp.replay import add_arguments, json_text
-from slimefsdp.surface import ROLES
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_LONGEST = 1000  # of what is printed of a text on several lines
+_LONGEST = 1000  # characters of what is printed of a text
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes are typed errors like all others, and options are written out."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        field, problem, near, way_out = None, message, "", ""
+        if about := re.match(r"argument ([^:]+): (.*)", message, re.DOTALL):
+            field = about[1].split("/")[-1]
+            said, _, way_out = about[2].partition("\n")
+            problem = f"{field}: {said}"
+        elif missing := re.match(r"the following arguments are required: (.*)", message):
+            field = missing[1].split(", ")[0]
+            problem = f"{field} is missing"
+        if invalid := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            close = difflib.get_close_matches(invalid[1], re.findall(r"[\w-]+", invalid[2]), n=1, cutoff=0.7)
+            near = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(problem, field=field, hint=way_out or f"{near}`{self.prog} --help` says what it takes")
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(f"slimefsdp {slimefsdp.__version__}")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
-    options = _parsed(arguments)
+    shows_tracebacks = "--debug" in (sys.argv[1:] if arguments is None else arguments)
     try:
+        options = _parsed(arguments)
         return int(options.run(options))
     except SlimeError as error:
-        if options.debug:
+        if shows_tracebacks:
             raise
         return _report(error)
     except KeyboardInterrupt:
@@ -52,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if options.debug or error.errno not in _FULL_DISK:
+        if shows_tracebacks or error.errno not in _FULL_DISK:
             raise
         problem = f"{error.filename or 'a file'}: {error.strerror}"
         return _report(ResourceError(problem, field="run.dir", hint="make room there, or name another folder"))
@@ -65,7 +98,7 @@ def _report(error: SlimeError) -> int:
         place = f"rank {error.rank}" if error.rank is not None else "driver"
         print(f"  where: {place}{f', in {error.phase}' if error.phase else ''}", file=sys.stderr)
     if error.field:
-        print(f"  field: {error.field}", file=sys.stderr)
+        print(f"  field: {_one_line(error.field)}", file=sys.stderr)
     if error.hint:
         print(f"  hint:  {_one_line(error.hint)}", file=sys.stderr)
     for other in error.others:
@@ -74,8 +107,9 @@ def _report(error: SlimeError) -> int:
 
 
 def _one_line(text: str) -> str:
-    """Words of other libraries may come on many lines."""
-    return textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
+    """Words of other libraries may come on many lines, and values that somebody typed may have no end."""
+    line = textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} .. {line[-_LONGEST // 4 :]}"
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,19 +119,27 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     takes_settings = hasattr(options, "overrides")
     strays = [item for item in rest if item.startswith("-") or "=" not in item or not takes_settings]
     if strays:
-        parser.error(f"unrecognized arguments: {' '.join(strays)}")
+        near = difflib.get_close_matches(strays[0], options.parser._option_string_actions, n=1)
+        raise ConfigError(
+            f"{strays[0]} is no argument of {options.parser.prog}",
+            field=strays[0],
+            hint=f"{f'did you mean {near[0]}? ' if near else ''}`{options.parser.prog} --help` says what it takes",
+        )
     if takes_settings:
         options.overrides += rest
     return options
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slimefsdp", description="FSDP2 training backend for RL post-training")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser = _Parser(prog="slimefsdp", description="FSDP2 training backend for RL post-training")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="run the training loop of a YAML file")
-    train.add_argument("config", type=Path, help="YAML settings")
+    train.add_argument("config", type=path_argument, help="YAML settings")
     train.add_argument("overrides", nargs="*", help="dotted settings, e.g. optim.lr=1e-6 mesh.dp=2")
+    train.add_argument(
+        "--dry-run", action="store_true", help="check all that is checked before a start, say what would be started"
+    )
     train.set_defaults(run=_train)
     replay = commands.add_parser("replay", help="run one recorded batch through train_step")
     add_arguments(replay)
@@ -114,127 +156,76 @@ def _parser() -> argparse.ArgumentParser:
     add_check_arguments(check)
     check.set_defaults(run=check_command)
     convert = commands.add_parser("convert", help="models between Hugging Face, DCP and checkpoint folders, offline")
-    add_convert_arguments(convert)
+    conversions = add_convert_arguments(convert)
     convert.set_defaults(run=convert_command)
     bench = commands.add_parser("bench", help="the train step beside other trainers, measured here; from a checkout")
     add_bench_arguments(bench)
     bench.set_defaults(run=bench_command)
+    for one in (parser, *commands.choices.values(), *conversions):
+        one.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        one.set_defaults(parser=one)
     return parser
-
-
-def check_before_launch(config: RunConfig) -> None:
-    """All that can be known to fail without starting anything.
-
-    Raises:
-        SlimeError: of the class that fits: settings, model folder, data files, functions of the user's own, machine.
-    """
-    config.check_ready_to_train()
-    _check_models(config)
-    assert config.data.train is not None and config.run.dir is not None
-    records = read_jsonl(config.data.train, field="data.train")
-    if config.algorithm == "sft":
-        check_answers(records, config.data.train, field="data.train")
-    if config.data.heldout is not None:
-        read_jsonl(config.data.heldout, field="data.heldout")
-    check_functions(config)
-    check_machine(config)
-    try:
-        _check_folders(config)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot use {error.filename}: {error.strerror}", field="run.dir", hint="name folders that you may write to"
-        ) from None
-
-
-def _check_folders(config: RunConfig) -> None:
-    run_dir, export_dir = config.run.dir, config.run.export_dir
-    assert run_dir is not None
-    for field, folder in (("run.dir", run_dir), ("run.export_dir", export_dir)):
-        if folder is None:
-            continue
-        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
-            raise ConfigError(
-                f"{field}={folder} cannot be made in {existing}", field=field, hint="choose another folder"
-            )
-    if config.checkpoint.resume and not RunFolder(run_dir).checkpoint_steps:
-        raise ConfigError(
-            f"run.dir={run_dir} holds no checkpoint to resume from",
-            field="run.dir",
-            hint="name the folder of a run that wrote one (checkpoint.interval_steps), or set checkpoint.resume=false",
-        )
-    FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
-    metrics = run_dir / "metrics.jsonl"
-    # without a row nothing was trained: a run that ended while it started may start again
-    if not config.checkpoint.resume and metrics.exists() and metrics.stat().st_size:
-        raise ConfigError(
-            f"run.dir={run_dir} holds an earlier run",
-            field="run.dir",
-            hint="choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints",
-        )
-    if export_dir is None:
-        return
-    if export_dir.exists() and any(export_dir.iterdir()):
-        raise ConfigError(
-            f"run.export_dir={export_dir} is not empty",
-            field="run.export_dir",
-            hint="choose another folder"
-            + (", and raise run.steps if the run has ended already" if config.checkpoint.resume else ""),
-        )
-    if export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
-        raise ConfigError(
-            f"run.export_dir={export_dir} would hold run.dir={run_dir}",
-            field="run.export_dir",
-            hint="use a folder of its own, such as model/ inside run.dir",
-        )
-
-
-def _check_models(config: RunConfig) -> None:
-    for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
-        with_weights = field != "model.path" or config.model.init == "folder"
-        folder = read_model_folder(path, field=field, with_weights=with_weights)
-        check_architecture(folder, field=field)
-        shape = AttentionShape.of_dimensions(ModelDimensions.from_config(folder.config))
-        choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
-        if config.mesh.cp > 1:
-            print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    check_before_launch(config)
-    with Interrupts().listening(config.cluster.grace_s) as interrupts:
-        connect(config)
+    if options.dry_run:
+        with reporting():
+            check_before_launch(config, takes_folder=False)
+        print("\n".join([*start_lines(config), "these settings are fine: `slimefsdp train` would start"]))
+        return 0
+    with ExitStack() as stack:
+        stack.enter_context(reporting())
+        prompts = check_before_launch(config)
+        interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
+        _start_ray(config)
         try:
             from actors.loop import train
 
-            print(train(config, interrupts))
+            print(train(config, interrupts, prompts))
         finally:
             disconnect()
     return 0
 
 
+def _start_ray(config: RunConfig) -> None:
+    """As `connect`; what Ray says goes into a file, which is named to whoever reads the terminal."""
+    path = (config.run.dir or Path(tempfile.mkdtemp(prefix="slimefsdp-"))) / RAY_LOG
+    print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
+    with stage("starting Ray"):
+        connect(config, path)
+
+
 def _replay(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    _check_models(config)
+    check_models(config)
+    check_installed(config)
     check_machine(config)
+    check_gpus(config, engines=0)
     if not options.batch.exists():
         raise BatchError(f"{options.batch} does not exist", field="--batch", hint="name a file of RolloutBatch.save")
+    if options.export is not None:
+        require_free_folder(options.export, field="--export")
     from slimefsdp.data.rollout import RolloutBatch
 
-    batch = RolloutBatch.load(options.batch)
-    connect(config)
     try:
-        from actors.worker_group import WorkerGroup
+        batch = RolloutBatch.load(options.batch)
+    except BatchError as error:
+        error.field = error.field or "--batch"
+        raise
+    with reporting():
+        _start_ray(config)
+        try:
+            from actors.worker_group import WorkerGroup
 
-        group = WorkerGroup.launch(config)
-        metrics = group.train_step(batch)
-        if options.export is not None:
-            group.export_hf(options.export)
-        group.shutdown()
-        print(json_text(metrics))
-    finally:
-        disconnect()
+            group = WorkerGroup.launch(config)
+            metrics = group.train_step(batch)
+            if options.export is not None:
+                group.export_hf(options.export)
+            group.shutdown()
+            print(json_text(metrics))
+        finally:
+            disconnect()
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from actors.guardian import Guardian
+from actors.ray_messages import RayMessages
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
+STARTS = 3  # of a local Ray, which on a busy machine may miss deadlines of its own
 _guardian: Guardian | None = None  # of the local cluster that this process started, on Linux
+_messages: RayMessages | None = None  # where this process has Ray's put
 
 
 def processes_needed(config: RunConfig) -> int:
@@ -28,9 +32,15 @@ def processes_needed(config: RunConfig) -> int:
 def _processes_beside_the_actor(config: RunConfig) -> int:
     if config.algorithm == "sft":
         return 0
+    return config.rollout.engines + _group_ranks_beside_the_actor(config)
+
+
+def _group_ranks_beside_the_actor(config: RunConfig) -> int:
+    if config.algorithm == "sft":
+        return 0
     reference = config.reference_ranks if config.reference.placement == "group" else 0
     critic = config.critic_ranks if config.critic.placement == "group" else 0
-    return config.rollout.engines + reference + critic
+    return reference + critic
 
 
 def with_cluster_ranks(config: RunConfig) -> RunConfig:
@@ -71,17 +81,38 @@ def check_machine(config: RunConfig) -> None:
     """
     if config.mesh.dp == "auto":
         return  # `with_cluster_ranks` chooses, and checks the choice
-    cores = os.cpu_count() or 1
-    per_core = config.cluster.max_ranks_per_core
-    needed, cap = processes_needed(config), cores * per_core
-    on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not _has_nvidia_driver())
-    if config.cluster.address is None and on_cpu and needed > cap:
-        raise ResourceError(
-            f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
-            f"{needed - config.ranks} more processes needs {needed}, but {cores} cores x "
-            f"cluster.max_ranks_per_core={per_core} allow {cap}",
+    if config.cluster.address is None:
+        needed = processes_needed(config)
+        check_cores(
+            needed,
+            config.mesh.device,
+            config.cluster.max_ranks_per_core,
+            asked=f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} "
+            f"with {needed - config.ranks} more processes",
             field="mesh.dp",
             hint="use fewer ranks or engines, raise cluster.max_ranks_per_core, or name a cluster.address",
+        )
+
+
+def check_cores(processes: int, device: str, per_core: int, *, asked: str, field: str, hint: str) -> None:
+    """Whether this machine may run that many processes where they compute on its cores; imports nothing heavy.
+
+    Args:
+        device: auto, cpu or cuda.
+        per_core: as cluster.max_ranks_per_core.
+        asked: what needs them, for the error, as are field and hint.
+
+    Raises:
+        ResourceError: more processes than cores x per_core.
+    """
+    cores = os.cpu_count() or 1
+    on_cpu = device == "cpu" or (device == "auto" and not has_nvidia_driver())
+    if on_cpu and processes > cores * per_core:
+        raise ResourceError(
+            f"{asked} needs {processes}, but {cores} cores x cluster.max_ranks_per_core={per_core} allow "
+            f"{cores * per_core}",
+            field=field,
+            hint=hint,
         )
 
 
@@ -92,8 +123,55 @@ def _most_processes(config: RunConfig) -> int:
     return processes_needed(config)
 
 
-def _has_nvidia_driver() -> bool:
-    return Path("/dev/nvidiactl").exists()  # asking torch would take its import
+def check_gpus(config: RunConfig, *, engines: int) -> None:
+    """Whether this machine has a GPU for every process that takes one; asks neither Ray nor torch.
+
+    Nothing is said where a cluster is named, where mesh.device=auto finds no GPU, or where the machine does not tell.
+
+    Args:
+        engines: that are started beside the worker groups of these settings.
+
+    Raises:
+        ResourceError: naming mesh.dp, and both numbers.
+    """
+    found = None if config.cluster.address is not None or config.mesh.device == "cpu" else gpus_here()
+    if found is None or (found == 0 and config.mesh.device == "auto"):
+        return
+    others = _group_ranks_beside_the_actor(config) + engines
+    needed = others + (config.mesh.dp_replicate * config.mesh.cp if config.mesh.dp == "auto" else config.ranks)
+    if needed > found:
+        raise ResourceError(
+            f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
+            f"{others} more processes needs {needed} GPUs{' or more' * (config.mesh.dp == 'auto')}, and this machine "
+            f"shows {found} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')})",
+            field="mesh.dp",
+            hint="use fewer ranks or engines, mesh.device=cpu, or name a cluster.address",
+        )
+
+
+def gpus_here(root: Path = Path("/")) -> int | None:
+    """The NVIDIA GPUs of this machine that CUDA_VISIBLE_DEVICES leaves, as Ray counts them; None: nothing tells.
+
+    Args:
+        root: of the file system that is looked at.
+    """
+    # either may list fewer than there are: devices are made when they are first used
+    listed = max(
+        sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in root.glob("dev/nvidia*")),
+        sum(1 for _ in root.glob("proc/driver/nvidia/gpus/*")),
+    )
+    if listed == 0:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return listed
+    return 0 if visible in ("", "NoDevFiles") else min(listed, len(visible.split(",")))
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this machine seems to have CUDA devices; says so without torch."""
+    # asking torch would take its import; the second is what Windows' subsystem for Linux has in place of the first
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
 def _require_safe(address: str) -> None:
@@ -156,16 +234,21 @@ def _no_token(path: Path, reason: str | None) -> ResourceError:
     return ResourceError(f"no token for Ray can be kept in {path}: {reason}", field="cluster.address", hint=hint)
 
 
-def connect(config: RunConfig) -> None:
+def connect(config: RunConfig, messages: Path | None = None) -> None:
     """Starts or joins the Ray cluster, unless this process is connected already.
 
     A local cluster declares as many logical CPUs as the run needs, since on a laptop ranks may outnumber cores. It ends
     with this process, however that ends, and no SIGINT or SIGTERM to this process's group or job disturbs it.
 
+    Args:
+        messages: a file for what Ray says, and what processes of the job print, until `disconnect`; None: Ray's own
+            warnings are printed, and output of the processes stays in the logs of Ray's session.
+
     Raises:
         ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one that is not safe to
-            join. A local one needs a place to keep its token.
+            join. A local one needs a place to keep its token. `messages` cannot be written.
     """
+    global _messages
     check_machine(config)
     address = config.cluster.address
     if address is None:
@@ -183,16 +266,24 @@ def connect(config: RunConfig) -> None:
     keep_token_private(make=address is None)
     if address is None:
         ray_constants.ENABLE_RAY_CLUSTER = False  # the same, where ray was imported before this call
+    if messages is not None:
+        try:
+            _messages = RayMessages(messages)
+        except OSError as error:
+            raise ResourceError(
+                f"{messages}: {error.strerror}", field="run.dir", hint="choose a folder that is writable"
+            ) from error
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
             _start_local(num_cpus=max(os.cpu_count() or 1, _most_processes(config) + 1))
     except Exception as error:  # ray raises that very class where a node does not come up
+        disconnect()
         if address is None:
             raise ResourceError(
-                f"Ray did not start on this machine: {error}",
+                f"Ray did not start on this machine in {STARTS} attempts: {error}",
                 field="cluster.address",
                 hint="the machine may be overloaded or out of memory: end what else runs on it, and try again",
             ) from error
@@ -207,9 +298,23 @@ def connect(config: RunConfig) -> None:
 
 
 def _start_local(num_cpus: int) -> None:
+    """Starts Ray, again where that fails; nothing of an attempt that failed runs on beside the next."""
+    for attempt in range(1, STARTS + 1):
+        try:
+            return _start_once(num_cpus)
+        except Exception as error:
+            if attempt == STARTS:
+                raise
+            said = next(iter(str(error).splitlines()), type(error).__name__)
+            print(f"Ray did not start, attempt {attempt} of {STARTS}: {said}", file=sys.stderr, flush=True)
+
+
+def _start_once(num_cpus: int) -> None:
     global _guardian
     import ray
 
+    # Ray's own default is 15: on a busy machine ranks and engines would get one thirtieth of what other programs get
+    os.environ.setdefault("RAY_worker_niceness", "0")
     is_guarded = sys.platform == "linux"
     if is_guarded:
         _guardian = Guardian()
@@ -221,11 +326,11 @@ def _start_local(num_cpus: int) -> None:
             address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
-            log_to_driver=False,
+            log_to_driver=_messages is not None,
             logging_level=logging.ERROR,
         )
     except BaseException:
-        disconnect()
+        _end_local()
         raise
     finally:
         if is_guarded:
@@ -237,6 +342,14 @@ def _start_local(num_cpus: int) -> None:
 
 def disconnect() -> None:
     """Leaves the cluster; a local one ends, with every process in it. Idempotent."""
+    global _messages
+    _end_local()
+    if _messages is not None:
+        _messages.close()
+        _messages = None
+
+
+def _end_local() -> None:
     global _guardian
     import ray
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slimefsdp.byte_text import byte_text
 from slimefsdp.checkpoint.new_folder import require_free_folder
 from slimefsdp.errors import CheckpointError
 from slimefsdp.models.folder import check_architecture, read_model_folder
+from slimefsdp.paths import path_argument
 
 if TYPE_CHECKING:
     from slimefsdp.checkpoint.tensor_file import TensorSpec
@@ -21,27 +22,34 @@ if TYPE_CHECKING:
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
-    """The three conversions, each with its own arguments."""
+def add_convert_arguments(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """The three conversions, each with its own arguments; returns their parsers."""
     kinds = parser.add_subparsers(required=True, metavar="KIND")
     to_dcp = kinds.add_parser("hf-to-dcp", help="a Hugging Face folder to torch.distributed.checkpoint")
-    to_dcp.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and safetensors weights")
+    to_dcp.add_argument(
+        "source", type=path_argument, metavar="SRC", help="folder with config.json and safetensors weights"
+    )
     to_dcp.set_defaults(convert=_hf_to_dcp)
     from_dcp = kinds.add_parser("dcp-to-hf", help="torch.distributed.checkpoint to a Hugging Face folder")
-    from_dcp.add_argument("source", type=Path, metavar="SRC", help="folder with .metadata")
+    from_dcp.add_argument("source", type=path_argument, metavar="SRC", help="folder with .metadata")
     from_dcp.set_defaults(convert=_dcp_to_hf)
     from_run = kinds.add_parser("checkpoint-to-hf", help="a checkpoint of a run to a Hugging Face folder")
-    from_run.add_argument("source", type=Path, metavar="SRC", help="folder of a step, or run.dir: its newest whole one")
+    from_run.add_argument(
+        "source", type=path_argument, metavar="SRC", help="folder of a step, or run.dir: its newest whole one"
+    )
     from_run.set_defaults(convert=_checkpoint_to_hf)
     for kind in (to_dcp, from_dcp, from_run):
-        kind.add_argument("target", type=Path, metavar="DST", help="new folder, which appears whole or not at all")
+        kind.add_argument(
+            "target", type=path_argument, metavar="DST", help="new folder, which appears whole or not at all"
+        )
     for kind in (from_dcp, from_run):
         default = "" if kind is from_dcp else "; default: the run's model.path"
         kind.add_argument(
-            "--like", type=Path, required=kind is from_dcp, metavar="FOLDER",
+            "--like", type=path_argument, required=kind is from_dcp, metavar="FOLDER",
             help=f"has config.json and the tokenizer; weights are not looked at{default}",
         )  # fmt: skip
         kind.add_argument("--dtype", choices=DTYPES, help="of the tensors written; default: each its own")
+    return [to_dcp, from_dcp, from_run]
 
 
 def convert_command(options: argparse.Namespace) -> int:
@@ -50,14 +58,14 @@ def convert_command(options: argparse.Namespace) -> int:
     Raises:
         SlimeError: what the folders lack or hold; nothing is left at DST.
     """
-    require_free_folder(options.target)
+    require_free_folder(options.target, field="DST")
     if not options.source.is_dir():
         raise CheckpointError(f"{options.source} is no folder", field="SRC", hint="name the folder to read")
     specs = options.convert(options)
     dtypes = ", ".join(sorted({str(spec.dtype).removeprefix("torch.") for spec in specs}))
-    gib = sum(spec.nbytes for spec in specs) / 2**30
+    size = byte_text(sum(spec.nbytes for spec in specs))
     written = f" as {options.dtype}" if getattr(options, "dtype", None) else ""
-    print(f"{options.target}: {len(specs)} tensors, {gib:.2f} GiB of {dtypes}{written}")
+    print(f"{options.target}: {len(specs)} tensors, {size} of {dtypes}{written}")
     return 0
 
 

@@ -128,14 +128,18 @@ def _guard(driver: int, others: Sequence[int]) -> None:
     """The guardian's own process: waits for the end of the driver, or for its word."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
+    known = {os.getpid(), *others}
+
+    def started(table: Table) -> set[int]:
+        return {pid for pid, (parent, _) in table.items() if parent == driver} - known
+
     family = Family()
     is_named = False
     # a forked child of the driver may hold the pipe open after it, hence the parent's pid
     while os.getppid() == driver:
         table = running_processes()
         if not is_named:
-            children = {pid for pid, (parent, _) in table.items() if parent == driver}
-            family.adopt(children - {os.getpid(), *others}, table)
+            family.adopt(started(table), table)
         family.update(table)
         if not select.select([0], [], [], _SCAN_S if is_named else _LAUNCH_SCAN_S)[0]:
             continue
@@ -144,6 +148,9 @@ def _guard(driver: int, others: Sequence[int]) -> None:
             family, is_named = Family(), True
             family.adopt(pids, running_processes())
         if not message or message.endswith(_END):
+            if not is_named:  # Ray failed to start: what it started since the last look belongs to it too
+                table = running_processes()
+                family.adopt(started(table), table)
             break
     family.end()
 

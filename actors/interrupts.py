@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as requests: the run ends after the step it is in, with a checkpoint, as long as there is time.
+"""SIGTERM and SIGINT as requests: the run ends after the next step that it can go on from, with a checkpoint.
 
 A thread reads the signals from a pipe into which Python's C handler writes them, so that they are heard while the main
 thread is inside of a call that does not return, and whatever handler Ray puts in place meanwhile.
@@ -33,15 +33,43 @@ class Interrupts:
         self._in_steps = False
         self._is_done = False
         self._timer: threading.Timer | None = None
+        self._grace_s = 0.0
+        self._step = 0  # that is being made
+        self._last: int | None = None  # after which a request ends the run; None: it is ending by itself
+        self._lock = threading.Lock()  # what a request is told and what the loop then does are one decision
 
     @property
     def requested(self) -> bool:
-        """Whether to end after this step, with a checkpoint."""
+        """Whether somebody asked for an end."""
         return self._first is not None
 
-    def steps_begin(self) -> None:
-        """From here on a request waits for the end of a step; before, there is nothing that a checkpoint could keep."""
-        self._in_steps = True
+    def steps_begin(self, step: int, last: int | None) -> None:
+        """From here on a request waits for the end of a step; before, there is nothing that a checkpoint could keep.
+
+        Args:
+            step: the first, which begins now.
+            last: the step after which a request ends the run; None: there is no step.
+        """
+        with self._lock:
+            self._in_steps, self._step, self._last = True, step, last
+
+    def step_done(self, step: int, last: int | None) -> bool:
+        """Whether the run ends after this step, which is done but for its checkpoint.
+
+        If not, a request that was made has the grace period anew for the next step.
+
+        Args:
+            last: the step after which a request that comes from now on ends the run; None: there is no further step.
+        """
+        with self._lock:
+            self._step = step + 1
+            if self._first is None:
+                self._last = last
+                return False
+            if step == self._last:
+                return True
+            self._start_grace()
+            return False
 
     def done(self) -> None:
         """What a request waits for is on disk: from here on the grace period ends nothing; a second signal does."""
@@ -56,14 +84,16 @@ class Interrupts:
         `finally`: what was committed to disk stands, and the guardian ends the cluster.
 
         Args:
-            grace_s: how long the step and its checkpoint may take after the request, until `done`.
+            grace_s: how long the step may take after the request, and each one up to the last, that with its
+                checkpoint, until `done`.
         """
+        self._grace_s = grace_s
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         _handlers_before.update((number, signal.signal(number, _leave_it_to_the_thread)) for number in heard)
         wakeup_before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._listen, args=(read_end, grace_s), name="interrupts", daemon=True)
+        thread = threading.Thread(target=self._listen, args=(read_end,), name="interrupts", daemon=True)
         thread.start()
         try:
             yield self
@@ -76,13 +106,14 @@ class Interrupts:
             if self._timer is not None:
                 self._timer.cancel()
 
-    def _listen(self, pipe: int, grace_s: float) -> None:
+    def _listen(self, pipe: int) -> None:
         with open(pipe, "rb", buffering=0) as signals:
             while (received := signals.read(1)) != _STOP:
                 if received[0] in _SIGNALS:  # every signal with a handler comes here
-                    self._receive(signal.Signals(received[0]), grace_s)
+                    with self._lock:
+                        self._receive(signal.Signals(received[0]))
 
-    def _receive(self, number: signal.Signals, grace_s: float) -> None:
+    def _receive(self, number: signal.Signals) -> None:
         now = time.monotonic()
         if not self._in_steps:
             _end(
@@ -92,18 +123,32 @@ class Interrupts:
             )
         if self._first is None:
             self._first = now
-            when = "soon" if self._is_done else f"after this step with a checkpoint, within {grace_s:g} s"
-            _say(f"{number.name}: the run ends {when}; a second signal ends it at once\n")
-            self._timer = threading.Timer(grace_s, self._end_of_grace, (grace_s,))
-            self._timer.daemon = True
-            self._timer.start()
+            _say(f"{number.name}: the run ends {self._when()}; a second signal ends it at once\n")
+            self._start_grace()
         elif now - self._first >= ONE_REQUEST_S:
             _end(f"a second signal, {number.name}, ended the run at once", _GO_ON, 128 + number)
 
-    def _end_of_grace(self, grace_s: float) -> None:
+    def _when(self) -> str:
+        if self._is_done or self._last is None:
+            return "soon"
+        if self._last == self._step:
+            return f"after step {self._last}, once that is saved, within {self._grace_s:g} s"
+        return (
+            f"after step {self._last}, once that is saved: the next that it can go on from exactly. It is at step "
+            f"{self._step}, and each may take {self._grace_s:g} s"
+        )
+
+    def _start_grace(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(self._grace_s, self._end_of_grace)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _end_of_grace(self) -> None:
         if not self._is_done:
             _end(
-                f"the step and its checkpoint were not done within cluster.grace_s={grace_s:g}",
+                f"step {self._step} and its checkpoint were not done within cluster.grace_s={self._grace_s:g}",
                 f"{_GO_ON}; raise cluster.grace_s, or lower checkpoint.interval_steps",
                 Interrupted.exit_code,
             )

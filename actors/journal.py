@@ -9,7 +9,7 @@ from typing import Any
 from actors.calls import CallFuture
 from slimefsdp.surface import Role
 
-TRAINING = {"train_step", "forward_backward", "optimizer_step"}
+TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
 _CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load"}
 """Whatever else is called reads, and is not made again once its result is here."""
 
@@ -20,7 +20,7 @@ class Call:
 
     role: Role
     name: str
-    args: tuple[Any, ...]  # as the ranks get them
+    args: tuple[Any, ...]  # as the ranks get them, but for a batch that is on the disk by now
     kwargs: dict[str, Any]
     running: CallFuture | None = None
     launch: int = 0  # which group `running` is of
@@ -28,6 +28,8 @@ class Call:
     value: Any = None
     restored: CallFuture | None = None  # of a load: asked right behind it, what it has loaded
     replaces: bool = False  # of a save: there was a checkpoint of its step
+    # of a save: what is under its step is what it wrote; not while it is to be made again behind an earlier checkpoint
+    is_written: bool = False
     # of a save, with a reference group of its own, which no checkpoint holds: it equals the policy;
     # None: it is as launched, or there is none
     reference_is_current: bool | None = None
@@ -57,6 +59,9 @@ class Journal:
     def __len__(self) -> int:
         return len(self._calls)
 
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls)
+
     def append(self, call: Call) -> None:
         """Adds the newest call."""
         self._calls.append(call)
@@ -65,6 +70,11 @@ class Journal:
         """Takes out a call that nothing depends on; nothing where it is forgotten already."""
         if call in self._calls:
             self._calls.remove(call)
+
+    def replace(self, call: Call, other: Call) -> None:
+        """Puts another call in the place of one; nothing where that is forgotten already."""
+        if call in self._calls:
+            self._calls[self._calls.index(call)] = other
 
     def marks(self) -> Iterator[Call]:
         """The actor's saves that one can begin again at, newest first.
@@ -76,7 +86,7 @@ class Journal:
         for call in reversed(self._calls):
             if (call.name, call.role) != ("save", "actor"):
                 continue
-            is_whole = call.is_done and not self._has_gradients(call)
+            is_whole = call.is_written and not self._has_gradients(call)
             if is_whole and call.step not in steps and (not self.has_critic or "critic" in self.starts(call)):
                 yield call
             steps.add(call.step)
@@ -85,7 +95,7 @@ class Journal:
         """By role, the save of a mark's step behind which its calls count."""
         saves = [call for call in self._calls if (call.name, call.role) == ("save", "critic")]
         newest = next((call for call in reversed(saves) if call.step == mark.step), None)
-        if newest is None or not newest.is_done or self._has_gradients(newest):
+        if newest is None or not newest.is_written or self._has_gradients(newest):
             return {"actor": mark}
         return {"actor": mark, "critic": newest}
 
@@ -94,16 +104,25 @@ class Journal:
         starts = {} if mark is None else {role: self._calls.index(call) for role, call in self.starts(mark).items()}
         return [call for index, call in enumerate(self._calls) if index > starts.get(call.role, -1)]
 
-    def forget(self, marks: int) -> None:
-        """Cuts what comes before so many marks."""
+    def forget(self, marks: int) -> bool:
+        """Cuts what comes before so many marks; returns whether that was anything."""
         kept = list(self.marks())[:marks]
         if len(kept) == marks:
             first = min(self._calls.index(call) for call in self.starts(kept[-1]).values())
             if first > 0:
                 self._calls, self.reaches_launch = self._calls[first:], False
+                return True
+        return False
 
     def _has_gradients(self, save: Call) -> bool:
         """Whether gradients of its role were waiting for their optimizer_step."""
         before = reversed(self._calls[: self._calls.index(save)])
-        found = (call.name for call in before if call.role == save.role and call.name in TRAINING | {"load"})
+        # a train_step that failed left them as they were: it refuses to begin with any, and leaves none of its own
+        found = (
+            call.name
+            for call in before
+            if call.role == save.role
+            and call.name in TRAINING | {"load"}
+            and (call.is_done or call.name != "train_step")
+        )
         return next(found, None) == "forward_backward"

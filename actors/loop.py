@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ from actors.metrics_log import MetricsLog, read_metrics
 from actors.progress_table import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
-from actors.rollout.prompts import PromptStream, check_answers, read_jsonl
+from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.prompts import PromptStream, digest_of
 from actors.rollout.supervised import SupervisedEngines
 from actors.run_folder import RecordedBatches, RunFolder
+from actors.startup import stage
 from actors.supervisor import SupervisedGroup
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
+from slimefsdp.reports import Health
 
 Group = WorkerGroup | SupervisedGroup
 
 
-def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
+def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prompts | None = None) -> str:
     """Runs what the settings describe, from start or checkpoint to the last step; returns a closing line to quote.
 
     Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, settings.yaml, and checkpoints/ with batches/ where
@@ -35,6 +39,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
 
     Args:
         interrupts: who may ask for an end before the last step.
+        prompts: the records, their lengths checked; None: they are read and checked here.
 
     Raises:
         Interrupted: somebody did; a checkpoint of the last step that was made is in `run.dir`.
@@ -43,6 +48,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
     interrupts = interrupts or Interrupts()
     config.check_ready_to_train()
     assert config.run.dir is not None and config.run.steps is not None
+    prompts = prompts or without_overlong(config, read_prompts(config))
     with ExitStack() as stack:
         folder = stack.enter_context(RunFolder(config.run.dir))
         keeps = config.checkpoint.interval_steps is not None
@@ -50,24 +56,26 @@ def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
         group: Group = (SupervisedGroup if keeps else WorkerGroup).launch(config)
         stack.callback(group.shutdown)
         folder.write_settings(group.config)
+        folder.write_skipped([asdict(one) for one in prompts.skipped])
         loop: RolloutLoop | SupervisedLoop
         if config.algorithm == "sft":
-            loop = SupervisedLoop(group.config, group)  # where mesh.dp is a number
+            loop = SupervisedLoop(group.config, group, prompts)  # where mesh.dp is a number
         else:
             engines = (SupervisedEngines if keeps else EnginePool).launch(config)
             stack.callback(engines.shutdown)
-            loop = RolloutLoop(group.config, group, engines, folder.batches if keeps else None)
+            loop = RolloutLoop(group.config, group, engines, folder.batches if keeps else None, prompts)
         log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
         start = _resume(config, group, loop.prompts, log)
         table = ProgressTable(loop.columns, total_steps=config.run.steps)
         if keeps and not config.checkpoint.resume:
-            _save(0, group, loop, folder)
+            with stage("saving the checkpoint of step 0"):
+                _save(0, group, loop, folder)
         first = loop.before_training(evaluates=start == 0)
         if first:
             log.write(0, first)
             table.write(0, first)
-        profiles = set(_profiles(config.run.dir))  # of an earlier start
-        interrupts.steps_begin()
+        profiles = ProfiledUpdates(config, group)
+        interrupts.steps_begin(start + 1, _next_end(start + 1, config))
         for step in range(start, config.run.steps):
             began = time.perf_counter()
             metrics = loop.step(step)
@@ -79,11 +87,9 @@ def train(config: RunConfig, interrupts: Interrupts | None = None) -> str:
             metrics["seconds/step"] = time.perf_counter() - began
             log.write(step + 1, metrics)
             table.write(step + 1, metrics)
-            for profile in sorted(set(_profiles(config.run.dir)) - profiles):
-                profiles.add(profile)
-                print(profile.read_text(), end="", file=sys.stderr, flush=True)
+            profiles.show_new()
             is_last = step + 1 == config.run.steps
-            ends_here = interrupts.requested and not is_last and _can_go_on_from(step + 1, config)
+            ends_here = interrupts.step_done(step + 1, _next_end(step + 2, config)) and not is_last
             if ends_here or (keeps and (is_last or _is_due(step + 1, config.checkpoint.interval_steps))):
                 _save(step + 1, group, loop, folder)
             if ends_here:
@@ -111,12 +117,17 @@ class RolloutLoop:
     columns = GRPO_COLUMNS
 
     def __init__(
-        self, config: RunConfig, group: Group, engines: EnginePool, recorded: RecordedBatches | None = None
+        self,
+        config: RunConfig,
+        group: Group,
+        engines: EnginePool,
+        recorded: RecordedBatches | None = None,
+        prompts: Prompts | None = None,
     ) -> None:
         self._config = config
         self._group = group
         self._engines = engines
-        self._collector = Collector(config, engines, recorded)
+        self._collector = Collector(config, engines, recorded, prompts)
         self._version = -1  # of the engines' weights
         self._engines_are_behind = True
 
@@ -127,8 +138,12 @@ class RolloutLoop:
     def before_training(self, *, evaluates: bool) -> Metrics:
         """First weights to the engines; held-out metrics of the policy as it is, if asked for."""
         self.rest_critic()
-        self._update_engines()
-        return self._collector.evaluate(0) if evaluates else {}
+        with stage("sending the first weights to the engines"):
+            self._update_engines()
+        if not evaluates or self._config.evaluation.interval_steps is None:
+            return {}
+        with stage(f"evaluating before the first step, {len(self._collector.heldout)} prompts"):
+            return self._collector.evaluate(0)
 
     def step(self, step: int) -> Metrics:
         """One rollout batch, trained on; held-out metrics where they are due.
@@ -222,15 +237,12 @@ class SupervisedLoop:
 
     columns = SFT_COLUMNS
 
-    def __init__(self, config: RunConfig, group: Group) -> None:
-        assert config.data.train is not None
+    def __init__(self, config: RunConfig, group: Group, prompts: Prompts) -> None:
         self._config = config
         self._group = group
-        records = read_jsonl(config.data.train, field="data.train")
-        check_answers(records, config.data.train, field="data.train")
-        encoded = encode_demonstrations(config, records)
+        encoded = encode_demonstrations(config, prompts.train)
         demonstrations = [{"tokens": tokens, "response_length": length} for tokens, length in encoded]
-        self.prompts = PromptStream(demonstrations, config.run.seed)
+        self.prompts = PromptStream(demonstrations, config.run.seed, digest=digest_of(prompts.train))
 
     def before_training(self, *, evaluates: bool) -> Metrics:
         """Nothing: there is no one to send weights to."""
@@ -258,7 +270,8 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
     """The step to begin with: 0, or where the newest checkpoint stands."""
     if not config.checkpoint.resume:
         return 0
-    state = group.load("latest")
+    with stage("loading the checkpoint"):
+        state = group.load("latest")
     if type(state.get("step")) is not int or type(state.get("prompts")) is not dict:
         raise CheckpointError(
             f"the checkpoint in {config.run.dir} has no loop_state of this loop",
@@ -280,7 +293,7 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
     if group.critic is not None:
         group.critic.load(step)  # an error where there is none: a critic of another step would be another run
     print(f"resuming at step {step} of {config.run.steps}, from {found.path}", file=sys.stderr)
-    prompts.restore(state["prompts"])
+    prompts.restore(state["prompts"], allow_changed=config.data.allow_changed)
     log.truncate_after(step if step else -1)  # a run that begins again at 0 evaluates again, too
     if group.reference_group is not None:
         _restore_reference_group(group, step, config.reference.update_interval_steps)
@@ -301,9 +314,46 @@ def _restore_reference_group(group: Group, step: int, interval: int | None) -> N
     group.update_ref()
 
 
-def _profiles(run_dir: Path) -> list[Path]:
-    """The tables of profiled updates; rank 0 writes them, and what it prints nobody sees."""
-    return list((run_dir / "profile").glob("**/update_??????.txt"))
+class ProfiledUpdates:
+    """Shows the tables of the updates in `profile.updates`, which rank 0 writes: what it prints nobody sees.
+
+    Ranks are asked how far they are, and files are opened, only while chosen updates are still to come.
+
+    Args:
+        group: of the actor; its critic's updates are counted for themselves.
+    """
+
+    def __init__(self, config: RunConfig, group: Group) -> None:
+        self._chosen = config.profile.updates or ()
+        self._folder = Path(str(config.run.dir)) / "profile"
+        self._groups = [(group, self._folder)]
+        if group.critic is not None:
+            self._groups.append((group.critic, self._folder / "critic"))
+        self._taken = [_updates_taken(one) if self._chosen else 0 for one, _ in self._groups]
+
+    def show_new(self) -> None:
+        """Prints the tables of the chosen updates that were taken since the last call."""
+        for index, (group, folder) in enumerate(self._groups):
+            before = self._taken[index]
+            if before >= max(self._chosen, default=0):
+                continue
+            self._taken[index] = max(before, _updates_taken(group))  # it may not answer this time
+            for update in sorted(self._chosen):
+                if before < update <= self._taken[index]:
+                    self._show(folder / f"update_{update:06d}.txt", update)
+
+    def _show(self, file: Path, update: int) -> None:
+        try:
+            text = file.read_text()
+        except OSError:  # run.dir is not shared, or rank 0 could not write there, which its log says
+            text = f"update {update} was profiled: {file} is on the machine of rank 0\n"
+        print(text, end="", file=sys.stderr, flush=True)
+
+
+def _updates_taken(group: Group) -> int:
+    """As rank 0 says; 0 where it does not answer now."""
+    first = group.health()[0]
+    return first.updates_taken if isinstance(first, Health) else 0
 
 
 def _save(step: int, group: Group, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:
@@ -327,6 +377,13 @@ def _can_go_on_from(step: int, config: RunConfig) -> bool:
     if updates is not None and step >= updates and step % updates:
         return False
     return config.algorithm == "sft" or step % config.rollout.sync_interval_steps == 0
+
+
+def _next_end(step: int, config: RunConfig) -> int | None:
+    """The first step from this one on after which the run may end: its last, or one that it can go on from."""
+    assert config.run.steps is not None
+    later = range(step, config.run.steps + 1)
+    return next((one for one in later if one == config.run.steps or _can_go_on_from(one, config)), None)
 
 
 def _title(config: RunConfig) -> str:

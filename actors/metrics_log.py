@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from typing import Any, Self, TextIO
 
 from slimefsdp.checkpoint.atomic import write_synced
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from slimefsdp.plain_file import open_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -45,6 +47,7 @@ class MetricsLog:
         self._wandb = _import_wandb() if wandb_project is not None else None
         with _disk_reported(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_unless_plain(self._path)
             if self._path.exists():
                 self._keep_lines(math.inf)
             self._lines: TextIO = self._path.open("a", encoding="utf-8")
@@ -113,6 +116,8 @@ class MetricsLog:
         # imported here: it takes a second, and readers of metrics do not need it
         from torch.utils.tensorboard import SummaryWriter
 
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._hook = _without_writers(self._hook_before)
         self._scalars: Any = SummaryWriter(str(self._run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
         if not keep_wandb_run:
             self._wandb_run: Any = self._wandb and self._wandb.init(
@@ -125,8 +130,20 @@ class MetricsLog:
             with _disk_reported(self._run_dir):
                 self._scalars.close()
         finally:
+            if threading.excepthook is self._hook:
+                threading.excepthook = self._hook_before
             if self._wandb_run is not None and not keep_wandb_run:
                 self._wandb_run.finish(exit_code=int(failed))
+
+
+def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], Any]:
+    """Prints no traceback of TensorBoard's thread, whose error the next call on its writer raises."""
+
+    def report(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            hook(failed)
+
+    return report
 
 
 @contextmanager
@@ -162,7 +179,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
 
 def _whole_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """Each line without its end, and its row; a torn last line is left out."""
-    lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    with open_plain(path) as file:
+        lines = file.read().removesuffix(b"\n").split(b"\n")
     rows = [_row(line) for line in lines]
     if rows[-1] is None:  # a prefix of a row never closes its brace, so it cannot be taken for a row
         del lines[-1], rows[-1]

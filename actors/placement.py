@@ -37,14 +37,17 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGro
             )
     group = placement_group([bundle] * ranks, strategy="PACK")
     deadline = time.monotonic() + timeout_s
-    while not group.wait(timeout_seconds=min(1.0, timeout_s)):  # signals are handled in between
-        if time.monotonic() >= deadline:
-            remove_placement_group(group)
-            raise ResourceError(
-                f"{ranks} ranks of {bundle} were not free within {timeout_s:g} s",
-                field="cluster.launch_timeout_s",
-                hint="end other jobs on the cluster, or raise the timeout",
-            )
+    try:
+        while not group.wait(timeout_seconds=min(1.0, timeout_s)):  # signals are handled in between
+            if time.monotonic() >= deadline:
+                raise ResourceError(
+                    f"{ranks} ranks of {bundle} were not free within {timeout_s:g} s",
+                    field="cluster.launch_timeout_s",
+                    hint="end other jobs on the cluster, or raise the timeout",
+                )
+    except BaseException:  # else bundles that become free later would be taken for nobody
+        release(group)
+        raise
     return group
 
 

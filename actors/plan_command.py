@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from actors.plan_outlook import Device, as_record, look_ahead
+from actors.plan_outlook import Device, as_record, lightest_strategy, look_ahead
 from actors.plan_table import plan_table
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig, load_config
@@ -29,6 +29,7 @@ from slimefsdp.expected import (
     workload_of,
 )
 from slimefsdp.models.folder import check_architecture, read_model_folder
+from slimefsdp.paths import path_argument
 from slimefsdp.phase import cost_model_of
 from slimefsdp.rates import DEVICES, LEAST_RATE, MOST_RATE, Rates, device_bytes, guessed_rates, read_calibration
 from slimefsdp.simulate import MeshShape
@@ -40,7 +41,7 @@ _MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("config", type=Path, help="YAML settings")
+    parser.add_argument("config", type=path_argument, help="YAML settings")
     parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.cp=8")
     parser.add_argument(
         "--lengths",
@@ -60,7 +61,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--calibration",
-        type=Path,
+        type=path_argument,
         metavar="FILE",
         help="rates that `slimefsdp calibrate` measured; default: batch.cost_model",
     )
@@ -82,8 +83,9 @@ def plan_command(options: argparse.Namespace) -> int:
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)
     dimensions = ModelDimensions.from_config(folder.config)
-    spec = options.lengths or _guessed_lengths(config)
-    choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
+    spec = _guessed_lengths(config) if options.lengths is None else options.lengths
+    attention = AttentionShape.of_dimensions(dimensions)
+    choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)
     device = _device(options, config)
     assert config.mesh.dp != "auto"
     shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
@@ -110,10 +112,12 @@ def plan_command(options: argparse.Namespace) -> int:
     if options.json:
         record = {"lengths": spec, "is_batch": batch is not None, "parameters": dimensions.parameters}
         record |= dataclasses.asdict(found)
+        if config.mesh.cp > 1:
+            record |= {"lightest_strategy": lightest_strategy(found, attention)}
         record |= {"memory": {level: as_record(held) for level, held in outlook.memory.items()}}
         print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1, allow_nan=False))
     else:
-        source = spec if options.lengths else f"{spec} (a guess: give --lengths)"
+        source = spec if options.lengths is not None else f"{spec} (a guess: give --lengths)"
         print("\n".join(plan_table(config, dimensions, choice, found, outlook, source, batch)))
     return 0
 

@@ -6,7 +6,10 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slimefsdp.attention.choice import AttentionShape, serving_strategies
+from slimefsdp.byte_text import byte_text
 from slimefsdp.config import RunConfig
+from slimefsdp.data.cost import Strategy
 from slimefsdp.errors import ResourceError
 from slimefsdp.estimate import (
     HEADROOM,
@@ -22,6 +25,7 @@ from slimefsdp.estimate import (
 )
 from slimefsdp.footprint import SHARDINGS, Computing, Memory, Sharding
 from slimefsdp.rates import Rates
+from slimefsdp.simulate import Simulation
 
 _MOST_RANKS = 8192  # that are looked at for a mesh that fits
 
@@ -130,6 +134,13 @@ def _advice(chosen: Candidate, recommended: Candidate, limit: int | None) -> str
     return f"recommended: {recommended.settings}: {why}, {gain:.2f}x what is set"
 
 
+def lightest_strategy(found: Simulation, shape: AttentionShape) -> Strategy:
+    """The strategy that sends least for these samples, forward and backward, of those that can serve the model."""
+    sent = {name: wire.total for name in serving_strategies(shape, found.mesh.cp) if (wire := found.wire[name])}
+    # of equals the one that is taken
+    return min(sent, key=lambda name: (sent[name], name != found.strategy))
+
+
 def _ways_out(work: Workload, computing: Computing, limit: int, least_held: int, config: RunConfig) -> str:
     """What to change, in numbers that the estimate says fit.
 
@@ -151,12 +162,3 @@ def _ways_out(work: Workload, computing: Computing, limit: int, least_held: int,
             ways.append(f"lower batch.max_tokens_per_rank to {shortest_cap} and raise mesh.dp to {ranks // cp}")
     ways.append(f"take devices of {byte_text(math.ceil(least_held / HEADROOM), round_up=True)}")
     return ", or ".join(ways)
-
-
-def byte_text(number: int, *, round_up: bool = False) -> str:
-    """So many bytes with one decimal, in the decimal unit that fits; `round_up` where less would not do."""
-    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
-        if number >= 1000**power:
-            tenths = 10 * number / 1000**power
-            return f"{(math.ceil(tenths) if round_up else round(tenths)) / 10:,.1f} {unit}"
-    return f"{number} B"

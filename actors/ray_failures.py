@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import (
     ActorUnschedulableError,
+    GetTimeoutError,
     ObjectStoreFullError,
     OutOfDiskError,
     OutOfMemoryError,
@@ -20,12 +21,13 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from slimefsdp.errors import ResourceError, WorkerDied
+from slimefsdp.errors import ResourceError, WorkerDied, WorkerHung
 
 _VITAL = ("gcs_server", "raylet")  # of a node's processes those without which nothing works
 _ASK_EVERY_S = 1.0
 _CONNECT_S = 2.0
 _AWAY_S = 10.0  # a head elsewhere that cannot be reached for so long is gone; for less, the network may be at fault
+_FETCH_S = 10.0  # for a value that this process has put into the object store; it may have been spilled to disk
 _asked, _reached = 0.0, 0.0  # when the head was last asked, and when it last answered; of `time.monotonic`
 
 
@@ -93,6 +95,20 @@ def store(value: Any, field: str) -> Any:
         raise _no_room(error, field) from error
 
 
+def fetch(reference: Any, field: str) -> Any:
+    """The value behind a reference of `store`.
+
+    Raises:
+        ResourceError: the store does not hand it over.
+    """
+    try:
+        return ray.get(reference, timeout=_FETCH_S)
+    except RayError as error:
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = f"Ray's object store does not hand over {field}: {said}"
+        raise ResourceError(problem, field=field, hint="look at the disk that Ray spills to") from error
+
+
 def explained(error: RayError, rank: int, phase: str) -> Exception:
     """What Ray raised in place of a rank's answer, as a typed error; where it is none of the rank's, as it is."""
     said = next(iter(str(error).splitlines()), "")
@@ -111,6 +127,14 @@ def explained(error: RayError, rank: int, phase: str) -> Exception:
             said = str(error).strip().splitlines()[-1]
         hint = "look at its log for the reason; where it has none, the kernel's log may say that memory ran out"
         return WorkerDied(ended + said, hint=hint, rank=rank, phase=phase)
+    if isinstance(error, GetTimeoutError):  # raised there: what the call takes did not come
+        return WorkerHung(
+            f"rank {rank} waited in vain for what {phase} takes: {said}",
+            field="cluster.call_timeout_s",
+            hint="look at the network and the disk that Ray's object store spills to",
+            rank=rank,
+            phase=phase,
+        )
     if isinstance(error, ObjectStoreFullError | OutOfDiskError):
         found = _no_room(error, f"what {phase} takes or returns")
     elif isinstance(error, ActorUnschedulableError | RuntimeEnvSetupError):

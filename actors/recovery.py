@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.journal import Call
+from slimefsdp.plain_file import refuse_unless_plain
 
 RECOVERIES = "recoveries.jsonl"
 _COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reproduce
@@ -45,6 +46,7 @@ class Recovery:
             return
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_unless_plain(run_dir / RECOVERIES)
             with (run_dir / RECOVERIES).open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(asdict(self)) + "\n")
         except OSError as error:  # the job is well: it does not end for want of a line

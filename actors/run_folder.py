@@ -2,6 +2,7 @@
 
     .lock          held by the process that runs `train`, and given back however that process ends
     settings.yaml  every setting of the newest start, defaults as comments; settings.1.yaml, .. of the starts before it
+    skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
     batches/       what each step since the oldest checkpoint trained on
 
 A recorded batch is written by the protocol of checkpoints: it is there whole or not at all, with the sha256 of its
@@ -14,6 +15,7 @@ import hashlib
 import itertools
 import json
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +28,7 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
 
 SETTINGS = "settings.yaml"
+SKIPPED = "skipped_prompts.jsonl"
 _BATCH = "batch.safetensors"
 
 
@@ -68,6 +71,18 @@ class RunFolder:
             write_synced(temporary, text.encode())
             temporary.replace(file)
 
+    def write_skipped(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Leaves a line for each record that was left out of this start, in place of those of the start before.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        file = self.path / SKIPPED
+        with io_reported(file, "train"):
+            file.unlink(missing_ok=True)
+            if records:
+                write_synced(file, "".join(json.dumps(record) + "\n" for record in records).encode())
+
     def forget_old_batches(self) -> None:
         """Removes the batches of steps before the oldest checkpoint, to which nobody can go back any more."""
         if steps := self.checkpoint_steps:
@@ -93,7 +108,10 @@ class RecordedBatches:
         """
         file = self._store.begin(step) / _BATCH
         with io_reported(file, "train"):
-            batch.save(file)
+            try:
+                batch.save(file)
+            except BatchError as error:
+                raise error.__cause__ or error from None  # the disk's refusal is about run.dir, not about a path given
             data = file.read_bytes()
             leave_seal(file, Seal(hashlib.sha256(data).hexdigest(), len(data)))
         self._store.commit(step, notes)

@@ -1,8 +1,9 @@
 """A worker group that outlives its ranks: calls are journalled, and what is lost starts anew and catches up.
 
 The journal holds every call that changes the state of a rank since a checkpoint, with its arguments as the ranks got
-them. When ranks are lost, all processes of the job are ended and started again in the same places, the newest
-checkpoint that verifies is loaded, the calls behind it are made again, and the caller gets the result it waits for.
+them; the newest batches are in Ray's object store, older ones on the disk of `run.dir`. When ranks are lost, all
+processes of the job are ended and started again in the same places, the newest checkpoint that verifies is loaded, the
+calls behind it are made again, and the caller gets the result it waits for.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from actors.journal import TRAINING, Call, Journal
 from actors.placement import Places
+from actors.ray_failures import fetch, store
 from actors.recovery import Recovery, differences_of
 from actors.restarts import LOST, Restarts
-from actors.worker_group import WorkerGroup, add_calls
+from actors.spilled_batches import SpilledBatch, SpilledBatches
+from actors.worker_group import SECOND_ARGUMENT, WorkerGroup, add_calls
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import (
@@ -30,6 +34,9 @@ from slimefsdp.errors import (
 )
 from slimefsdp.reports import Health
 from slimefsdp.surface import Role
+
+KEPT_IN_STORE = 4
+"""Of the calls in the journal that have a batch, how many of the newest have it in Ray's object store."""
 
 
 class SupervisedCall:
@@ -120,6 +127,9 @@ class Supervisor:
         self._places = Places()
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
         self._journal = Journal()
+        # without a run.dir there is no checkpoint either, and batches stay in the object store
+        self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
+        self._spills = True  # the disk has not refused the last one
         self._launches = 0
         self._restarts = Restarts(config.cluster.max_restarts, "ranks")
         self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
@@ -165,6 +175,7 @@ class Supervisor:
             self._note(call)
             self._begin(call)
             self._journal.append(call)  # also one that only reads, until its result is here
+            self._spill()
             return call
 
     def result(self, call: Call) -> Any:
@@ -176,8 +187,7 @@ class Supervisor:
             assert running is not None
             try:
                 value = running.result()
-                if call.replaces and self._config.checkpoint.async_save:
-                    self.group(call.role).begin("finish_save", (), {}).result()  # or which of the two is on the disk?
+                self._replaced(call)
                 loaded = None if restored is None else restored.result()
             except Exception as error:
                 if not self._goes_on(call, error, launch):
@@ -186,14 +196,16 @@ class Supervisor:
             with self._lock:
                 if not call.is_done and call.launch == launch:
                     self._restarts.progress()
-                    call.is_done, call.value = True, value
+                    call.is_done, call.value, call.is_written = True, value, call.name == "save"
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
                         call.args, call.kwargs, call.restored = (loaded.step,), {}, None
                     if not call.changes_state:
                         self._journal.remove(call)
                     elif call.name == "save":
                         # one more than there are: with async_save the newest may not be on disk yet
-                        self._journal.forget(self._config.checkpoint.keep_last + 1)
+                        is_cut = self._journal.forget(self._config.checkpoint.keep_last + 1)
+                        if is_cut and self._spilled is not None:
+                            self._spilled.begin_file()
         return call.value
 
     def shutdown(self) -> None:
@@ -201,6 +213,9 @@ class Supervisor:
         if self._actor is not None:
             self._actor.shutdown()
         self._places.release()
+        self._journal = Journal()  # with the batches
+        if self._spilled is not None:
+            self._spilled.begin_file()
 
     def _launch(self) -> None:
         self._launches += 1
@@ -211,14 +226,15 @@ class Supervisor:
 
     def _begin(self, call: Call) -> None:
         group = self.group(call.role)
-        call.running, call.launch = group.begin(call.name, call.args, call.kwargs), self._launches
+        args = tuple(store(arg.read(), "batch") if isinstance(arg, SpilledBatch) else arg for arg in call.args)
+        call.running, call.launch = group.begin(call.name, args, call.kwargs), self._launches
         if call.name == "load":
             call.restored = group.begin("restored", (), {})
 
     def _note(self, call: Call) -> None:
         """Keeps what a recovery must know of a new call beside its arguments."""
         if call.name == "update_weights" and self.group("actor").reference_group is not None:
-            receivers = call.kwargs["receivers"] if "receivers" in call.kwargs else call.args[0]
+            receivers = call.kwargs.get("receivers", call.args[0] if call.args else ())
             if any(receiver in self.group("ref").receivers for receiver in receivers):
                 problem = "update_weights to the reference group, of which a recovery would know nothing"
                 raise StateError(problem, field="receivers", hint="call update_ref instead")
@@ -234,6 +250,27 @@ class Supervisor:
             self._reference_is_current = False
         call.reference_is_current = self._reference_is_current
 
+    def _spill(self) -> None:
+        """Moves batches from the object store to the disk, but for the newest; ranks are at work meanwhile.
+
+        What the disk refuses stays where it is, with a warning.
+        """
+        if self._spilled is None:
+            return
+        with_batch = [call for call in self._journal if call.name in SECOND_ARGUMENT]
+        for call in with_batch[:-KEPT_IN_STORE]:
+            if isinstance(call.args[0], SpilledBatch):
+                continue
+            try:
+                call.args = (self._spilled.write(fetch(call.args[0], "batch")), *call.args[1:])
+            except (OSError, ResourceError) as error:
+                if self._spills:
+                    problem = f"batches for a recovery stay in Ray's object store, and more with each call: {error}"
+                    warnings.warn(problem, stacklevel=5)
+                self._spills = False
+                return
+            self._spills = True
+
     def _goes_on(self, call: Call, error: Exception, launch: int) -> bool:
         """After an error of a call: whether it was a loss, from which the job has recovered."""
         with self._lock:
@@ -247,7 +284,10 @@ class Supervisor:
                 self._reference_is_current = False
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
             # an update phase that stopped on the way is part of the state; what ended ranks must not be made again
-            if not (is_of_all_ranks and call.name in TRAINING):
+            if not is_of_all_ranks and call.name == "forward_backward":
+                # made again, those before it would gather what its error has dropped
+                self._journal.replace(call, Call(call.role, "zero_grad", (), {}, is_done=True))
+            elif not (is_of_all_ranks and call.name in TRAINING):
                 self._journal.remove(call)
             if not is_of_all_ranks and launch == self._launches:
                 why = f"ranks end after an error of their own: {type(error).__name__}: {error}"
@@ -306,12 +346,17 @@ class Supervisor:
         mark = self._loaded_mark()
         repeated = 0
         differences: list[str] = []
-        for call in self._journal.behind(mark):
+        behind = self._journal.behind(mark)
+        for call in behind:  # two of them may have one step: a loss on the way must not take the first for the second
+            call.is_written = False
+        for call in behind:
             self._begin(call)
             if call.is_done:
                 assert call.running is not None
                 repeated += 1
                 differences += differences_of(call, self._awaited(call.name, call.running))
+                self._replaced(call)
+                call.is_written = call.name == "save"
         return None if mark is None else mark.step, repeated, tuple(differences)
 
     def _loaded_mark(self) -> Call | None:
@@ -341,6 +386,11 @@ class Supervisor:
             self._end()
             self._launch()
         return None
+
+    def _replaced(self, call: Call) -> None:
+        """After a save to a step that there was: waits until it is on the disk, or which of the two would be there?"""
+        if call.replaces and self._config.checkpoint.async_save:
+            self.group(call.role).begin("finish_save", (), {}).result()
 
     def _awaited(self, name: str, running: Any) -> Any:
         """The result of a call made again; raises the loss behind an error, where there is one."""

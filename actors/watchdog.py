@@ -30,7 +30,7 @@ from slimefsdp.errors import WorkerHung
 from slimefsdp.progress import IDLE, LAUNCH, Standing
 
 ASK_EVERY_S = 1.0
-SLOWER_BY = 10.0  # than the slowest such phase so far: then it is no longer slow, it hangs
+SLOWER_BY = 10.0  # than such a phase usually is: then it is no longer slow, it hangs
 STACKS = "stacks"  # below run.dir
 _ASK_AGAIN_S = 0.1  # at the soonest
 _AWAY_S = 2.0  # between two looks: the driver waited for nothing meanwhile, or was stopped itself
@@ -250,11 +250,13 @@ class Watchdog:
 
     def _deadline_s(self, standing: Standing) -> float | None:
         """After how long without a tick a process hangs; None while only the call's own deadline holds."""
-        if standing.phase in (IDLE, LAUNCH) or standing.longest_s is None:
+        if standing.phase in (IDLE, LAUNCH) or standing.usual_s is None:
             return None
         # receivers of weights have their own limit, and are blamed after it
-        least_s = max(self._limits.hang_s, self._limits.sync_s if standing.phase == "update_weights" else 0.0)
-        return max(least_s, SLOWER_BY * standing.longest_s)
+        hang_s = self._limits.hang_s
+        least_s = max(hang_s, self._limits.sync_s if standing.phase == "update_weights" else 0.0)
+        # a phase that is known from one time alone may have been held up then: what is added has a bound
+        return max(least_s, min(SLOWER_BY * standing.usual_s, standing.usual_s + SLOWER_BY * hang_s))
 
     def _most_behind(self, ranks: Sequence[int], now: float) -> int:
         def order(rank: int) -> tuple[bool, bool, int, int]:

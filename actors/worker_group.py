@@ -7,25 +7,25 @@ driver checks a batch and plans it before any rank sees it, so bad input never d
 from __future__ import annotations
 
 import math
-import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from actors.calls import CallFuture
+from actors.calls import CallFuture, CallQueue
 from actors.cluster import connect, with_cluster_ranks
 from actors.placement import Places, actor_options, gpus_per_rank
 from actors.ray_failures import end_processes, require_cluster, store
+from actors.startup import answered, stage
 from actors.train_worker import TrainWorker
 from actors.watchdog import Limits, Watchdog, remote_class
+from slimefsdp.checkpoint.identity import check_loop_state
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError, SyncError
+from slimefsdp.errors import ConfigError, ModelError, SlimeError, StateError
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training, samples_together
+from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training, require_batch, samples_together
 from slimefsdp.reports import Health
-from slimefsdp.surface import RPCS, Role, require_loss, require_role
+from slimefsdp.surface import RPCS, Role, require_loss, require_receivers, require_role
 
 # calls that take a batch first: the name of their second argument, and its default
 SECOND_ARGUMENT: dict[str, tuple[str, Any]] = {
@@ -67,8 +67,7 @@ class WorkerGroup:
         self._vocab_size = vocab_size
         self._max_sample_tokens = folder.max_sample_tokens
         self._cost = cost_model_of(config, folder.config)  # plans are balanced by it
-        # two threads' calls must reach all ranks in one order, or their collectives would meet each other
-        self._order = threading.Lock()
+        self._queue = CallQueue()
 
     @classmethod
     def launch(
@@ -104,7 +103,7 @@ class WorkerGroup:
             group = cls(config, role, workers, vocab_size, found, watchdog=watchdog, places=own)
             if role == "actor":
                 group._launch_others(taken)
-        except Exception:
+        except BaseException:  # Ctrl-C too: in a notebook the driver lives on
             if group is not None:
                 group.end()
             if places is None:
@@ -121,11 +120,15 @@ class WorkerGroup:
                 hint="only a critic shares the processes of an actor group; launch others without it",
             )
         actor._require_workers("launch")
-        with actor._order:
-            refs = [worker.add_trainer.remote(config, role) for worker in actor._workers]
-        vocab_size = _launched(refs, actor._watchdog, config.cluster.launch_timeout_s, time.monotonic())
+        vocab_size = actor._queue.begin(
+            lambda: [worker.add_trainer.remote(config, role) for worker in actor._workers],
+            name="launch",
+            timeout_s=config.cluster.launch_timeout_s,
+            first_only=True,
+            watchdog=actor._watchdog,
+        ).result()
         group = cls(config, role, actor._workers, vocab_size, folder, watchdog=actor._watchdog, is_guest=True)
-        group._order = actor._order  # one queue: both roles' collectives are on the same ranks
+        group._queue = actor._queue  # both roles' collectives are on the same ranks
         return group
 
     def _launch_others(self, places: Places) -> None:
@@ -150,17 +153,11 @@ class WorkerGroup:
         """
         self._require_workers("update_weights")
         require_role("update_weights", self.role)
-        for receiver in receivers:
-            if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
-                raise SyncError(
-                    f"{type(receiver).__name__} has no begin, receive and commit",
-                    field="receivers",
-                    hint="give actors that implement slimefsdp.weights.receive.Receiver",
-                )
+        require_receivers(receivers)
         timeout_s = self.config.cluster.sync_timeout_s
-        with self._order:
-            refs = [worker.update_weights.remote(list(receivers), timeout_s, self.role) for worker in self._workers]
-        return self._future(refs, "update_weights")
+        return self._begin(
+            "update_weights", lambda worker: worker.update_weights.remote(list(receivers), timeout_s, self.role)
+        )
 
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
@@ -203,9 +200,13 @@ class WorkerGroup:
     def _finish_running_save(self) -> None:
         """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
         try:
-            with self._order:
-                refs = [worker.call.remote("finish_save", (), {}, self.role) for worker in self._workers]
-            CallFuture(refs, name="finish_save", timeout_s=SAVE_GRACE_S, first_only=True).result()
+            self._queue.begin(
+                lambda: [worker.call.remote("finish_save", (), {}, self.role) for worker in self._workers],
+                name="finish_save",
+                timeout_s=SAVE_GRACE_S,
+                first_only=True,
+                counts_from_now=True,
+            ).result()
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
@@ -217,11 +218,18 @@ class WorkerGroup:
         They serve any group of these settings, also one launched later.
 
         Raises:
+            WorkerHung: the ranks hang in an earlier call.
             SlimeError: of the class that fits; no rank has seen anything.
         """
         self._require_workers(name)
         require_role(name, self.role)
-        return self._prepared(name, args, kwargs) if name in SECOND_ARGUMENT else (args, kwargs)
+        if name in SECOND_ARGUMENT:
+            return self._prepared(name, args, kwargs)
+        if name == "update_weights" and (args or "receivers" in kwargs):
+            require_receivers(args[0] if args else kwargs["receivers"])
+        if name == "save":  # what is nested too deep, or is no data, could not even be sent to the ranks
+            check_loop_state(args[1] if len(args) > 1 else kwargs.get("loop_state"))
+        return args, kwargs
 
     def begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
@@ -230,13 +238,11 @@ class WorkerGroup:
         if name == "update_ref" and self.reference_group is not None:
             return self.update_weights_async(self.reference_group.receivers)
         self._require_workers(name)
-        with self._order:
-            refs = [worker.call.remote(name, args, kwargs, self.role) for worker in self._workers]
-        return self._future(refs, name)
+        return self._begin(name, lambda worker: worker.call.remote(name, args, kwargs, self.role))
 
-    def _future(self, refs: Sequence[Any], name: str) -> CallFuture:
-        return CallFuture(
-            refs,
+    def _begin(self, name: str, start: Callable[[Any], Any]) -> CallFuture:
+        return self._queue.begin(
+            lambda: [start(worker) for worker in self._workers],
             name=name,
             timeout_s=self.config.cluster.call_timeout_s,
             first_only=RPCS[name] == "first",
@@ -250,6 +256,7 @@ class WorkerGroup:
         if not self._workers:
             raise StateError(f"{name}() after shutdown()", field=name, hint="launch a new group")
         require_cluster()
+        self._queue.require_moving(name)
 
     def _prepared(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -258,12 +265,7 @@ class WorkerGroup:
         if "batch" in kwargs:
             args, kwargs = (kwargs["batch"], *args), {k: v for k, v in kwargs.items() if k != "batch"}
         batch, *rest = args or (None,)
-        if not isinstance(batch, RolloutBatch):
-            raise BatchError(
-                f"{name}() was given a {type(batch).__name__} for a batch",
-                field="batch",
-                hint="make one with RolloutBatch.from_samples",
-            )
+        require_batch(batch)
         field, default = SECOND_ARGUMENT[name]
         second = rest[0] if rest else kwargs.get(field, default)
         loss: Any = None
@@ -278,7 +280,8 @@ class WorkerGroup:
             loss = second
         elif name == "compute_log_probs" and second not in ("actor", "ref"):
             raise ConfigError(f"{field}={second!r} is unknown", field=field, hint="use actor or ref")
-        check_batch(self.config, batch, self._vocab_size, loss=loss, max_sample_tokens=self._max_sample_tokens)
+        limits: dict[str, Any] = {"max_sample_tokens": self._max_sample_tokens}
+        advantages = check_batch(self.config, batch, self._vocab_size, loss=loss, **limits)
         if name == "compute_log_probs" and second == "ref" and self.reference_group is not None:
             raise StateError(
                 "the reference model is a group of its own", field="model", hint="call group.reference_group instead"
@@ -292,7 +295,7 @@ class WorkerGroup:
             batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
         if name == "train_step" and second is None:
             rest, kwargs = (
-                [plan_training(self.config, batch, self._cost, loss=loss), *rest[1:]],
+                [plan_training(self.config, batch, self._cost, loss=loss, advantages=advantages), *rest[1:]],
                 {k: v for k, v in kwargs.items() if k != field},
             )
         return (store(batch, "batch"), *rest), kwargs
@@ -325,10 +328,14 @@ def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[An
     workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
     watchdog = Watchdog(workers, Limits.of(config))
     try:
+        ready = [worker.__ray_ready__.remote() for worker in workers]
+        with stage(f"starting {ranks} processes of role {role}", answered(ready)):
+            _launched(ready, watchdog, timeout_s, began)
         address, port = _launched([workers[0].free_address.remote()], watchdog, timeout_s, began)
         starts = [worker.start.remote(config, role, address, port) for worker in workers]
-        return workers, watchdog, _launched(starts, watchdog, timeout_s, began)
-    except Exception:
+        with stage(f"loading the model of role {role}", answered(starts)):
+            return workers, watchdog, _launched(starts, watchdog, timeout_s, began)
+    except BaseException:
         end_processes(workers)
         raise
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from slimefsdp.determinism import make_deterministic
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.estimate import Beside
 from slimefsdp.expected import beside_of, with_chosen_sharding
-from slimefsdp.functions import load_function
+from slimefsdp.functions import failure_of, load_function
 from slimefsdp.loss.correction import CorrectionOptions
 from slimefsdp.loss.names import LOOKS_AT_SEQUENCES
 from slimefsdp.loss.objective import LossName, Objective
@@ -377,16 +376,14 @@ def check_policy_loss(config: RunConfig) -> None:
 def _policy_loss(name: str) -> PolicyLossFunction:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    function = load_function(name, field="loss.policy", example="my_losses:my_loss")
+    function = load_function(name, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
 
     def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
         # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
         try:
             found: object = function(tokens, options)
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{frame.filename}:{frame.lineno}"
-            raise RuntimeError(f"{name} raised {type(error).__name__}: {error} ({place})") from error
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(failure_of(name, error)) from error
         shape = tokens.log_probs.shape
         if not isinstance(found, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in found):
             shapes = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, PolicyLoss) else ""

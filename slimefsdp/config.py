@@ -7,6 +7,7 @@ pydantic and PyYAML, never torch, so that a bad setting is answered at once.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from slimefsdp.config_algorithm import AlgorithmSettings
 from slimefsdp.config_cluster import ClusterSettings
-from slimefsdp.config_messages import config_error, short_text
+from slimefsdp.config_messages import config_error, short_repr, short_text
 from slimefsdp.config_ready import check_ready_to_train
 from slimefsdp.config_rollout import DataSettings, EvaluationSettings, RolloutSettings
 from slimefsdp.config_sections import (
@@ -64,7 +65,8 @@ class RunConfig(AlgorithmSettings):
             for section in ("rollout", "evaluation", "reference", "advantage", "loss", "correction", "critic", "data")
             for name in sorted(getattr(self, section).model_fields_set)
         ]
-        kept = {"loss.reduction", "loss.constant_length", "loss.entropy_coefficient", "data.train"}
+        kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
+        kept |= {f"data.{name}" for name in ("train", "max_prompt_tokens", "overlong_prompts", "allow_changed")}
         unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
@@ -287,6 +289,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: naming the setting, its value, the rule and the way out.
     """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint="name a YAML file")
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
+    if not is_list or not all(isinstance(override, str) for override in overrides):
+        problem = f"overrides={short_repr(overrides)} is not a list of texts"
+        raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
     tree = read_yaml_mapping(Path(path))
     for override in overrides:
         apply_override(tree, override)

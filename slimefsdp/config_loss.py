@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from slimefsdp.config_messages import short_text
-from slimefsdp.config_sections import PathSetting, PositiveInt, Settings, broken_rule, function_name
+from slimefsdp.config_sections import PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
 from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, POLICY_LOSSES
 
 LARGEST = 1e30  # float32 holds it
@@ -120,7 +120,9 @@ class LossSettings(Settings):
         "rollout: the engine's",
     )
     drop_zero_advantages: bool = Field(
-        True, description="leave out samples whose advantage is zero, unless there is a KL or an entropy term"
+        True,
+        description="do not compute samples of groups without variance, where neither KL, entropy nor max_kl reads "
+        "them; they stay in the denominators, so this is a matter of speed alone",
     )
     epochs: PositiveInt = Field(1, description="passes over one rollout batch")
     max_kl: float | None = Field(
@@ -247,7 +249,7 @@ class CriticSettings(Settings):
     placement: Literal["colocated", "group"] = Field(
         "colocated", description="in the actor's processes, or a worker group of its own"
     )
-    dp: PositiveInt | None = Field(
+    dp: RankCount | None = Field(
         None, description="data ranks of its own group (placement: group); default: the actor's mesh"
     )
     offload: Literal["sleep", "none"] = Field(

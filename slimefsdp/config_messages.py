@@ -53,7 +53,7 @@ def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> C
 
 def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | None, str, str]:
     """The setting, what is wrong with it, and the way out."""
-    field = ".".join(part if str(part).isprintable() and part else repr(part) for part in map(str, finding["loc"]))
+    field = ".".join(_name(str(part)) for part in finding["loc"])
     kind, value, context = finding["type"], short_text(finding["input"]), finding.get("ctx", {})
     if kind == "value_error":  # rules about several settings name them themselves, and the way out after "; "
         message, _, hint = str(context["error"]).partition("; ")
@@ -69,12 +69,18 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
         return field, f"{field}={value} is not a setting", _near_names(".".join(section), name, sections)
     if kind == "invalid_key":
         return field, f"{field} is not the name of a setting", "use text as the name"
-    context = {name: int(x) if isinstance(x, float) and x.is_integer() else x for name, x in context.items()}
+    is_short = {name: isinstance(x, float) and x.is_integer() and x < 1e15 for name, x in context.items()}
+    context = {name: int(x) if is_short[name] else x for name, x in context.items()}
     rule, hint = _RULES.get(kind, (finding["msg"], "correct the value"))
     if kind == "literal_error" and isinstance(finding["input"], str):
         near = difflib.get_close_matches(finding["input"], re.findall(r"'([^']*)'", context["expected"]), n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else hint
     return field, f"{field}={value} {rule.format(**context)}", hint.format(**context)
+
+
+def _name(part: str) -> str:
+    """A part of a setting's name, which may be anything that somebody typed."""
+    return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 
 def _near_names(section: str, name: str, sections: Sections) -> str:
@@ -113,6 +119,24 @@ class _ShortText(reprlib.Repr):
 
     def repr_PosixPath(self, value: Path, level: int) -> str:
         return self.repr1(str(value), level)
+
+
+class _ShortRepr(_ShortText):
+    """The same bounds, in Python's words."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return repr(value)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return repr(value)
+
+    def repr_float(self, value: float, level: int) -> str:
+        return repr(value)
+
+
+def short_repr(value: Any) -> str:
+    """The value as Python writes it, on one line of bounded length, whatever it is."""
+    return " ".join(_ShortRepr().repr(value).split())
 
 
 def short_text(value: Any) -> str:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from slimefsdp.config import RunConfig
 
 
+MOST_SAMPLES = 10_000_000
+"""In one step; a plan of more takes longer than anybody waits."""
+
+
 def check_ready_to_train(config: RunConfig) -> None:
     """Refuses settings that the loop of `slimefsdp train` cannot serve.
 
@@ -24,6 +28,14 @@ def check_ready_to_train(config: RunConfig) -> None:
     for field in needed:
         if config.value_of(field) is None:
             raise ConfigError(f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML")
+    if config.samples_per_step > MOST_SAMPLES:
+        field = "batch.samples_per_update" if config.algorithm == "sft" else "rollout.prompts_per_step"
+        raise ConfigError(
+            f"{field}={config.value_of(field)} makes a step of more than {MOST_SAMPLES:,} samples, which are in one "
+            "batch",
+            field=field,
+            hint="lower it",
+        )
     if config.algorithm == "sft":
         _check_demonstrations(config)
         return

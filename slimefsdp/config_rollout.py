@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from slimefsdp.config_sections import PathSetting, PositiveInt, Settings, broken_rule, function_name
+from slimefsdp.config_sections import PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
 
 
 def _filter_name(value: str) -> str:
@@ -20,16 +20,30 @@ class DataSettings(Settings):
 
     train: PathSetting | None = Field(None, description="records with `prompt` (and `answer` under sft)")
     heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
+    max_prompt_tokens: PositiveInt | None = Field(
+        None,
+        description="longest prompt, chat template included; null: what leaves room for a response in a pack "
+        "(batch.max_tokens_per_rank x mesh.cp, rollout.max_new_tokens) and in the model's learned positions",
+    )
+    overlong_prompts: Literal["error", "skip"] = Field(
+        "error",
+        description="records that are too long: error ends the run before it starts, naming the first; skip leaves "
+        "them out and lists them in run.dir/skipped_prompts.jsonl",
+    )
+    allow_changed: bool = Field(
+        False,
+        description="a resumed run takes other records in data.train than it began with, from the next epoch on",
+    )
 
 
 class RolloutSettings(Settings):
     """Sampling. The temperature is the engine's and the trainer's at once."""
 
-    temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs are taken at it too")
+    temperature: float = Field(1.0, ge=1e-30, le=1e30, description="of sampling; log-probs are taken at it too")
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response")
-    engines: PositiveInt = Field(1, description="embedded engine processes")
+    engines: RankCount = Field(1, description="embedded engine processes")
     sync_interval_steps: PositiveInt = Field(
         1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
     )

@@ -6,8 +6,19 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
+
+from slimefsdp.paths import NoPath, path_of, possible
 
 
 def broken_rule(rule: str, hint: str) -> PydanticCustomError:
@@ -15,15 +26,22 @@ def broken_rule(rule: str, hint: str) -> PydanticCustomError:
     return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
 
 
+MOST = 10**12
+"""The largest whole number of any setting: products of a few of them are still exact in 64 bits, or nearly so."""
+
+
+def _within_range(value: Any) -> Any:
+    if type(value) is int and abs(value) > MOST:
+        rule, hint = (f"must be at most {MOST:,}", "lower it") if value > 0 else ("must not be so low", "raise it")
+        raise broken_rule(rule, hint)
+    return value
+
+
 def _path_from_text(value: Any) -> Path:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise broken_rule("must be a path", "write the path of a file or folder")
     try:
-        return Path(value).expanduser()
-    except RuntimeError:
-        raise broken_rule("begins with the home of an unknown user", "write the path out") from None
+        return possible(value) if isinstance(value, Path) else path_of(value)
+    except NoPath as error:
+        raise broken_rule(error.rule, error.hint) from None
 
 
 def _two_fractions(value: Any) -> tuple[float, float]:
@@ -62,7 +80,7 @@ def _name_patterns(value: Any) -> tuple[str, ...]:
 
 def _update_numbers(value: Any) -> tuple[int, ...]:
     is_list = isinstance(value, list | tuple) and len(value) > 0
-    if not is_list or not all(type(item) is int and item >= 1 for item in value):
+    if not is_list or not all(type(item) is int and 1 <= item <= MOST for item in value):
         raise broken_rule("must be a list of update numbers from 1 on", "write it like [3, 100]")
     return tuple(value)
 
@@ -73,6 +91,12 @@ def _count_or_auto(value: Any) -> Any:
         raise broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
     if value != "auto" and value < 1:
         raise broken_rule("must be at least 1", "raise it")
+    return value if value == "auto" else _within_ranks(value)
+
+
+def _within_ranks(value: Any) -> Any:
+    if type(value) is int and value > MOST_RANKS:
+        raise broken_rule(f"must be at most {MOST_RANKS:,}", "lower it")
     return value
 
 
@@ -81,14 +105,25 @@ def _switch_or_name(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-PathSetting = Annotated[Path, BeforeValidator(_path_from_text)]
+PathSetting = Annotated[
+    Path,
+    BeforeValidator(_path_from_text),
+    PlainSerializer(lambda path: str(path).replace("$", "$$"), return_type=str, when_used="json"),  # read back as it is
+]
 PositiveInt = Annotated[int, Field(ge=1)]
+MOST_RANKS = 100_000
+RankCount = Annotated[PositiveInt, BeforeValidator(_within_ranks)]
 
 
 class Settings(BaseModel):
     """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def whole_numbers_are_in_range(cls, value: Any) -> Any:
+        return _within_range(value)
 
 
 class RunSettings(Settings):
@@ -170,7 +205,7 @@ class ReferenceSettings(Settings):
     placement: Literal["colocated", "group"] = Field(
         "colocated", description="in the actor's processes, or a worker group of its own"
     )
-    dp: PositiveInt | None = Field(
+    dp: RankCount | None = Field(
         None, description="data ranks of its own group (placement: group); default: the actor's mesh"
     )
     offload: Literal["sleep", "fsdp", "none"] = Field(
@@ -186,13 +221,13 @@ class ReferenceSettings(Settings):
 class MeshSettings(Settings):
     """The device mesh (dp_replicate, dp, cp); its size is the number of ranks, cp ranks are adjacent."""
 
-    dp_replicate: PositiveInt = Field(
+    dp_replicate: RankCount = Field(
         1, description="copies of the sharded model; gradients are summed over them, parameters sharded inside each"
     )
     dp: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_count_or_auto)] = Field(
         1, description="data-parallel ranks of a copy; auto: as many as the ranks started, or the cluster, leave for it"
     )
-    cp: PositiveInt = Field(1, description="context-parallel ranks that share each pack")
+    cp: RankCount = Field(1, description="context-parallel ranks that share each pack")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
 
 
@@ -298,7 +333,7 @@ class OptimSettings(Settings):
         description="fused: one kernel for a whole AdamW update, where foreach has one for each operation; auto: "
         "fused for adamw, foreach for sgd",
     )
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    lr: float = Field(1e-6, gt=0, le=1e30, description="peak learning rate")
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
         (0.9, 0.95), description="momentum, second moment; each in [0, 1)"
     )

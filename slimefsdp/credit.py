@@ -5,7 +5,6 @@ Numpy only and float64; the functions of the settings are found here, and what t
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ import numpy as np
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, SlimeError
-from slimefsdp.functions import load_function
+from slimefsdp.functions import failure_of, load_function
 from slimefsdp.loss.advantages import (
     ESTIMATORS,
     AdvantageInputs,
@@ -36,7 +35,7 @@ def check_functions(config: RunConfig) -> None:
     """
     estimator_of(config)
     if ":" in config.loss.policy:
-        load_function(config.loss.policy, field="loss.policy", example="my_losses:my_loss")
+        load_function(config.loss.policy, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
 
 
 def estimator_of(config: RunConfig) -> Estimator:
@@ -48,17 +47,18 @@ def estimator_of(config: RunConfig) -> Estimator:
     name = config.estimator
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    function = load_function(name, field="advantage.estimator", example="my_advantages:my_estimator")
+    function = load_function(
+        name, field="advantage.estimator", example="my_advantages:my_estimator", takes=("inputs", "options")
+    )
 
     def reported(inputs: AdvantageInputs, options: AdvantageOptions) -> Floats:
         try:
             return np.asarray(function(inputs, options), dtype=np.float64)
         except SlimeError:
             raise
-        except Exception as error:  # the user's function may raise, or return, anything
-            frame = traceback.extract_tb(error.__traceback__)[-1]
+        except (Exception, SystemExit) as error:  # the user's function may raise, or return, anything
             raise BatchError(
-                f"advantage.estimator={name} raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})",
+                f"advantage.estimator={failure_of(name, error)}",
                 field="advantages",
                 hint="return an array of numbers, one per sample or one per response token",
             ) from error
@@ -89,16 +89,20 @@ def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.n
     return found
 
 
-def has_variance(config: RunConfig, batch: RolloutBatch) -> np.ndarray:
+def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> np.ndarray:
     """False for the samples of groups in which no trained token has an advantage; bool [B].
 
     Only advantages that compare a group's samples, or the caller's own, say so by being zero: elsewhere a zero is a
     number like any other, and leaving it out of an update's denominators would change the others' weight.
+
+    Args:
+        advantages: [R], where they are known already; None: computed here.
     """
     if batch.group_ids is None or not (batch.advantages is not None or config.estimator in GROUPED):
         return np.ones(batch.num_samples, dtype=bool)
     _, group_of = np.unique(batch.group_ids, return_inverse=True)
-    moved = batch.sample_ids[batch.mask & (response_advantages(config, batch) != 0)]
+    found = response_advantages(config, batch) if advantages is None else advantages
+    moved = batch.sample_ids[batch.mask & (found != 0)]
     return np.bincount(group_of[moved], minlength=group_of.max() + 1)[group_of] > 0
 
 
@@ -205,8 +209,11 @@ def _check_equal_inside_sequences(config: RunConfig, batch: RolloutBatch, found:
         )
 
 
-def check_pairs(config: RunConfig, batch: RolloutBatch) -> None:
+def check_pairs(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray | None = None) -> None:
     """Whether a batch holds preference pairs: groups of two, one of positive and one of negative advantage, that fit.
+
+    Args:
+        advantages: as for `has_variance`.
 
     Raises:
         BatchError: naming the first group that is none.
@@ -215,7 +222,8 @@ def check_pairs(config: RunConfig, batch: RolloutBatch) -> None:
     assert batch.group_ids is not None
     trained = np.flatnonzero(batch.mask)
     signs = np.zeros(batch.num_samples)
-    signs[batch.sample_ids[trained]] = np.sign(response_advantages(config, batch)[trained])
+    found = response_advantages(config, batch) if advantages is None else advantages
+    signs[batch.sample_ids[trained]] = np.sign(found[trained])
     groups, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
     for fault, wrong in (
         ("has {} samples, not two", sizes != 2),

@@ -31,6 +31,7 @@ class Turn:
         if not self._lock.acquire(blocking=False):
             raise StateError(
                 f"{call}() while {self._running or 'another call'}() is running in another thread",
+                field=call,
                 hint="call it when that one has returned",
             )
         before, self._running = self._running, self._running or call

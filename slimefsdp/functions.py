@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slimefsdp.errors import ConfigError
 
 
-def load_function(name: str, *, field: str, example: str) -> Callable[..., Any]:
+def load_function(name: str, *, field: str, example: str, takes: Sequence[str] | None = None) -> Callable[..., Any]:
     """The function `module:function`, imported.
 
     Args:
         field: the setting that names it.
         example: a name that would do, for the error.
+        takes: the arguments it will be given, by place, with their names for the error; None: not looked at.
 
     Raises:
-        ConfigError: the name has another form, the module cannot be imported, or it has no such callable.
+        ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
+            be called with these arguments.
     """
     module_name, colon, function_name = name.partition(":")
     if not (module_name and colon and function_name):
@@ -34,15 +38,51 @@ def load_function(name: str, *, field: str, example: str) -> Callable[..., Any]:
             field=field,
             hint="install the module, or put its folder on PYTHONPATH",
         ) from error
-    if not hasattr(module, function_name):
+    try:
+        function: Callable[..., Any] = getattr(module, function_name)
+    except (Exception, SystemExit) as error:  # the module's own __getattr__ may raise anything
         raise ConfigError(
             f"module {module_name!r} has no {function_name!r}",
             field=field,
             hint=f"name a function that {module_name} defines",
-        )
-    function: Callable[..., Any] = getattr(module, function_name)
+        ) from error
     if not callable(function):
         raise ConfigError(
             f"{name!r} is a {type(function).__name__}, which cannot be called", field=field, hint="name a function"
         )
+    if takes is not None:
+        _check_arguments(function, name, field, takes)
     return function
+
+
+def failure_of(name: str, error: BaseException) -> str:
+    """What a function of the user's own raised, and in which of its lines, for an error that has it as its cause."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    try:
+        text = str(error)
+    except Exception:  # its own method, which may raise anything
+        text = "(it has no text)"
+    return f"{name} raised {type(error).__name__}: {text:.300} ({frame.filename}:{frame.lineno})"
+
+
+def _check_arguments(function: Callable[..., Any], name: str, field: str, takes: Sequence[str]) -> None:
+    wanted = f"({', '.join(takes)})"
+    for is_another, what in (
+        (inspect.iscoroutinefunction, "a coroutine function"),
+        (inspect.isgeneratorfunction, "a generator function"),
+        (inspect.isasyncgenfunction, "an asynchronous generator function"),
+    ):
+        if is_another(function):
+            raise ConfigError(f"{name!r} is {what}", field=field, hint=f"make it a plain function{wanted}")
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # some builtins have none
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise ConfigError(
+            f"{name!r} takes {signature}, and is called with {wanted}: {error}",
+            field=field,
+            hint=f"define it as {name.rpartition(':')[2]}{wanted}",
+        ) from error

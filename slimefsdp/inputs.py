@@ -31,35 +31,52 @@ def check_together(
     group: dist.ProcessGroup,
     *,
     given: object = None,
-) -> None:
+) -> np.ndarray | None:
     """Collective: `phase.check_batch` for a folder's model; all ranks refuse the batch or none.
 
     Args:
         given: what else the call was given, and must be equal on all ranks.
 
+    Returns:
+        The advantages that `phase.check_batch` found, the same on all ranks.
+
     Raises:
         StateError: ranks hold different batches. BatchError: the batch does not fit the settings. ConfigError: a
             function of the user's own cannot be imported. What such a function raises on any rank.
     """
-    if not all_equal(f"{phase.batch_digest(batch)} {given!r}", group):
+    # what is no batch is compared too: a rank that refused it alone would leave its peers waiting
+    digest = phase.batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
+    if not all_equal(f"{digest} {given!r}", group):
         raise StateError(
-            "ranks hold different batches, or other arguments", hint="call every rank with the same batch and arguments"
+            "ranks hold different batches, or other arguments",
+            field="batch",
+            hint="call every rank with the same batch and arguments",
         )
 
+    phase.require_batch(batch)
+    advantages: np.ndarray | None = None
+
     def check() -> None:
+        nonlocal advantages
         if loss == "policy":
             check_functions(config)
-        phase.check_batch(config, batch, folder.vocab_size, loss=loss, max_sample_tokens=folder.max_sample_tokens)
+        advantages = phase.check_batch(
+            config, batch, folder.vocab_size, loss=loss, max_sample_tokens=folder.max_sample_tokens
+        )
 
     run_together(check, group)  # a function of the user's own may fail on one machine alone
-    if loss == "policy" and ":" in config.estimator and batch.advantages is None:
-        found = response_advantages(config, batch)
-        if not all_equal(hashlib.sha256(found.tobytes()).hexdigest(), group):
-            raise StateError(
-                f"advantage.estimator={config.estimator} gave ranks different advantages",
-                field="advantage.estimator",
-                hint="let it depend on its arguments alone: no random numbers, no clock, no order of sets",
-            )
+    if advantages is not None and ":" in config.estimator and batch.advantages is None:
+        _require_equal_advantages(config, advantages, group)
+    return advantages
+
+
+def _require_equal_advantages(config: RunConfig, advantages: np.ndarray, group: dist.ProcessGroup) -> None:
+    if not all_equal(hashlib.sha256(advantages.tobytes()).hexdigest(), group):
+        raise StateError(
+            f"advantage.estimator={config.estimator} gave ranks different advantages",
+            field="advantage.estimator",
+            hint="let it depend on its arguments alone: no random numbers, no clock, no order of sets",
+        )
 
 
 def agreed_plan(
@@ -74,7 +91,9 @@ def agreed_plan(
     limits: dict[str, Any] = {"dp": data_ranks, "max_pack_tokens": config.max_pack_tokens, "together": together}
     run_together(lambda: phase.check_plan(plan, batch, **limits), group)
     if not all_equal(plan.digest(), group):
-        raise StateError("ranks hold different plans", hint="call every rank with the same batch and settings")
+        raise StateError(
+            "ranks hold different plans", field="plan", hint="call every rank with the same batch and settings"
+        )
     return plan
 
 
@@ -90,13 +109,17 @@ def training_inputs(
     loss: LossName,
     log_probs: Callable[[Literal["actor", "ref"]], torch.Tensor],
     kl_coefficient: float,
+    group: dist.ProcessGroup,
+    *,
+    advantages: np.ndarray | None = None,
     gae_lambda: float | None = None,
 ) -> TokenInputs:
-    """Everything the phase's losses read, [R] each; weights are set per update.
+    """Collective: everything the phase's losses read, [R] each; weights are set per update.
 
     Args:
         log_probs: collective; [2, R] log-probs and entropies of a model now, called only for what the batch lacks.
         kl_coefficient: of the KL that loss.kl_in=reward takes off each token's reward.
+        advantages: of a policy, float64 [R], that the ranks agreed on; None: such a KL enters them.
         gae_lambda: of a critic's targets; None: advantage.gae_lambda.
     """
     inputs = TokenInputs(
@@ -123,15 +146,29 @@ def training_inputs(
         reference = None
     elif reference is None:
         reference = log_probs("ref")[0]
-    penalty = _kl_penalty(config, old, reference, kl_coefficient) if batch.advantages is None else None
+    if advantages is None:
+        penalty = _kl_penalty(config, old, reference, kl_coefficient)
+        advantages = _penalized_advantages(config, batch, penalty, group)
     return replace(
         inputs,
-        advantages=torch.from_numpy(response_advantages(config, batch, penalty)),
+        advantages=torch.from_numpy(advantages),
         old_log_probs=old,
         old_is_rollout=is_rollout,
         ref_log_probs=reference,
         rollout_log_probs=_tensor(batch.rollout_log_probs),
     )
+
+
+def _penalized_advantages(
+    config: RunConfig, batch: RolloutBatch, penalty: np.ndarray | None, group: dist.ProcessGroup
+) -> np.ndarray:
+    """Collective: advantages that a KL enters, float64 [R], the same on all ranks."""
+    if ":" not in config.estimator:
+        return response_advantages(config, batch, penalty)
+    found: list[np.ndarray] = []
+    run_together(lambda: found.append(response_advantages(config, batch, penalty)), group)
+    _require_equal_advantages(config, found[0], group)
+    return found[0]
 
 
 def _kl_penalty(

@@ -76,12 +76,14 @@ class Learner:
         plan: Plan,
         loss: LossName,
         *,
+        advantages: np.ndarray | None = None,
         gae_lambda: float | None = None,
         kl_coefficient: float | None = None,
     ) -> TokenInputs:
         """Collective: everything that the losses of a phase read; weights are set per update.
 
         Args:
+            advantages: as for `slimefsdp.inputs.training_inputs`.
             gae_lambda: of a critic's targets; None: advantage.gae_lambda.
             kl_coefficient: of the KL in a critic's targets, which is its actor's; None: this learner's own.
 
@@ -101,7 +103,10 @@ class Learner:
                 return of_model[model](batch, plan, trained_only=True)
 
         coefficient = self.kl_coefficient if kl_coefficient is None else kl_coefficient
-        return training_inputs(self._config, batch, plan, loss, log_probs, coefficient, gae_lambda)
+        return training_inputs(
+            self._config, batch, plan, loss, log_probs, coefficient, self._mesh.group,
+            advantages=advantages, gae_lambda=gae_lambda,
+        )  # fmt: skip
 
     def beside_reference(self, loss: LossName) -> AbstractContextManager[object]:
         """Collective: the reference on the device while gradients are added, where the loss reads its hidden states."""

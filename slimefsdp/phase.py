@@ -39,6 +39,20 @@ def batch_digest(batch: RolloutBatch) -> str:
     return digest.hexdigest()
 
 
+def require_batch(batch: object) -> None:
+    """Whether a call was given a batch at all.
+
+    Raises:
+        BatchError: it is something else.
+    """
+    if not isinstance(batch, RolloutBatch):
+        raise BatchError(
+            f"a {type(batch).__name__} was given for a batch",
+            field="batch",
+            hint="make one with RolloutBatch.from_samples",
+        )
+
+
 def check_batch(
     config: RunConfig,
     batch: RolloutBatch,
@@ -46,13 +60,17 @@ def check_batch(
     *,
     loss: Literal["policy", "sft", "value"] | None,
     max_sample_tokens: int | None = None,
-) -> None:
+) -> np.ndarray | None:
     """Whether the batch can be used under these settings; its own consistency was checked when it was made.
 
     Args:
         vocab_size: of the model.
         loss: also check what this loss reads (rewards, groups, log-probs, values); None: just the tokens.
         max_sample_tokens: positions that the model learned; None: it has no such limit.
+
+    Returns:
+        Of a policy's loss the advantages, float64 [R], so that nobody computes them again: an estimator of the user's
+        own may answer otherwise when asked twice. None where a KL in the reward enters them, and log-probs with it.
 
     Raises:
         BatchError: naming field, sample, value and the way out.
@@ -79,23 +97,27 @@ def check_batch(
             field="temperature",
             hint="sample and train at one temperature",
         )
-    if loss == "policy":
-        _check_policy_inputs(config, batch)
+    advantages = _check_policy_inputs(config, batch) if loss == "policy" else None
     if loss == "value":
         _check_value_inputs(config, batch)
     if loss is not None and config.loss.reduction == "prompt_mean":
         require(batch, "group_ids", "loss.reduction=prompt_mean counts prompts", "choose another reduction")
+    return advantages
 
 
-def _check_policy_inputs(config: RunConfig, batch: RolloutBatch) -> None:
-    response_advantages(config, batch)  # raises what is wrong with rewards, values and groups
+def _check_policy_inputs(config: RunConfig, batch: RolloutBatch) -> np.ndarray | None:
+    lacks_kl = config.has_kl_in_reward and batch.advantages is None
+    advantages = None
+    if not (lacks_kl and ":" in config.estimator):  # which is asked once a phase, when the KL is known
+        advantages = response_advantages(config, batch)  # raises what is wrong with rewards, values and groups
     if config.loss.old_log_probs == "rollout" and batch.old_log_probs is None:
         require(batch, "rollout_log_probs", "loss.old_log_probs=rollout reads it", "set loss.old_log_probs=recompute")
     if config.correction.reads_rollout_log_probs:
         way_out = "switch the correction off"
         require(batch, "rollout_log_probs", "the correction of its mismatch reads it", way_out)
     if config.loss.policy in PAIRWISE:
-        check_pairs(config, batch)
+        check_pairs(config, batch, advantages)
+    return None if lacks_kl else advantages
 
 
 def _check_value_inputs(config: RunConfig, batch: RolloutBatch) -> None:
@@ -135,6 +157,8 @@ def check_plan(
             fault = f"names samples that a batch of {batch.num_samples} does not have"
         elif any(len(found) != len(np.unique(found)) for found in map(plan.samples_of, range(len(plan.updates)))):
             fault = "has a sample twice in an update"
+        elif not all(_counts_all(plan, update, batch) for update in range(len(plan.updates))):
+            fault = "does not count every sample of an update once in its denominators"
         elif plan.shared is not None and not plan.shared.fit(batch.tokens, batch.lengths):
             fault = "says that samples share what they do not"
         elif any(_tokens_of(plan, batch, pack) > max_pack_tokens for pack in packs):
@@ -161,9 +185,19 @@ def _is_well_formed(plan: Plan) -> bool:
         return False
     try:
         packs = [(len(of_rank), all(map(is_indices, of_rank))) for update in plan.updates for of_rank in update]
-        return all(count and good for count, good in packs) and first >= 0  # a plan cut short may name more updates
+        # a plan cut short may name, and count, more updates
+        counts = plan.counted is None or (len(plan.counted) >= len(plan.updates) and all(map(is_indices, plan.counted)))
+        return all(count and good for count, good in packs) and first >= 0 and counts
     except TypeError:  # something is no sequence, or no number
         return False
+
+
+def _counts_all(plan: Plan, update: int, batch: RolloutBatch) -> bool:
+    if plan.counted is None:
+        return True
+    counted = plan.counted[update]
+    are_samples = ((counted >= 0) & (counted < batch.num_samples)).all() and (np.diff(counted) > 0).all()
+    return bool(are_samples and np.isin(plan.samples_of(update), counted).all())
 
 
 def _tokens_of(plan: Plan, batch: RolloutBatch, pack: np.ndarray) -> int:
@@ -181,21 +215,24 @@ def plan_training(
     cost: CostModel = DEFAULT_COST_MODEL,
     *,
     loss: Literal["policy", "sft", "value"] | None = None,
+    advantages: np.ndarray | None = None,
 ) -> Plan:
-    """The phase's updates; samples in which nothing trains are left out.
+    """The phase's updates; samples in which nothing trains are left out of the packs, not of the denominators.
 
     Args:
         cost: what packs and ranks are balanced by, as `cost_model_of` the model.
         loss: whose phase it is; None: the actor's under this algorithm.
+        advantages: [R], those that `check_batch` found; None: computed here where they are needed.
 
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
     """
     loss = loss or config.loss_name
-    trains = np.zeros(batch.num_samples, dtype=bool)
-    trains[batch.sample_ids[batch.mask]] = True
+    counts = np.zeros(batch.num_samples, dtype=bool)
+    counts[batch.sample_ids[batch.mask]] = True
     other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
-    if loss == "policy" and config.loss.drop_zero_advantages and not other_terms:
-        trains &= has_variance(config, batch)
+    trains = counts
+    if loss == "policy" and not other_terms:
+        trains = counts & has_variance(config, batch, advantages)
     per_update = config.batch.samples_per_update
     one_update = per_update is None or per_update >= batch.num_samples
     return plan_phase(
@@ -206,6 +243,8 @@ def plan_training(
         epochs=config.loss.epochs,
         seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
         trains=trains,
+        counts=counts,
+        drop=config.loss.drop_zero_advantages and config.loss.max_kl is None,  # which is of all samples
         together=samples_together(config, batch, loss),
         **_sharing(config, batch),
         cost_model=cost,
@@ -297,7 +336,11 @@ def samples_together(
 def update_weights_of_tokens(
     config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
 ) -> np.ndarray:
-    """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it."""
+    """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it.
+
+    Args:
+        samples: all that count in the update (`Plan.counted_of`), computed or not.
+    """
     if denominator is not None and not isinstance(denominator, int | float):
         raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
     in_update = np.zeros(batch.num_samples, dtype=bool)

@@ -2,14 +2,16 @@
 
 A process is one rank, or one engine, and has one call at a time, so this belongs to the process and not to an object
 that all code would have to be handed. It takes no lock that a stuck thread could hold, and a tick costs less than a
-microsecond.
+microsecond. What goes on beside the call, such as a save in the background, is no progress of the call.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ LAUNCH = "launch"
 """The phase of a process that is not ready yet."""
 IDLE = "idle"
 """The phase of one that has no call."""
+_REMEMBERED = 9  # times of a phase: one that was held up is outvoted by the others, and forgotten after so many
 _BETWEEN = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames tell nothing
 # files in which a thread that only waits for other ranks, or for the save behind it, has the innermost of the others
 _WAITING = ("/torch/distributed/", "/slimefsdp/attention/wire.py", "/slimefsdp/checkpoint/background.py")
@@ -32,7 +35,8 @@ class Standing:
     phase: str
     ticks: int
     still_s: float  # since the last tick
-    longest_s: float | None  # between two ticks of such a phase, as far as one ended in this process; None: none did
+    # the longest between two ticks of such a phase: the median over the last times that it ended; None: it never did
+    usual_s: float | None
     place: str  # in the code, of the thread that has the call
     waits: bool  # that thread waits for others, as far as its frame tells
 
@@ -49,33 +53,60 @@ class Progress:
         self._phase = LAUNCH
         self._ticks = 0
         self._last = clock()
-        self._gaps: dict[str, float] = {}  # phase -> the longest between two ticks
-        self._ended: set[str] = set()  # not those that only gave way to a phase inside of them
+        self._longest_s = 0.0  # between two ticks since the phase began, without phases inside of it
+        self._earlier: dict[str, deque[float]] = {}  # phase -> that, of its last times
+        self._usual: dict[str, float] = {}
         self._thread = threading.get_ident()
+        self._own = threading.local()  # `is_aside`, where a thread's work is none of the call's
+        self._joined = False
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """The calling thread is in a phase, and then in the one before again; also a decorator."""
-        before = self._phase
+        self.tick()
+        before, longest_s = self._phase, self._longest_s
         self.enter(phase)
         try:
             yield
+            self.tick()
+            remembered = self._earlier.setdefault(phase, deque(maxlen=_REMEMBERED))
+            remembered.append(self._longest_s)
+            self._usual[phase] = statistics.median_low(remembered)
         finally:
             self.enter(before)
-            self._ended.add(phase)
+            self._longest_s = longest_s
 
     def enter(self, phase: str) -> None:
         """The calling thread begins a phase, which lasts until the next one; counts as a tick of the one before."""
         self.tick()
         self._phase = phase
+        self._longest_s = 0.0
         self._thread = threading.get_ident()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What the calling thread does goes on beside the call: its ticks count only while the call has `joined` it."""
+        self._own.is_aside = True
+        try:
+            yield
+        finally:
+            self._own.is_aside = False
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """The call waits for what goes on beside it: as long as that gets on, so does the call."""
+        self._joined = True
+        try:
+            yield
+        finally:
+            self._joined = False
+
     def tick(self) -> None:
-        """A unit of work is done, in any thread."""
+        """A unit of work is done: of the call, unless the calling thread's goes on beside it."""
+        if getattr(self._own, "is_aside", False) and not self._joined:
+            return
         now = self._clock()
-        gap, phase = now - self._last, self._phase
-        if gap > self._gaps.get(phase, -1.0):
-            self._gaps[phase] = gap
+        self._longest_s = max(self._longest_s, now - self._last)
         self._last = now
         self._ticks += 1
 
@@ -83,11 +114,11 @@ class Progress:
         """How far this process is, asked from another thread."""
         phase, ticks, still_s = self._phase, self._ticks, self._clock() - self._last
         # what came for the first time, such as compiling or the first save, is no measure before it is over
-        longest_s = self._gaps[phase] if phase in self._ended else None
+        usual_s = self._usual.get(phase)
         frame = sys._current_frames().get(self._thread)
         while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
             frame = frame.f_back
-        return Standing(phase, ticks, still_s, longest_s, _place(frame), _waits(frame))
+        return Standing(phase, ticks, still_s, usual_s, _place(frame), _waits(frame))
 
 
 def _place(frame: FrameType | None) -> str:
@@ -105,4 +136,6 @@ _of_this_process = Progress()
 during = _of_this_process.during
 enter = _of_this_process.enter
 tick = _of_this_process.tick
+aside = _of_this_process.aside
+joined = _of_this_process.joined
 standing = _of_this_process.standing

@@ -11,6 +11,7 @@ from typing import Any
 from slimefsdp.config_messages import short_text
 from slimefsdp.data.cost import ELEMENT_BYTES
 from slimefsdp.errors import ConfigError
+from slimefsdp.plain_file import read_plain
 from slimefsdp.strict_json import parse_json
 
 # of the matrix rate that a data sheet states, what large products reach
@@ -96,13 +97,10 @@ def read_calibration(path: Path, *, field: str) -> Rates:
         return ConfigError(f"{path} {problem}", field=field, hint=hint)
 
     try:
-        if path.exists() and not path.is_file():  # a pipe would block, and a device has no end
-            raise refused("holds no calibration: it is no plain file")
-        if path.stat().st_size > _MAX_BYTES:
-            raise refused(f"holds no calibration: it is larger than {_MAX_BYTES} bytes")
-        raw = path.read_bytes()
-        rates = Rates(**parse_json(raw)["rates"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        rates = Rates(**parse_json(read_plain(path, _MAX_BYTES))["rates"])
+    except OSError as error:
+        raise refused(f"holds no calibration: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise refused(f"holds no calibration: {type(error).__name__}: {short_text(str(error))}") from None
     for name, value in asdict(rates).items():
         if name == "source":

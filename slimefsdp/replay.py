@@ -14,19 +14,19 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from slimefsdp.config import load_config
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import SlimeError
+from slimefsdp.paths import path_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that both ways of replaying share."""
-    parser.add_argument("config", type=Path, help="YAML settings")
+    parser.add_argument("config", type=path_argument, help="YAML settings")
     parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.dp=2")
-    parser.add_argument("--batch", type=Path, required=True, help="file written by RolloutBatch.save")
-    parser.add_argument("--export", type=Path, help="write the new weights here as a Hugging Face folder")
+    parser.add_argument("--batch", type=path_argument, required=True, help="file written by RolloutBatch.save")
+    parser.add_argument("--export", type=path_argument, help="write the new weights here as a Hugging Face folder")
 
 
 def json_text(metrics: dict[str, float]) -> str:

@@ -19,12 +19,12 @@ from slimefsdp.build import is_host_memory_pinned, master_dtype
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.checkpoint.background import BackgroundSave
 from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES, write_model_folder
-from slimefsdp.checkpoint.identity import architecture_of, check_identity, check_info, differences
+from slimefsdp.checkpoint.identity import architecture_of, check_identity, check_info, check_loop_state, differences
 from slimefsdp.checkpoint.manifest import io_reported
 from slimefsdp.checkpoint.tensor_file import TensorSpec
 from slimefsdp.checkpoint.training import Named, load_training_state, save_training_state
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.folder import ModelFolder
 from slimefsdp.optim.updater import Updater
@@ -100,10 +100,7 @@ class Checkpoints:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
-        if loop_state is not None and type(loop_state) is not dict:
-            raise CheckpointError(
-                f"loop_state is a {type(loop_state).__name__}", field="loop_state", hint="give a dict of plain JSON"
-            )
+        check_loop_state(loop_state)
         store = self._store()
         run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
         info = {

@@ -25,6 +25,17 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("brackets are nested too deep") from None
 
 
+def is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and dictionaries are inside each other on more than so many levels."""
+    level = [value]
+    for _ in range(levels):
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items]
+        if not level:
+            return False
+    return True
+
+
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:

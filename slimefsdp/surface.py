@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
 from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 from slimefsdp import progress
-from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.errors import ConfigError, StateError, SyncError
 from slimefsdp.exclusive import Turn, exclusive
 
 Role = Literal["actor", "ref", "critic"]
@@ -21,6 +21,7 @@ RPCS: dict[str, Literal["first", "all"]] = {
     "train_step": "first",
     "forward_backward": "first",
     "optimizer_step": "first",
+    "zero_grad": "first",
     "sleep": "all",
     "wake_up": "all",
     "memory": "all",
@@ -44,6 +45,7 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "train_step": _TRAINED,
     "forward_backward": _TRAINED,
     "optimizer_step": _TRAINED,
+    "zero_grad": _TRAINED,
     "gradient_health": _TRAINED,
     "update_weights": ("actor", "ref"),
     "update_ref": ("actor",),
@@ -76,6 +78,20 @@ def require_role(call: str, role: str) -> None:
     if role not in answering:
         groups = " or ".join(answering)
         raise StateError(f"{call}() on a group of role {role!r}", field=call, hint=f"call it on the {groups} group")
+
+
+def require_receivers(receivers: object) -> None:
+    """Whether `update_weights` can send to what it was given.
+
+    Raises:
+        SyncError: it is no list, or something in it has no `begin`, `receive` and `commit`.
+    """
+    hint = "give a list of actors that implement slimefsdp.weights.receive.Receiver"
+    if not isinstance(receivers, Collection):
+        raise SyncError(f"receivers is a {type(receivers).__name__}, not a list", field="receivers", hint=hint)
+    for receiver in receivers:
+        if not all(hasattr(receiver, name) for name in ("begin", "receive", "commit")):
+            raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)
 
 
 class _Ranked(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,17 +27,16 @@ class Throughput:
     has_vocabulary_head: bool = True
     peak_tflops: float | None = None  # of one rank's device; None: not known
 
-    def metrics(self, plan: Plan, batch: RolloutBatch, seconds: float, updates: int) -> dict[str, float]:
-        """Of a phase that took the first `updates` of its plan in `seconds`."""
-        done = range(updates)
-        tokens = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in done)
+    def metrics(self, plan: Plan, batch: RolloutBatch, seconds: float, updates: Sequence[int]) -> dict[str, float]:
+        """Of a phase that took these updates of its plan in `seconds`."""
+        tokens = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in updates)
         metrics = {
             "train_seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "tokens_per_second_per_rank": tokens / seconds / self.ranks,
         }
         if self.dimensions is not None:
-            flops = sum(self._flops(self.dimensions, plan, batch, update) for update in done)
+            flops = sum(self._flops(self.dimensions, plan, batch, update) for update in updates)
             metrics["tflops_per_rank"] = flops / seconds / self.ranks / 1e12
             if self.peak_tflops is not None:
                 metrics["mfu"] = metrics["tflops_per_rank"] / self.peak_tflops

@@ -47,7 +47,7 @@ from slimefsdp.reports import (
     SyncReport,
 )
 from slimefsdp.state import Checkpoints, export_model
-from slimefsdp.surface import Role, require_loss, require_role, rpc
+from slimefsdp.surface import ROLES, Role, require_loss, require_receivers, require_role, rpc
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
 
@@ -56,11 +56,16 @@ class Trainer:
     """One rank. The process group must exist (`slimefsdp.parallel.mesh.start_process_group*`).
 
     Raises:
-        ConfigError: the mesh does not fit the ranks.
+        ConfigError: the mesh does not fit the ranks, or there is no such role.
         ModelError: the model folder cannot be loaded faithfully.
     """
 
     def __init__(self, config: RunConfig, role: Role = "actor", *, device: torch.device) -> None:
+        if not isinstance(config, RunConfig):
+            problem = f"config is a {type(config).__name__}, not settings"
+            raise ConfigError(problem, field="config", hint="give those of load_config or config_from_dict")
+        if role not in ROLES:
+            raise ConfigError(f"role={role!r} is no role", field="role", hint=f"use {', '.join(ROLES)}")
         prefer_expandable_segments(device)
         torch.manual_seed(config.run.seed + dist.get_rank())
         build.set_numerics(config)
@@ -148,36 +153,51 @@ class Trainer:
             plan: of `slimefsdp.phase.plan_training`; made here when not given.
             gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
 
+        An error on the way, or an end by loss.max_kl, leaves no gradients.
+
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
-            StateError: too many non-finite gradient norms in a row.
+            StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in
+                a row.
         """
         start = time.perf_counter()
         loss: LossName = "value" if self.role == "critic" else self.config.loss_name
-        self._check(batch, loss, (gae_lambda, kl_coefficient))
+        has_gradients = self.updater.has_gradients
+        known = self._check(batch, loss, (gae_lambda, kl_coefficient, has_gradients))
+        if has_gradients:
+            raise StateError(
+                "train_step() with gradients of forward_backward that no optimizer_step has used",
+                field="train_step",
+                hint="call optimizer_step to use them, or zero_grad to drop them",
+            )
         cost = self.policy.attention.cost  # what plans are balanced by
-        plan = phase.plan_training(self.config, batch, cost, loss=loss) if plan is None else plan
+        if plan is None:
+            plan = phase.plan_training(self.config, batch, cost, loss=loss, advantages=known)
         plan = agreed_plan(self.config, plan, batch, loss, self.mesh.group, data_ranks=self.mesh.data_ranks)
         self._residency.wake_up(("parameters",))
-        self._forget_gradients()  # what a failed or abandoned update left
         self._learner.seed_phase(self.updates_taken)
-        inputs = self._learner.inputs(batch, plan, loss, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient)
+        inputs = self._learner.inputs(
+            batch, plan, loss, advantages=known, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient
+        )
         reports: list[dict[str, float]] = []
         stopped: dict[str, float] = {}
-        with self._learner.beside_reference(loss):
-            for update in range(len(plan.updates)):
-                with self._profiler.profiled(self.updates_taken + 1):
-                    weights = phase.update_weights_of_tokens(self.config, batch, plan.samples_of(update))
-                    metrics = self._accumulate(batch, plan, update, inputs, weights, loss)
-                    if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
-                        self._forget_gradients()
-                        stopped = {"kl_old_stopped": metrics["kl_old"]}
-                        break
-                    reports.append(metrics | self.optimizer_step())
-        speed = self._throughput.metrics(plan, batch, time.perf_counter() - start, len(reports))
+        try:
+            with self._learner.beside_reference(loss):
+                for update in range(len(plan.updates)):
+                    with self._profiler.profiled(self.updates_taken + 1):
+                        weights = phase.update_weights_of_tokens(self.config, batch, plan.counted_of(update))
+                        metrics = self._accumulate(batch, plan, update, inputs, weights, loss)
+                        if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
+                            stopped = {"kl_old_stopped": metrics["kl_old"]}
+                            break
+                        reports.append(metrics | self.optimizer_step())
+        finally:
+            self._forget_gradients()  # of an update that did not come to its end
+        taken = [update for update, report in enumerate(reports) if not report["skipped_update"]]
+        speed = self._throughput.metrics(plan, batch, time.perf_counter() - start, taken)
         advantages = None if inputs.advantages is None else inputs.advantages.numpy()
         metrics = phase.phase_metrics(self.config, plan, batch, cost, advantages=advantages)
-        metrics = mean_over_updates(reports) | metrics | speed | {"updates": float(len(reports))}
+        metrics = mean_over_updates(reports) | metrics | speed | {"updates": float(len(taken))}
         metrics |= self._learner.follow_kl_target(metrics, batch.num_samples)
         return metrics | stopped | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
 
@@ -197,11 +217,11 @@ class Trainer:
             BatchError: the batch does not fit the settings; no gradient was added.
         """
         require_loss(loss, self.role)
-        self._check(batch, loss, denominator)
+        known = self._check(batch, loss, denominator)
         self._residency.wake_up(("parameters",))
         plan = self._learner.plan_everything(batch, loss)
         weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
-        inputs = self._learner.inputs(batch, plan, loss)
+        inputs = self._learner.inputs(batch, plan, loss, advantages=known)
         with self._learner.beside_reference(loss):
             return self._accumulate(batch, plan, 0, inputs, weights, loss)
 
@@ -215,6 +235,12 @@ class Trainer:
         self._residency.wake_up(("parameters", "optimizer"))
         self._checkpoints.wait_for_copy()
         return self.updater.step(self.mesh.group)
+
+    @rpc
+    def zero_grad(self) -> None:
+        """Drops the gradients that forward_backward has gathered; idempotent."""
+        self._residency.wake_up(("parameters",))  # asleep, they have nothing to drop
+        self._forget_gradients()
 
     # ------------------------------------------------------------------ residency
 
@@ -276,7 +302,11 @@ class Trainer:
         """
         require_role("gradient_health", self.role)
         if self.updater.health is None:
-            raise StateError("no update has been tried yet", hint="call train_step or optimizer_step first")
+            raise StateError(
+                "no update has been tried yet",
+                field="gradient_health",
+                hint="call train_step or optimizer_step first",
+            )
         return self.updater.health
 
     # ------------------------------------------------------------------ weights and state
@@ -288,6 +318,7 @@ class Trainer:
         Raises:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
+        require_receivers(receivers)
         self._residency.wake_up(("parameters",))
         return stream_weights(
             self.policy.named_weights(),
@@ -386,8 +417,8 @@ class Trainer:
 
     # ------------------------------------------------------------------ inside
 
-    def _check(self, batch: RolloutBatch, loss: LossName | None, given: object = None) -> None:
-        check_together(self.config, batch, self.folder, loss, self.mesh.group, given=given)
+    def _check(self, batch: RolloutBatch, loss: LossName | None, given: object = None) -> np.ndarray | None:
+        return check_together(self.config, batch, self.folder, loss, self.mesh.group, given=given)
 
     def _forget_gradients(self) -> None:
         self.updater.optimizer.zero_grad(set_to_none=True)

@@ -15,6 +15,7 @@ import yaml
 
 from slimefsdp.config_messages import short_text
 from slimefsdp.errors import ConfigError
+from slimefsdp.plain_file import open_plain
 
 MAX_BYTES = 100_000
 MAX_DEPTH = 20
@@ -181,8 +182,8 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     """
     name = str(path) if str(path).isprintable() and len(str(path)) < 300 else short_text(str(path))
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)  # bounded: a device has size 0 and no end
+        with open_plain(path) as file:
+            raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"cannot read {name}: {reason}", hint="give the path of a YAML file") from None

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from actors.rollout.engine import EnginePool
 from actors.rollout.filters import Filter, ScoredSample, load_filter
-from actors.rollout.prompts import PromptStream, Record, read_jsonl
+from actors.rollout.prompt_files import Prompts, read_prompts
+from actors.rollout.prompts import PromptStream, Record, place_of
 from actors.rollout.rewards import RewardFunction, load_reward
 from actors.run_folder import RecordedBatches
 from slimefsdp.config import RunConfig
@@ -45,18 +48,25 @@ class Collector:
 
     Args:
         recorded: where batches are recorded, for a run that may have to repeat a step.
+        prompts: what to draw for; None: all records of the files, whatever their length.
     """
 
-    def __init__(self, config: RunConfig, engines: EnginePool, recorded: RecordedBatches | None = None) -> None:
-        assert config.data.train is not None and config.rollout.reward is not None
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: EnginePool,
+        recorded: RecordedBatches | None = None,
+        prompts: Prompts | None = None,
+    ) -> None:
+        assert config.rollout.reward is not None
         self._config = config
         self._engines = engines
         self._recorded_batches = recorded
         self._reward: RewardFunction = load_reward(config.rollout.reward)
         self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
-        self.prompts = PromptStream(read_jsonl(config.data.train, field="data.train"), config.run.seed)
-        heldout = config.data.heldout
-        self.heldout: list[Record] = read_jsonl(heldout, field="data.heldout") if heldout else []
+        prompts = prompts or read_prompts(config)
+        self.prompts = PromptStream(prompts.train, config.run.seed)
+        self.heldout = prompts.heldout
 
     def collect(self, step: int, version: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step and the metrics of its samples; None where nothing is left to train on.
@@ -70,7 +80,8 @@ class Collector:
         recorded = self._recorded(step, version)
         if recorded is not None:
             return recorded
-        batch, metrics = self._drawn(step, seconds)
+        with self._function_named(step + 1):
+            batch, metrics = self._drawn(step, seconds)
         if batch is not None and self._recorded_batches is not None:
             notes = {"metrics": metrics, "prompts": self.prompts.state(), "settings": self._deciding_settings()}
             self._recorded_batches.write(step, batch, notes)
@@ -81,8 +92,24 @@ class Collector:
         settings = self._config.evaluation
         if settings.interval_steps is None:
             return {}
-        _, groups = self._groups(self.heldout, settings.samples_per_prompt, (_EVALUATION, step), {})
-        return _mean_scores(groups, "eval/")
+        with self._function_named(step):
+            _, groups = self._groups(self.heldout, settings.samples_per_prompt, (_EVALUATION, step), {})
+            return _mean_scores(groups, "eval/")
+
+    @contextmanager
+    def _function_named(self, step: int) -> Iterator[None]:
+        """Errors of the user's own reward or filter say in which step, and how the run can go on."""
+        try:
+            yield
+        except BatchError as error:
+            if error.field in ("rollout.reward", "rollout.filter"):
+                error.phase = f"step {step}"
+                error.hint = f"{error.hint}, and " + (
+                    "go on with the same command and checkpoint.resume=true"
+                    if self._recorded_batches is not None
+                    else "begin the run again; one with checkpoint.interval_steps could be gone on with"
+                )
+            raise
 
     def _recorded(self, step: int, version: int) -> tuple[RolloutBatch, Metrics] | None:
         """What was recorded of this step, if it can stand for sampling anew from the weights as they are."""
@@ -92,9 +119,12 @@ class Collector:
         if found is None:
             return None
         batch, notes = found
-        if (batch.weight_version, notes["settings"]) != (version, self._deciding_settings()):
+        is_of_these = self.prompts.has_records_of(notes["prompts"])
+        noted = self._with_defaults(notes["settings"])
+        if not is_of_these or (batch.weight_version, noted) != (version, self._deciding_settings()):
             warnings.warn(
-                f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights or settings",
+                f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights, settings or "
+                "prompts",
                 stacklevel=3,
             )
             return None
@@ -104,6 +134,17 @@ class Collector:
     def _deciding_settings(self) -> dict[str, Any]:
         # which of the engines draws a sample makes no difference to it
         return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": {"engines"}})
+
+    def _with_defaults(self, noted: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings as an earlier version noted them, and the defaults of those that it did not know."""
+        completed = dict(noted)
+        for section, values in self._deciding_settings().items():
+            if isinstance(values, dict):
+                fields = type(getattr(self._config, section)).model_fields
+                optional = [name for name in values if not fields[name].is_required()]
+                defaults = {name: fields[name].get_default(call_default_factory=True) for name in optional}
+                completed[section] = {**to_jsonable_python(defaults), **noted.get(section, {})}
+        return completed
 
     def _drawn(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """Rounds of drawing until enough groups pass the filter; the surplus of the last round is left out."""
@@ -223,11 +264,13 @@ def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
 
 
 def _mean_scores(groups: Sequence[_Group], prefix: str) -> Metrics:
-    scores = [one.scores for group in groups for one in group.samples]
-    for score in scores:
+    scored = [(group.record, one.scores) for group in groups for one in group.samples]
+    scores = [score for _, score in scored]
+    for record, score in scored:
         if score.keys() != scores[0].keys():
             raise BatchError(
-                f"the reward function returned the names {sorted(score)}, and {sorted(scores[0])} before",
+                f"the reward function returned the names {sorted(score)} for {place_of(record)}, and "
+                f"{sorted(scores[0])} before",
                 field="rollout.reward",
                 hint="return the same names for every response",
             )

@@ -18,10 +18,12 @@ import ray
 from actors.calls import CallFuture
 from actors.placement import Places, actor_options, gpus_per_rank
 from actors.ray_failures import end_processes, require_cluster
+from actors.rollout.tokenizer import encode_records, end_token_ids, load_tokenizer
+from actors.startup import answered, stage
 from actors.watchdog import Limits, Watchdog, Watched, remote_class
 from slimefsdp import progress
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ModelError, StateError, WorkerDied, WorkerHung
+from slimefsdp.errors import BatchError, StateError, WorkerDied, WorkerHung
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,12 @@ class EmbeddedEngine(Watched):
         on_cuda = device != "cpu" and torch.cuda.is_available()
         if not on_cuda:
             torch.set_num_threads(1)
-        self._tokenizer = _tokenizer_of(model_path)
+        self._tokenizer = load_tokenizer(model_path)
         self._model = build_for_sampling(
             Path(model_path), getattr(torch, compute_dtype), torch.device("cuda" if on_cuda else "cpu")
         )
         self._receiver = WeightReceiver(list(self._model.named_parameters()))
-        self._end_token_ids = _end_token_ids(model_path, self._tokenizer.eos_token_id)
+        self._end_token_ids = end_token_ids(model_path, self._tokenizer.eos_token_id)
         progress.enter(progress.IDLE)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
@@ -97,7 +99,9 @@ class EmbeddedEngine(Watched):
 
         version = self._receiver.version
         if version is None:
-            raise StateError("the engine has no committed weights", hint="call update_weights first")
+            raise StateError(
+                "the engine has no committed weights", field="update_weights", hint="call update_weights first"
+            )
         if self._model.device.type == "cpu":
             torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
         encoded = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
@@ -123,51 +127,6 @@ class EmbeddedEngine(Watched):
         return version, samples
 
 
-def _tokenizer_of(model_path: str) -> Any:
-    """Of a model folder, by the code of transformers alone: what the folder brings along is not run.
-
-    Raises:
-        ModelError: transformers cannot make one of the files.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the files can hold anything
-        said = " ".join(str(error).split())[:500]  # one line, which is what is shown of an engine that did not start
-        raise ModelError(
-            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {said}",
-            field="model.path",
-            hint="give a folder with a tokenizer that needs no code of its own",
-        ) from error
-
-
-def _end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
-    """The tokenizer's end token and those of generation_config.json, where chat models list more than one.
-
-    Raises:
-        ModelError: generation_config.json is not to be understood.
-    """
-    from transformers import GenerationConfig
-
-    ids = {tokenizer_eos}
-    file = Path(model_path) / "generation_config.json"
-    if file.exists():
-        try:
-            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
-            ids |= set(listed) if isinstance(listed, list) else {listed}
-            ids = {token for token in ids if token is not None}
-            if not all(type(token) is int for token in ids):
-                raise TypeError(f"eos_token_id = {listed!r:.100}")
-        except Exception as error:  # the file can hold anything
-            raise ModelError(
-                f"{file} cannot be used: {type(error).__name__}: {error!s:.300}",
-                field="model.path",
-                hint="restore the model's own file, or remove it",
-            ) from error
-    return {token for token in ids if token is not None}
-
-
 class EnginePool:
     """The driver's handle on the embedded engines of a run."""
 
@@ -187,7 +146,7 @@ class EnginePool:
         pool = cls(config)
         try:
             pool._start()
-        except Exception:
+        except BaseException:  # Ctrl-C too: in a notebook the driver lives on
             pool.shutdown()
             raise
         return pool
@@ -207,7 +166,8 @@ class EnginePool:
         ]
         self._watchdog = Watchdog(self._engines, Limits.of(config), kind="engine")
         ready = [one.keep_stacks.remote(config.run.dir, f"engine_{i}") for i, one in enumerate(self._engines)]
-        self._wait(ready, "launch", timeout_s, began)
+        with stage(f"starting {len(ready)} engines", answered(ready)):
+            self._wait(ready, "launch", timeout_s, began)
 
     def relaunch(self) -> None:
         """Ends all engines as they are and starts others in their places, or in new ones if those are gone.
@@ -256,9 +216,18 @@ class EnginePool:
             The weight version that sampled, and the samples.
 
         Raises:
+            BatchError: no prompt, or no sample of one, is asked for.
             StateError: an engine has no committed weights, or engines hold different versions.
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
+        if not prompts:
+            raise BatchError("there are no prompts to sample for", field="prompts", hint="give one or more")
+        if samples_per_prompt < 1:
+            raise BatchError(
+                f"samples_per_prompt={samples_per_prompt}; it must be 1 or more",
+                field="samples_per_prompt",
+                hint="raise it",
+            )
         require_cluster()
         settings = self._config.rollout
         shares = [part.tolist() for part in np.array_split(np.arange(len(prompts)), len(self._engines))]
@@ -281,7 +250,11 @@ class EnginePool:
         answers = self._wait([ref for ref, _ in working], "generate", self._config.cluster.call_timeout_s)
         versions = {version for version, _ in answers}
         if len(versions) != 1:
-            raise StateError(f"engines hold different weights: versions {sorted(versions)}", hint="call update_weights")
+            raise StateError(
+                f"engines hold different weights: versions {sorted(versions)}",
+                field="update_weights",
+                hint="call update_weights",
+            )
         samples = []
         for (_, share), (_, sampled) in zip(working, answers, strict=True):
             samples += [
@@ -306,25 +279,8 @@ def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) 
 
     Runs in a process of its own, so that the driver needs no transformers.
     """
-    task: Any = ray.remote(num_cpus=1, max_retries=0)(_encode_demonstrations)
-    ref = task.remote(str(config.model.path), list(records))
+    as_task: Any = ray.remote(num_cpus=1, max_retries=0)
+    ref = as_task(encode_records).remote(str(config.model.path), list(records), with_answers=True)
     name, timeout_s = "encode_demonstrations", config.cluster.call_timeout_s
     encoded: list[tuple[list[int], int]] = CallFuture([ref], name=name, timeout_s=timeout_s, first_only=True).result()
-    return encoded
-
-
-def _encode_demonstrations(model_path: str, records: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
-    from actors.rollout.prompts import encode_prompt
-
-    tokenizer = _tokenizer_of(model_path)
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer in {model_path} has no end token", field="model.path", hint="set its eos_token"
-        )
-    encoded = []
-    for record in records:
-        prompt = encode_prompt(tokenizer, record["prompt"])
-        answer = tokenizer.encode(str(record["answer"]), add_special_tokens=False)
-        answer.append(tokenizer.eos_token_id)
-        encoded.append((prompt + answer, len(answer)))
     return encoded

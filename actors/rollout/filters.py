@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actors.rollout.prompts import Record
-from slimefsdp.errors import BatchError
-from slimefsdp.functions import load_function
+from actors.rollout.prompts import Record, place_of
+from slimefsdp.config_messages import short_repr
+from slimefsdp.errors import BatchError, SlimeError
+from slimefsdp.functions import failure_of, load_function
 
 if TYPE_CHECKING:
     from actors.rollout.engine import Sampled
@@ -42,14 +43,15 @@ Filter = Callable[[Record, Sequence[ScoredSample]], bool]
 def load_filter(name: str) -> Filter:
     """The filter of `FILTERS`, or the function `module:function`; what that returns is checked at each call.
 
-    The returned function raises BatchError where the result is neither True nor False.
+    The returned function raises BatchError where this one raises, or returns neither True nor False.
 
     Raises:
         ConfigError: the module cannot be imported, or it has no such callable.
     """
     if name == "mixed_groups":
         return mixed_groups
-    return _checked(load_function(name, field="rollout.filter", example="my_filters:keep"), name)
+    takes = ("record", "samples")
+    return _checked(load_function(name, field="rollout.filter", example="my_filters:keep", takes=takes), name)
 
 
 def mixed_groups(record: Record, samples: Sequence[ScoredSample]) -> bool:
@@ -63,10 +65,19 @@ def mixed_groups(record: Record, samples: Sequence[ScoredSample]) -> bool:
 def _checked(function: Callable[..., Any], name: str) -> Filter:
     @functools.wraps(function)
     def keep(record: Record, samples: Sequence[ScoredSample]) -> bool:
-        kept = function(record, samples)
+        try:
+            kept = function(record, samples)
+        except SlimeError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
+            raise BatchError(
+                f"{failure_of(name, error)} for {place_of(record)}",
+                field="rollout.filter",
+                hint="correct the function",
+            ) from error
         if not isinstance(kept, bool | np.bool_):  # of a list or None, the truth would be a guess
             raise BatchError(
-                f"{name} returned {kept!r:.100} for the prompt {record.get('prompt')!r:.100}",
+                f"{name} returned {short_repr(kept)} for {place_of(record)}",
                 field="rollout.filter",
                 hint="return True to keep the group, or False",
             )

@@ -5,15 +5,35 @@ Importing this file costs no torch and no transformers, so that the command line
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from slimefsdp.config_messages import short_repr, short_text
 from slimefsdp.errors import CheckpointError, ConfigError
-from slimefsdp.strict_json import parse_json
+from slimefsdp.plain_file import open_plain
+from slimefsdp.strict_json import is_deeper, parse_json
 
-Record = dict[str, Any]
+MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
+MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere
+
+
+class Record(dict[str, Any]):
+    """The JSON object of one line; `place` says which, as file:line."""
+
+    def __init__(self, fields: Mapping[str, Any], place: str) -> None:
+        super().__init__(fields)
+        self.place = place
+
+
+def place_of(record: Mapping[str, Any]) -> str:
+    """Where a record stands, for an error; its prompt, if it is from no file."""
+    return record.place if isinstance(record, Record) else f"the prompt {record.get('prompt')!r:.100}"
 
 
 def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
@@ -29,22 +49,31 @@ def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
             names file:line.
     """
     path = Path(path)
+    records: list[Record] = []
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        # lines end at newlines only, not at U+2028, which JSON allows inside a string
+        with TextIOWrapper(open_plain(path), encoding="utf-8-sig") as lines:
+            for number in itertools.count(1):
+                line = lines.readline(MAX_LINE + 1)
+                if not line:
+                    break
+                place = f"{path}:{number}"
+                if len(line) > MAX_LINE:
+                    raise ConfigError(
+                        f"{place}: longer than {MAX_LINE} characters", field=field, hint="write one record per line"
+                    )
+                if line.strip():
+                    records.append(Record(_checked(line, place, field), place))
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist", field=field, hint="name an existing JSONL file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
         raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
-    # split on newlines only: splitlines() also breaks at U+2028, which JSON allows inside a string
-    records = [
-        _record(line, f"{path}:{number}", field) for number, line in enumerate(text.split("\n"), 1) if line.strip()
-    ]
     if not records:
         raise ConfigError(f"{path} holds no records", field=field, hint="give it one JSON object per line")
     return records
 
 
-def _record(line: str, place: str, field: str) -> Record:
+def _checked(line: str, place: str, field: str) -> dict[str, Any]:
     try:
         record = parse_json(line)
     except json.JSONDecodeError as error:
@@ -57,13 +86,20 @@ def _record(line: str, place: str, field: str) -> Record:
         raise ConfigError(
             f"{place}: not usable JSON: {error}", field=field, hint="write one plain JSON object per line"
         ) from error
+    # counted first, which is much quicker than walking through every record
+    if line.count("[") + line.count("{") > MAX_LEVELS and is_deeper(record, MAX_LEVELS):
+        raise ConfigError(
+            f"{place}: nested more than {MAX_LEVELS} deep", field=field, hint="write one plain JSON object per line"
+        )
     if not isinstance(record, dict):
         raise ConfigError(
             f"{place}: a {type(record).__name__}, not an object", field=field, hint="write one JSON object per line"
         )
     if "prompt" not in record:
         raise ConfigError(
-            f"{place}: no 'prompt' among the keys {sorted(record)}", field=field, hint="give each record a 'prompt'"
+            f"{place}: no 'prompt' among the keys {short_text(sorted(record))}",
+            field=field,
+            hint="give each record a 'prompt'",
         )
     fault = _prompt_fault(record["prompt"])
     if fault:
@@ -83,16 +119,18 @@ def _prompt_fault(prompt: Any) -> str | None:
     if not prompt:
         return "is empty"
     for index, message in enumerate(prompt):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not role.strip() or "content" not in message:
             return f"has no chat message at index {index}"
         content = message["content"]
         if content is None and "tool_calls" in message:  # which take the place of words
             continue
         if not isinstance(content, str):
             return f"has a {type(content).__name__} for the content of message {index}"
-        if fault := _text_fault(message["role"] + content):
+        if fault := _text_fault(role + content):
             return f"{fault}, in message {index}"
-    return None
+    has_words = any("tool_calls" in message or message["content"].strip() for message in prompt)
+    return None if has_words else "is empty"
 
 
 def _text_fault(text: str) -> str | None:
@@ -100,17 +138,19 @@ def _text_fault(text: str) -> str | None:
     return "holds half of a surrogate pair, which is no text" if is_broken else None
 
 
-def check_answers(records: Sequence[Record], path: Path, *, field: str) -> None:
-    """Supervised records need an `answer`.
+def check_answers(records: Sequence[Record], *, field: str) -> None:
+    """Supervised records need an `answer`, as do those that a response is compared with: a text, or a number.
 
     Raises:
         ConfigError: naming the file and the first record without one.
     """
-    for number, record in enumerate(records, 1):
-        answer = "" if record.get("answer") is None else str(record["answer"])
-        if not answer.strip() or _text_fault(answer):
-            problem = f"{path}: record {number} has no answer that is text"
-            raise ConfigError(problem, field=field, hint="give each record an `answer`")
+    for record in records:
+        answer = record.get("answer")
+        is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
+        if not is_number and not (isinstance(answer, str) and answer.strip() and not _text_fault(answer)):
+            found = f"'answer' is {short_repr(answer)}" if "answer" in record else "no 'answer'"
+            hint = "give each record an 'answer' that is a text or a number"
+            raise ConfigError(f"{place_of(record)}: {found}", field=field, hint=hint)
 
 
 def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
@@ -150,22 +190,34 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[in
     return tokens
 
 
+def digest_of(records: Iterable[Mapping[str, Any]]) -> str:
+    """The sha256 of records in their order, whatever the order of the keys in each."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(json.dumps(record, sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
+
+
 class PromptStream:
     """Records without end, each once per epoch, in an order that depends on the seed and the epoch only.
 
     The order of epoch e is a permutation by numpy's Philox with the key (seed, e), so that a place in the stream is two
     numbers and needs no generator state.
+
+    Args:
+        digest: of what the records were made of, if it is not they that a resumed run has to find again.
     """
 
-    def __init__(self, records: list[Record], seed: int) -> None:
+    def __init__(self, records: Sequence[Any], seed: int, *, digest: str | None = None) -> None:
         assert records
         self._records = records
         self._seed = seed
+        self._digest = digest_of(records) if digest is None else digest
         self._start_epoch(0)
 
-    def take(self, count: int) -> list[Record]:
+    def take(self, count: int) -> list[Any]:
         """The next `count` records; crosses into the next epoch where this one ends."""
-        taken: list[Record] = []
+        taken: list[Any] = []
         while len(taken) < count:
             if self._offset == len(self._records):
                 self._start_epoch(self._epoch + 1)
@@ -174,32 +226,54 @@ class PromptStream:
             self._offset += len(part)
         return taken
 
-    def state(self) -> dict[str, int]:
-        """Where the stream stands, as JSON-able numbers; `offset` counts the records of `epoch` already taken."""
-        return {"seed": self._seed, "records": len(self._records), "epoch": self._epoch, "offset": self._offset}
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands, as JSON-able values; `offset` counts the records of `epoch` already taken."""
+        place = {"seed": self._seed, "records": len(self._records), "epoch": self._epoch, "offset": self._offset}
+        return {**place, "digest": self._digest}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def has_records_of(self, state: Mapping[str, Any]) -> bool:
+        """Whether a `state()` is of these records; one of an earlier version tells their number only."""
+        return state.get("records") == len(self._records) and state.get("digest", self._digest) == self._digest
+
+    def restore(self, state: dict[str, Any], *, allow_changed: bool = False) -> None:
         """Continue from a `state()` of a stream with the same records and seed.
 
+        Args:
+            allow_changed: of other records, the next epoch begins.
+
         Raises:
-            CheckpointError: the state is of another seed or number of records, where it would name other prompts.
+            CheckpointError: the state is of another seed, or of other records, where it would name other prompts.
         """
-        place = [state.get(key) for key in ("seed", "records", "epoch", "offset")]
-        if not all(type(value) is int and value >= 0 for value in place) or state["offset"] > state["records"]:
+        keys = ("seed", "records", "epoch", "offset")
+        place = [state.get(key) for key in keys] if isinstance(state, dict) else [None]
+        if not all(type(value) is int and 0 <= value < 2**62 for value in place) or state["offset"] > state["records"]:
             raise CheckpointError(
-                f"{state!r:.200} is no place in the prompts",
+                f"{short_repr(state)} is no place in the prompts",
                 field="prompts",
                 hint="resume from a checkpoint of this loop",
             )
-        for key in ("seed", "records"):
-            if state[key] != self.state()[key]:
-                raise CheckpointError(
-                    f"the place in the prompts was saved with {key}={state[key]}, but this run has {self.state()[key]}",
-                    field=f"prompts.{key}",
-                    hint="resume with the settings and the prompt file the run began with, or begin a new run",
-                )
-        self._start_epoch(state["epoch"])
-        self._offset = state["offset"]
+        if state["seed"] != self._seed:
+            raise CheckpointError(
+                f"the place in the prompts was saved with seed={state['seed']}, but this run has {self._seed}",
+                field="prompts.seed",
+                hint="resume with the settings the run began with, or begin a new run",
+            )
+        if self.has_records_of(state):
+            self._start_epoch(state["epoch"])
+            self._offset = state["offset"]
+        elif allow_changed:
+            self._start_epoch(state["epoch"] + 1)
+        else:
+            is_shorter_or_longer = state["records"] != len(self._records)
+            raise CheckpointError(
+                f"the place in the prompts was saved with {state['records']} records, and this run has "
+                + (str(len(self._records)) if is_shorter_or_longer else "others, of the same number"),
+                field="prompts.records" if is_shorter_or_longer else "prompts.digest",
+                hint="resume with the data.train and model the run began with and, under data.overlong_prompts=skip, "
+                "with as much room for a prompt (data.max_prompt_tokens, rollout.max_new_tokens, "
+                "batch.max_tokens_per_rank x mesh.cp), or go on with the new records from the next epoch: "
+                "data.allow_changed=true",
+            )
 
     def _start_epoch(self, epoch: int) -> None:
         import numpy as np  # here, so that reading a file needs the standard library only

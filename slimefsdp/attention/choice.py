@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slimefsdp.data.cost import Strategy
+from slimefsdp.data.cost import STRATEGIES, Strategy
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.errors import ConfigError
 
@@ -56,14 +56,15 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
         return Choice("local", "one rank holds each pack")
     if setting != "auto":
         if problem := _problem(setting, shape, cp):
-            fitting = [name for name in ("ring", "ulysses", "all_gather") if not _problem(name, shape, cp)]
+            fitting = serving_strategies(shape, cp)
             raise ConfigError(
                 f"attention.strategy={setting} with mesh.cp={cp}: {problem}",
                 field="attention.strategy",
                 hint=f"use auto, or {' or '.join(fitting)}",
             )
         return Choice(setting, "as set")
-    # of K+V bytes, summed over the ranks: the ring moves cp - 1, Ulysses (cp - 1)/cp x (1 + heads/kv_heads)
+    # of K+V bytes of a sequence that all ranks share, summed over them: the ring moves cp - 1, Ulysses
+    # (cp - 1)/cp x (1 + heads/kv_heads). Shorter ones travel under Ulysses alone; lengths are not known here
     ulysses_is_lighter = cp > shape.heads / shape.kv_heads + 1
     cannot_split_heads = _problem("ulysses", shape, cp)
     if shape.has_windows and cannot_split_heads:
@@ -72,8 +73,13 @@ def choose_strategy(setting: StrategyName | Literal["auto"], shape: AttentionSha
         return Choice("ulysses", "the ring cannot express this model's sliding windows, and its heads can be divided")
     if ulysses_is_lighter and not cannot_split_heads:
         ratio = f"{shape.heads} heads over {shape.kv_heads} key heads"
-        return Choice("ulysses", f"with {ratio} it moves fewer bytes than the ring")
+        return Choice("ulysses", f"with {ratio} a sequence that all ranks share takes it fewer bytes than the ring")
     return Choice("ring", "its communication overlaps with computing")
+
+
+def serving_strategies(shape: AttentionShape, cp: int) -> list[Strategy]:
+    """Of the strategies that need no package, those that can serve a model over `cp` ranks."""
+    return [name for name in STRATEGIES if not _problem(name, shape, cp)]
 
 
 def _problem(name: StrategyName, shape: AttentionShape, cp: int) -> str | None:

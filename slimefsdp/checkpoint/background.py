@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from slimefsdp import progress
 from slimefsdp.checkpoint.sharded import ShardedTensor
 from slimefsdp.errors import PeerFailed, ResourceError, SlimeError
 
@@ -61,7 +62,7 @@ class BackgroundSave:
             self._moment.record()
         self._is_copied.clear()
         try:
-            self._running = self._thread.submit(write)
+            self._running = self._thread.submit(progress.aside()(write))
         except BaseException:
             self._is_copied.set()
             raise
@@ -95,7 +96,8 @@ class BackgroundSave:
         """
         running, self._running = self._running, None
         try:
-            return None if running is None else running.result()
+            with progress.joined():
+                return None if running is None else running.result()
         except SlimeError:
             raise
         except Exception as error:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from slimefsdp.byte_text import byte_text
 from slimefsdp.checkpoint.dcp import read_saved, write_dcp_folder
 from slimefsdp.checkpoint.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
 from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES, write_model_folder
@@ -301,4 +302,4 @@ class _Progress:
         self.nbytes += spec.nbytes
         if self.nbytes - self.noted >= _NOTED_EVERY_BYTES:
             self.noted = self.nbytes
-            self.note(f"{self.tensors} of {self.total} tensors, {self.nbytes / 2**30:.1f} GiB")
+            self.note(f"{self.tensors} of {self.total} tensors, {byte_text(self.nbytes)}")

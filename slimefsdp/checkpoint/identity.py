@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slimefsdp.checkpoint.manifest import json_bytes
 from slimefsdp.errors import CheckpointError
 
 # keys of config.json that change no number of a model without dropout; those that begin with _ are left out as well
@@ -68,6 +69,19 @@ def check_info(info: Mapping[str, Any], file: Path) -> None:
             hint="load a checkpoint that this version wrote",
             phase="load",
         )
+
+
+def check_loop_state(loop_state: object) -> None:
+    """Whether a checkpoint can hold what its caller gives along.
+
+    Raises:
+        CheckpointError: it is no dict, or would not come back equal from JSON.
+    """
+    if loop_state is not None and type(loop_state) is not dict:
+        raise CheckpointError(
+            f"loop_state is a {type(loop_state).__name__}", field="loop_state", hint="give a dict of plain JSON"
+        )
+    json_bytes({"info": {"loop_state": loop_state or {}}}, "loop_state")  # as deep as in the manifest
 
 
 def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path) -> None:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import warnings
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class FolderLock:
                     return
                 self.release()  # somebody removed the folder: the lock on what is gone protects nothing
             self._folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+            descriptor = _open(file, os.O_CREAT)
             try:
                 self._lock(descriptor)
                 os.ftruncate(descriptor, 0)
@@ -48,15 +49,35 @@ class FolderLock:
                 raise
         _held[self._folder] = descriptor
 
+    def require_free(self) -> None:
+        """Whether `acquire` would get it now; writes nothing.
+
+        Raises:
+            CheckpointError: as `acquire`.
+        """
+        if self._folder in _held:
+            return
+        file = self._folder / LOCK
+        with io_reported(file, "save"):
+            try:
+                descriptor = _open(file)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            try:
+                # shared: where NFS makes it a lock of byte ranges, an exclusive one needs a file open for writing
+                self._lock(descriptor, fcntl.LOCK_SH)
+            finally:
+                os.close(descriptor)
+
     def release(self) -> None:
         """Gives the lock back; the file stays, since removing it would let two processes in."""
         descriptor = _held.pop(self._folder, None)
         if descriptor is not None:
             os.close(descriptor)
 
-    def _lock(self, descriptor: int) -> None:
+    def _lock(self, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
             raise CheckpointError(
@@ -69,6 +90,15 @@ class FolderLock:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             warnings.warn(f"{self._folder} cannot be locked: make sure that one run alone writes it", stacklevel=4)
+
+
+def _open(file: Path, flags: int = 0) -> int:
+    """The lock's file, never a link's target; a pipe would wait for somebody to open its other end."""
+    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+    return descriptor
 
 
 def _forget_in_child() -> None:

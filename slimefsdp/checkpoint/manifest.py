@@ -21,7 +21,7 @@ from typing import Any
 
 from slimefsdp import progress
 from slimefsdp.errors import CheckpointError
-from slimefsdp.strict_json import parse_json
+from slimefsdp.strict_json import is_deeper, parse_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -75,7 +75,7 @@ def io_reported(path: Path, phase: str) -> Iterator[None]:
 
 def json_bytes(value: Any, what: str) -> bytes:
     """`value` as strict JSON; CheckpointError if it would not come back equal (NaN, tuples, integer keys, tensors)."""
-    if _is_deeper(value, MAX_DEPTH):
+    if is_deeper(value, MAX_DEPTH):
         raise CheckpointError(
             f"{what} is nested more than {MAX_DEPTH} deep", field=what, hint="keep it flat: lists and dicts of values"
         )
@@ -194,16 +194,6 @@ def check_files(folder: Path, manifest: Manifest, *, share: int = 0, shares: int
     for record, digest in zip(mine, digests, strict=True):
         if digest != record.sha256:
             raise damaged(folder / record.name, "does not have the sha256 it was saved with")
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
-        level = [item for items in inner for item in items]
-        if not level:
-            return False
-    return True
 
 
 def whole(value: Any) -> int:

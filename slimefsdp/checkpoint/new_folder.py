@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slimefsdp.checkpoint.manifest import sync
 from slimefsdp.errors import CheckpointError
+from slimefsdp.plain_file import can_keep_files
 
 
 @contextmanager
@@ -38,10 +39,19 @@ def new_folder(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # gone already after the rename
 
 
-def require_free_folder(path: str | Path) -> None:
-    """Raises CheckpointError unless `path` is absent or an empty folder: what is there is never overwritten."""
-    target = _resolved(path)
-    if target.is_dir():
+def require_free_folder(path: str | Path, *, field: str = "path") -> None:
+    """Whether `path` could be made, or is an empty folder: what is there is never overwritten.
+
+    Args:
+        field: whose value it is, for the error.
+
+    Raises:
+        CheckpointError: it is taken, or is where there can be no folder.
+    """
+    target = _resolved(path, field)
+    if not can_keep_files(target):
+        message = f"{target} is in a folder that keeps no files"
+    elif target.is_dir():
         taken = next((child.name for child in target.iterdir()), None)
         if taken is not None:
             message = f"{target} is not empty (it holds {taken!r})"
@@ -51,13 +61,17 @@ def require_free_folder(path: str | Path) -> None:
             return
     elif target.exists():
         message = f"{target} is a file"
+    elif not (existing := next(parent for parent in target.parents if parent.exists())).is_dir():
+        message = f"{target} cannot be made in {existing}, which is a file"
     else:
         return
-    raise CheckpointError(message, field="path", hint="choose another folder, or one inside it")
+    raise CheckpointError(message, field=field, hint="choose another folder, or one inside it")
 
 
-def _resolved(path: str | Path) -> Path:
+def _resolved(path: str | Path, field: str = "path") -> Path:
     try:
-        return Path(path).expanduser().resolve()
+        target = Path(path).expanduser().resolve()
+        target.exists()  # which a name that is too long has no answer to
+        return target
     except (OSError, RuntimeError, ValueError) as error:  # no such user, a link that leads to itself, a zero byte
-        raise CheckpointError(f"{str(path)!r} is no path: {error}", field="path", hint="name a folder") from error
+        raise CheckpointError(f"{str(path)!r} is no path: {error}", field=field, hint="name a folder") from error

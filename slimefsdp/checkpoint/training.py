@@ -77,7 +77,7 @@ def save_training_state(
     """
 
     def prepare() -> None:
-        if type(step) is not int or step < 0:
+        if type(step) is not int or not 0 <= step < 2**62:
             raise CheckpointError(f"step={step!r} is not a step", field="step", hint="count steps from 0")
         json_bytes(info, "info")
         if background is not None and background.is_lost:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from slimefsdp.config_messages import short_repr
 from slimefsdp.errors import BatchError
 
 REQUIRED = ("tokens", "lengths", "response_lengths")
@@ -35,8 +36,8 @@ def refuse(field: str, message: str, hint: str) -> NoReturn:
 
 def refuse_unknown(name: object, known: Iterable[str], what: str, otherwise: str = "") -> NoReturn:
     """Raise the BatchError that `name` is not `what`, with the nearest of the `known` names as the way out."""
-    nearest = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)[0]
-    refuse(str(name), f"{name!r} is not {what}", f"write {nearest!r} if that is meant{otherwise}")
+    nearest = difflib.get_close_matches(str(name)[:60], list(known), n=1, cutoff=0.0)[0]
+    refuse(str(name)[:60], f"{short_repr(name)} is not {what}", f"write {nearest!r} if that is meant{otherwise}")
 
 
 def as_array(
@@ -53,6 +54,8 @@ def as_array(
         BatchError: it has another size or shape, or the dtype would lose something (rounding to float32 is no loss).
     """
     dtype = DTYPES[field]
+    if np.ma.is_masked(value):
+        refuse(field, f"{label} is masked in places, where it has no value", "fill or drop what is masked")
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; tensors on a device or in a gradient graph

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import numpy as np
 
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.paths import NoPath, path_of
+from slimefsdp.plain_file import read_plain
 from slimefsdp.strict_json import parse_json
 
 MAX_LENGTH = 2**40  # sums of a million of them still fit int64
 
+_MAX_BYTES = 100_000_000  # ten million lengths
 _HINT = (
     "write fixed(512), uniform(16, 4096) or lognormal(1000, 0.8, 16, 8192) (mean in tokens, sigma of the logarithm, "
     "shortest, longest), or name a file: of RolloutBatch.save, or a JSON list of lengths"
@@ -61,7 +63,10 @@ def read_samples(text: str, num_samples: int, *, seed: int = 0, field: str = "--
 
 
 def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
-    path = Path(text)
+    try:
+        path = path_of(text)
+    except NoPath as error:
+        raise ConfigError(f"{field}={text!r} {error.rule}", field=field, hint=error.hint) from None
     try:
         is_file = path.is_file()
     except OSError:  # a name that is too long
@@ -70,7 +75,7 @@ def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
         raise ConfigError(f"{field}={text!r} is neither a distribution nor a file", field=field, hint=_HINT)
     if path.suffix == ".json":
         try:
-            values = parse_json(path.read_bytes())
+            values = parse_json(read_plain(path, _MAX_BYTES))
         except (OSError, ValueError) as error:
             raise BatchError(f"{path} cannot be read as JSON: {error}", field=field, hint=_HINT) from None
         if (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,9 @@ class Plan:
     num_first_epoch_updates: int  # updates[:this] are the first epoch
     max_pack_tokens: int
     shared: SharedPrefixes | None = None  # what samples have in common is in a pack once; None: every sample is whole
+    # [u] -> ascending int64 indices of the samples in the denominators of an update, those that are not computed, too;
+    # None: those that are
+    counted: tuple[np.ndarray, ...] | None = None
 
     def digest(self) -> str:
         """sha256 over the whole content, as hex; equal on every rank that made the same plan."""
@@ -49,11 +53,17 @@ class Plan:
             parts += [np.array([len(update), *map(len, update)]), np.array([len(pack) for pack in packs]), *packs]
         if self.shared is not None:
             parts += [self.shared.place, self.shared.shared]
+        if self.counted is not None:  # no place of a sample is negative
+            parts += [np.array([-1, *map(len, self.counted)]), *self.counted]
         return hashlib.sha256(np.concatenate(parts).astype("<i8").tobytes()).hexdigest()
 
     def samples_of(self, update: int) -> np.ndarray:
         """All sample indices of one update, ascending; int64 [samples]."""
         return np.sort(np.concatenate([pack for packs in self.updates[update] for pack in packs]))
+
+    def counted_of(self, update: int) -> np.ndarray:
+        """The samples that one update's loss is divided by, ascending; int64 [samples], `samples_of` among them."""
+        return self.samples_of(update) if self.counted is None else self.counted[update]
 
     def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL, cp: int = 1) -> float:
         """Cost of the busiest dp rank over the mean, summed update by update because ranks meet after each; 1 is ideal.
@@ -84,6 +94,8 @@ def plan_phase(
     epochs: int = 1,
     seed: int | None = None,
     trains: np.ndarray | None = None,
+    counts: np.ndarray | None = None,
+    drop: bool = True,
     together: np.ndarray | None = None,
     shared: SharedPrefixes | None = None,
     min_gain: float = MIN_GAIN,
@@ -100,7 +112,11 @@ def plan_phase(
         epochs: how often every sample is used.
         seed: shuffle each epoch, by a generator seeded with (seed, epoch). None: the order of the batch.
         trains: bool [B], False where nothing in a sample trains (zero advantage, all masked). Dropped after updates
-            are cut, so that an update's content does not depend on what else is dropped. None: all train.
+            are cut, so that an update's content does not depend on what else is dropped; an update in which nothing
+            trains is skipped. None: all train.
+        counts: bool [B], True where a sample is in the denominators of its update, whether it trains or not. None:
+            those that train.
+        drop: whether samples that count and do not train are left out of the packs.
         together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
             holds as many of these groups as fill `samples_per_update`, at least one. None: every sample by itself.
         shared: what samples have in common at their beginning; None: nothing, or it is computed for each.
@@ -111,19 +127,26 @@ def plan_phase(
         BatchError: a sample that trains, or a group that stays together, is longer than max_pack_tokens.
     """
     assert lengths.ndim == 1 and len(lengths) > 0 and epochs >= 1, (lengths.shape, epochs)
-    keep = np.ones(len(lengths), dtype=bool) if trains is None else trains
-    assert keep.dtype == bool and keep.shape == lengths.shape, (keep.dtype, keep.shape)
-    contents, num_skipped, num_first_epoch, keep = _cut_updates(keep, together, samples_per_update, epochs, seed)
+    trains = np.ones(len(lengths), dtype=bool) if trains is None else trains
+    counts = trains if counts is None else trains | counts
+    for flags in (trains, counts):
+        assert flags.dtype == bool and flags.shape == lengths.shape, (flags.dtype, flags.shape)
+    computed = trains if drop else counts
+    cut = _cut_updates(trains, counts, computed, together, samples_per_update, epochs, seed)
+    first_epoch = cut.contents[: cut.num_first_epoch]
+    planned_samples = np.sort(np.concatenate(first_epoch)) if first_epoch else np.zeros(0, dtype=np.int64)
+    all_computed = sum(map(len, cut.counted)) == sum(map(len, cut.contents))
+    counted = None if all_computed else tuple(cut.counted)
 
     def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
         costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared)
-        _refuse_over_the_cap(costs, np.flatnonzero(keep), together)  # all updates, before any is planned
-        updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in contents)
+        _refuse_over_the_cap(costs, planned_samples, together)  # all updates, before any is planned
+        updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in cut.contents)
         time = sum(_time_of(update, costs) for update in updates)
-        num_dropped = len(lengths) - int(keep.sum())
-        return Plan(updates, num_dropped, num_skipped, num_first_epoch, max_pack_tokens, shared), time
+        num_dropped = len(lengths) - len(planned_samples)
+        return Plan(updates, num_dropped, cut.num_skipped, cut.num_first_epoch, max_pack_tokens, shared, counted), time
 
-    if shared is None or not contents:
+    if shared is None or not cut.contents:
         return planned(None)[0]
     with_sharing, time = planned(shared)
     try:
@@ -169,33 +192,56 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
     return best
 
 
+class _Cut(NamedTuple):
+    """The updates of a phase with something to train on."""
+
+    contents: list[np.ndarray]  # the samples to compute in each
+    counted: list[np.ndarray]  # those that its denominators count, ascending
+    num_skipped: int  # updates without anything to train on
+    num_first_epoch: int
+
+
 def _cut_updates(
-    keep: np.ndarray, together: np.ndarray | None, samples_per_update: int | None, epochs: int, seed: int | None
-) -> tuple[list[np.ndarray], int, int, np.ndarray]:
-    """The samples of every update with something to train on, how many have nothing, how many updates the first epoch
-    has, and which samples take part.
-    """
+    trains: np.ndarray,
+    counts: np.ndarray,
+    computed: np.ndarray,
+    together: np.ndarray | None,
+    samples_per_update: int | None,
+    epochs: int,
+    seed: int | None,
+) -> _Cut:
+    """All samples cut into updates, and these emptied of what is not `computed`; bool [B], as the other two."""
     # units are cut and shuffled as one: samples, or groups of them
-    unit_of = np.arange(len(keep)) if together is None else np.unique(together, return_inverse=True)[1]
+    unit_of = np.arange(len(trains)) if together is None else np.unique(together, return_inverse=True)[1]
     sizes = np.bincount(unit_of)
     members = np.split(np.argsort(unit_of, kind="stable"), np.cumsum(sizes)[:-1]) if together is not None else None
-    keep_unit = keep if together is None else np.bincount(unit_of, keep) > 0
+    trains_unit = np.bincount(unit_of, trains) > 0
+    computed_unit = np.bincount(unit_of, computed) > 0
     num_units = len(sizes)
     stride = num_units if samples_per_update is None else max(1, samples_per_update // int(sizes.max()))
+
+    def samples_of(units: np.ndarray) -> np.ndarray:
+        return units if members is None else np.concatenate([members[unit] for unit in units])
+
     contents: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
     num_skipped = num_first_epoch = 0
     for epoch in range(epochs):
         order = np.arange(num_units) if seed is None else _shuffled(num_units, seed, epoch)
         for start in range(0, num_units, stride):
             units = order[start : start + stride]
-            units = units[keep_unit[units]]
-            if len(units) == 0:
+            if not trains_unit[units].any():
                 num_skipped += 1
                 continue
-            contents.append(units if members is None else np.concatenate([members[unit] for unit in units]))
+            cut = samples_of(units)
+            contents.append(samples_of(units[computed_unit[units]]))
+            counted.append(np.sort(cut[counts[cut] | computed_unit[unit_of[cut]]]))
         if epoch == 0:
             num_first_epoch = len(contents)
-    return contents, num_skipped, num_first_epoch, keep_unit[unit_of]
+            # what was in skipped updates alone has no log-probs of before the phase, and trains in no other either
+            first = np.concatenate(contents) if contents else np.zeros(0, dtype=np.int64)
+            computed_unit &= np.bincount(unit_of[first], minlength=num_units) > 0
+    return _Cut(contents, counted, num_skipped, num_first_epoch)
 
 
 def _placed(items: Items, costs: SampleCosts, dp: int) -> Update:

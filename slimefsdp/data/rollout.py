@@ -29,7 +29,7 @@ from slimefsdp.data.fields import (
     refuse,
     refuse_unknown,
 )
-from slimefsdp.data.rollout_file import read_fields, write_fields
+from slimefsdp.data.rollout_file import read_fields, require_path, write_fields
 from slimefsdp.data.samples import fields_from_samples, fields_from_slime, samples_from_fields
 from slimefsdp.errors import BatchError
 
@@ -68,6 +68,21 @@ class RolloutBatch:
     baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
     temperature: float | None = None  # the sampling temperature
     weight_version: int | None = None  # which weights sampled it
+
+    def __new__(cls, *values: Any, **fields: Any) -> RolloutBatch:
+        """Refuses what `__init__` could only raise a TypeError for."""
+        for name in fields:
+            if name not in DTYPES:
+                refuse_unknown(name, DTYPES, "a field of RolloutBatch")
+        names = [field.name for field in dataclasses.fields(cls)]
+        given = [*names[: len(values)], *fields]
+        if len(values) > len(names) or len(set(given)) < len(given):
+            message = f"{len(values)} fields are given without a name, and {sorted(fields)} by name"
+            refuse("RolloutBatch", message, "give each field once, by its name")
+        for name in REQUIRED:
+            if name not in given:
+                refuse(name, f"{name} is missing", "give tokens, lengths and response_lengths")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._normalise("lengths", None)
@@ -236,7 +251,10 @@ class RolloutBatch:
 
     def select(self, indices: npt.ArrayLike) -> RolloutBatch:
         """The samples `indices` (integers from 0 to B - 1, repeats allowed), in that order, as a batch of their own."""
-        chosen = np.asarray(indices)
+        try:
+            chosen = np.asarray(indices)
+        except (TypeError, ValueError) as error:  # ragged lists
+            refuse("indices", f"indices cannot be read as an array: {error}", "pass a flat list of sample numbers")
         if chosen.ndim != 1 or (chosen.dtype.kind not in "iu" and chosen.size):
             message = f"indices is {chosen.dtype} of shape {chosen.shape}"
             refuse("indices", message, "pass a flat list of sample numbers")
@@ -265,12 +283,26 @@ class RolloutBatch:
         return mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, tensors named as the fields; `path` holds the old content or all of the new."""
-        write_fields(Path(path), self._present())
+        """Write one safetensors file, tensors named as the fields; `path` holds the old content or all of the new.
+
+        Raises:
+            BatchError: the file cannot be written; the OSError is its cause.
+        """
+        require_path(path)
+        try:
+            write_fields(Path(path), self._present())
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path, or a path without a name
+            reason = error.strerror or error if isinstance(error, OSError) else error
+            raise BatchError(
+                f"{os.fspath(path)!r} cannot be written: {reason}",
+                field="path",
+                hint="name a file in a folder that exists, that you may write to and that has free space",
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RolloutBatch:
         """The batch in a file of `save`. BatchError names the file if it is missing, damaged or not such a file."""
+        require_path(path)
         fields = read_fields(path)
         try:
             return cls(**fields)

@@ -54,6 +54,8 @@ _SLIME_REFUSED = {  # leaving these out in silence would train something else th
 
 def fields_from_samples(samples: Iterable[Mapping[str, Any] | object]) -> dict[str, npt.NDArray[Any]]:
     """The array fields of a batch of these samples; `RolloutBatch.from_samples` says what a sample is."""
+    if not isinstance(samples, Iterable):
+        refuse("samples", f"samples is a {type(samples).__name__}", "pass a list with one mapping or object per sample")
     rows = [s if isinstance(s, Mapping) else {key: getattr(s, key, None) for key in _SAMPLE_KEYS} for s in samples]
     for i, row in enumerate(rows):
         for key in row.keys() - _SAMPLE_KEYS.keys():
@@ -86,9 +88,12 @@ def fields_from_slime(
     - Refused, since leaving them out would train something else: inputs that are not tokens, teacher log-probs, replay
       data of the engine, one rank's share (`partition`), and keys that are not known.
     """
+    if not isinstance(data, Mapping):
+        refuse("data", f"data is a {type(data).__name__}", "pass the dict that slime's RolloutManager builds")
     given = {key: value for key, value in data.items() if value is not None}
     for key, value in given.items():
-        if key in _SLIME_REFUSED and any(entry is not None for entry in value):
+        entries = value if isinstance(value, Iterable) else [value]
+        if key in _SLIME_REFUSED and any(entry is not None for entry in entries):
             message = f"{key} in slime's dict cannot be honoured: {_SLIME_REFUSED[key]}"
             refuse(key, message, f"pass a dict without {key}")
         if key not in (*_SLIME_KEYS, *_SLIME_REFUSED, *_SLIME_IGNORED):
@@ -97,14 +102,14 @@ def fields_from_slime(
             refuse(key, f"{key} in slime's dict is {value!r}; it must be a list", "pass one entry per sample")
     columns = {field: (key, given[key]) for key, field in _SLIME_KEYS.items() if key in given}
     if reward_key is not None:
-        if _SLIME_KEYS.get(reward_key) != "rewards" or reward_key not in given:
+        if not isinstance(reward_key, str) or _SLIME_KEYS.get(reward_key) != "rewards" or reward_key not in given:
             refuse(
                 "rewards", f"slime's dict has no rewards {reward_key!r}", "pass reward_key='raw_reward' or 'rewards'"
             )
         columns["rewards"] = (reward_key, given[reward_key])
     if samples_per_group is not None:
         num_samples = len(given.get("tokens", ()))
-        if samples_per_group < 1 or num_samples % samples_per_group:
+        if type(samples_per_group) is not int or samples_per_group < 1 or num_samples % samples_per_group:
             message = f"samples_per_group={samples_per_group} does not cut {num_samples} samples into whole groups"
             refuse("group_ids", message, "pass whole groups, or name each sample's group in a list group_index")
         columns["group_ids"] = ("samples_per_group", [i // samples_per_group for i in range(num_samples)])

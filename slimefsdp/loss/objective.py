@@ -123,7 +123,9 @@ class Objective:
         current = log_probs.detach()
         old = current if inputs.old_log_probs is None else inputs.old_log_probs
         weights = self._correction(current, old, inputs, sums)
-        # in place of what moves nothing, so that an infinite ratio there leaves no 0 * inf = nan behind
+        # in place of what moves nothing, so that an infinite rho or ratio there leaves no 0 * inf = nan behind
+        has_no_advantage = inputs.advantages == 0
+        weights = weights.masked_fill(has_no_advantage & weights.isinf(), 0.0)
         if self.looks_at_sequences:
             dropped = sequences.spread(sequences.sum(weights)) == 0
         else:

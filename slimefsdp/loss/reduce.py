@@ -16,7 +16,7 @@ other token weighs exactly 0.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -113,7 +113,7 @@ def token_weights(
         return weights
     if denominator is None:
         denominator = REDUCTIONS[reduction].denominator(samples)
-    if not (math.isfinite(denominator) and denominator > 0):
+    if not 0 < denominator <= sys.float_info.max:  # whole numbers may be larger; NaN is neither
         raise BatchError(
             f"{denominator} cannot divide the loss of {counts.sum()} trained tokens",
             field="denominator",

@@ -55,6 +55,7 @@ class DecoderModel(nn.Module):
             input_ids=tokens.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             use_cache=False,
+            return_dict=True,  # which a config.json may switch off
             pack_attention=pack_attention,
         )
         hidden: torch.Tensor = decoded.last_hidden_state[0]

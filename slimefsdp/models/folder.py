@@ -6,6 +6,7 @@ fraction of a second. Nothing in a folder is trusted: every length, offset and f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -21,6 +22,7 @@ from slimefsdp.models.safetensors_header import (
     refuse_lfs_pointer,
     short,
 )
+from slimefsdp.plain_file import read_plain
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,6 +37,7 @@ EXTRA_FILES = (
     "tokenizer.model",
     "added_tokens.json",
 )
+_TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))  # any of these will do
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # sizes that no model has, and that cost memory or hours before any weight could show that they are made up
 _MOST = {
@@ -44,6 +47,11 @@ _MOST = {
     **dict.fromkeys(("vocab_size", "intermediate_size", "moe_intermediate_size", "n_inner"), 2**31),
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "sliding_window"), 2**31),
 }
+_NOT_NEGATIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+_POSITIVE = (
+    *(key for key in _MOST if "expert" not in key and key not in ("sliding_window", "moe_intermediate_size")),
+    *("rope_theta", "rope_local_base_freq", "factor", "max_position_embeddings", "query_pre_attn_scalar"),
+)
 _MOST_WHOLE = 10**40  # of any other whole number; some files say 10^30 for "no limit"
 
 # model types whose packing was verified against plain Hugging Face; one is added here together with its test
@@ -129,6 +137,21 @@ class ModelFolder:
             return None
         positions: int = self.config.get("n_positions", 1024)  # transformers' default
         return positions
+
+
+def check_tokenizer(path: Path, *, field: str = "model.path") -> None:
+    """Whether a folder has the files of a tokenizer, without which transformers would make an empty one.
+
+    Raises:
+        ModelError: naming the files that are missing.
+    """
+    if not any(all((path / name).is_file() for name in names) for names in _TOKENIZERS):
+        wanted = ", nor ".join(" with ".join(names) for names in _TOKENIZERS)
+        raise ModelError(
+            f"{path} has no tokenizer: neither {wanted}",
+            field=field,
+            hint="copy the tokenizer's files of the same model into the folder",
+        )
 
 
 def check_architecture(folder: ModelFolder, *, field: str = "model.path") -> None:
@@ -255,7 +278,11 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
 
 def _extra_files(folder: Path) -> tuple[Path, ...]:
     """Those of EXTRA_FILES that are there. They are copied as they are, so none may be a link to a file elsewhere."""
-    found = tuple(folder / name for name in EXTRA_FILES if (folder / name).is_file())
+    there = [folder / name for name in EXTRA_FILES if (folder / name).exists()]
+    for file in there:
+        if not file.is_file():
+            raise ModelError(f"{file} is no regular file", hint=COPY_AGAIN)
+    found = tuple(there)
     own = folder.resolve()
     for file in found:
         target = file.resolve()
@@ -312,6 +339,7 @@ def _read_config(file: Path) -> dict[str, Any]:
                 f"{file} has {key} = {short(value)}, where {kind.__name__} is needed",
                 hint="restore the model's own config.json",
             )
+    _refuse_nonsense(file, config)
     for key, value in config.items():
         most = _MOST.get(key, _MOST_WHOLE)
         if type(value) is int and abs(value) > most:
@@ -320,6 +348,22 @@ def _read_config(file: Path) -> dict[str, Any]:
                 hint="restore the model's own config.json",
             )
     return config
+
+
+def _refuse_nonsense(file: Path, values: Mapping[str, Any]) -> None:
+    """Numbers that no model has, and that would only show as NaN in its log-probs; nested ones too."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _refuse_nonsense(file, value)
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            is_below = type(number) in (int, float) and (
+                (key in _NOT_NEGATIVE and number < 0) or (key in _POSITIVE and number <= 0)
+            )
+            if is_below or (type(number) is float and not math.isfinite(number)):
+                raise ModelError(
+                    f"{file} has {short(key)} = {short(number)}", hint="restore the model's own config.json"
+                )
 
 
 def _read_index(file: Path) -> dict[str, str] | None:
@@ -376,8 +420,9 @@ def _weight_files(folder: Path, index: dict[str, str] | None) -> list[Path]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if file.stat().st_size > MAX_HEADER_BYTES:
-        raise ModelError(f"{file} has more than {MAX_HEADER_BYTES} bytes", hint=COPY_AGAIN)
-    raw = file.read_bytes()
+    try:
+        raw = read_plain(file, MAX_HEADER_BYTES)
+    except OSError as error:
+        raise ModelError(f"{file} cannot be read: {error.strerror}", hint=COPY_AGAIN) from error
     refuse_lfs_pointer(file, raw)
     return parse_json_object(file, raw)

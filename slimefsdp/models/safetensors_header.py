@@ -7,12 +7,14 @@ suits any JSON that nobody vouches for. Format: https://github.com/huggingface/s
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import ModelError
+from slimefsdp.plain_file import open_plain
 from slimefsdp.strict_json import parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -52,8 +54,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     Raises:
         ModelError: the file breaks the format; the message names file, tensor and value. OSError: it cannot be read.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         refuse_lfs_pointer(file, stream.read(len(_LFS_MARK)))
         if size < 8:
             raise ModelError(f"{file} has {size} bytes, fewer than a safetensors header", hint=COPY_AGAIN)

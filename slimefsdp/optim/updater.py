@@ -58,6 +58,11 @@ class Updater:
         return 1.0 if self._loss_scaling is None else self._loss_scaling.scale
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for the next `step`."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    @property
     def next_lr(self) -> float:
         """The learning rate of the next update."""
         return self._schedule(self.updates_taken)
@@ -71,7 +76,7 @@ class Updater:
         Raises:
             StateError: there are no gradients, or too many updates in a row were skipped.
         """
-        if all(parameter.grad is None for parameter in self._parameters):
+        if not self.has_gradients:
             message = "optimizer_step() without gradients"
             raise StateError(message, field="optimizer_step", hint="call forward_backward first")
         lr, loss_scale = self.next_lr, self.loss_scale

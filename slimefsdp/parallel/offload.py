@@ -96,6 +96,7 @@ class Sleeper:
         if not all(storage.resizable() for storage, _ in sized):
             raise StateError(
                 "sleep() cannot free memory that is shared with numpy or another owner",
+                field="tags",
                 hint="clone a tensor before numpy sees it",
             )
         _allocate(lambda: self._arena.grow_to(total), f"{total:,} bytes are needed on the host", _ROOM_ON_THE_HOST)

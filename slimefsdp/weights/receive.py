@@ -65,7 +65,9 @@ class WeightReceiver:
             StateError: no update was begun. SyncError: a tensor that was not announced, or not in this shape.
         """
         if self._incoming is None:
-            raise StateError("receive() before begin()", hint="call begin(version, manifest) first")
+            raise StateError(
+                "receive() before begin()", field="update_weights", hint="call begin(version, manifest) first"
+            )
         for name, tensor in bucket:
             parameter = self._parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast without a word

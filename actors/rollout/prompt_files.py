@@ -1,0 +1,155 @@
+"""The records that a run trains on and evaluates with: read, and those that are too long refused or left out.
+
+Importing this file costs no torch and no transformers; tokens are counted in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from actors.rollout.prompts import Record, check_answers, place_of, read_jsonl
+from actors.rollout.rewards import READ_ANSWERS
+from actors.rollout.tokenizer import count_tokens
+from actors.startup import stage
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ConfigError
+from slimefsdp.models.folder import read_model_folder
+from slimefsdp.surface import ROLES
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A record that was left out."""
+
+    place: str  # file:line
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The records of data.train and data.heldout in file order, and those that were left out of them."""
+
+    train: list[Record]
+    heldout: list[Record]
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def read_prompts(config: RunConfig) -> Prompts:
+    """The records of both files, of any length.
+
+    Raises:
+        ConfigError: naming file and line.
+    """
+    assert config.data.train is not None
+    train = read_jsonl(config.data.train, field="data.train")
+    heldout = [] if config.data.heldout is None else read_jsonl(config.data.heldout, field="data.heldout")
+    reads_answers = config.rollout.reward in READ_ANSWERS
+    if reads_answers or config.algorithm == "sft":
+        check_answers(train, field="data.train")
+    if reads_answers and config.evaluation.interval_steps is not None:
+        check_answers(heldout, field="data.heldout")
+    return Prompts(train, heldout)
+
+
+def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
+    """The records that can be trained on, or evaluated with, whatever is sampled.
+
+    Raises:
+        ConfigError: one is too long and data.overlong_prompts is error, or all are; it cannot be encoded.
+        ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
+    """
+    is_sft = config.algorithm == "sft"
+    evaluates = config.evaluation.interval_steps is not None and not is_sft
+    records = [*prompts.train, *(prompts.heldout if evaluates else [])]
+    with stage(f"counting the tokens of {len(records)} records", is_short=True):
+        timeout_s = config.cluster.call_timeout_s
+        counts = count_tokens(config.model.path, records, with_answers=is_sft, timeout_s=timeout_s)
+    if not is_sft:  # what is sampled may be as long as this
+        counts = [(prompt, config.rollout.max_new_tokens) for prompt, _ in counts]
+    num_train, limits = len(prompts.train), _limits(config)
+    skipped: list[Skipped] = []
+    train = _short_enough(config, "data.train", prompts.train, counts[:num_train], limits, skipped)
+    heldout = prompts.heldout
+    if evaluates:  # these are in no pack
+        limits = [limit for limit in limits if not limit.is_of_packs]
+        heldout = _short_enough(config, "data.heldout", prompts.heldout, counts[num_train:], limits, skipped)
+    return Prompts(train, heldout, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """On the tokens of a whole sample."""
+
+    tokens: int
+    source: str
+    hint: str
+    is_of_packs: bool = False
+
+
+def _limits(config: RunConfig) -> list[_Limit]:
+    most, cp = config.max_pack_tokens, config.mesh.cp
+    source = f"batch.max_tokens_per_rank={config.batch.max_tokens_per_rank}" + (f" x mesh.cp={cp}" if cp > 1 else "")
+    if config.algorithm != "sft" and config.loss.policy == "dpo":
+        most, source = most // 2, f"half of {source}, as loss.policy=dpo packs pairs"
+    limits = [_Limit(most, source, "raise batch.max_tokens_per_rank", is_of_packs=True)]
+    for path, name in dict.fromkeys(config.folder_of(role) for role in ROLES):
+        positions = read_model_folder(path, field=name, with_weights=False).max_sample_tokens
+        if positions is not None:
+            limits.append(_Limit(positions, f"the positions that {path} learned", "use a model with more"))
+    return limits
+
+
+def _short_enough(
+    config: RunConfig,
+    name: str,
+    records: Sequence[Record],
+    counts: Sequence[tuple[int, int]],
+    limits: Sequence[_Limit],
+    skipped: list[Skipped],
+) -> list[Record]:
+    """The records that keep within all limits; the others are refused, or added to `skipped`."""
+    kept: list[Record] = []
+    too_long: list[tuple[Record, str, str]] = []
+    for record, (prompt, response) in zip(records, counts, strict=True):
+        fault = _fault(config, prompt, response, limits)
+        if fault is None:
+            kept.append(record)
+        else:
+            too_long.append((record, *fault))
+    if not too_long:
+        return kept
+    (first, reason, hint), file = too_long[0], getattr(config.data, name.removeprefix("data."))
+    if config.data.overlong_prompts == "error":
+        more = f"; so are {len(too_long) - 1} more of {len(records)} records" if len(too_long) > 1 else ""
+        raise ConfigError(
+            f"{place_of(first)}: too long: {reason}{more}",
+            field=name,
+            hint=f"shorten or remove it, {hint}, or leave such records out: data.overlong_prompts=skip",
+        )
+    if not kept:
+        raise ConfigError(
+            f"{file}: all {len(records)} records are too long, the first with {reason}", field=name, hint=hint
+        )
+    print(
+        f"{name}: {len(too_long)} of {len(records)} records are too long and left out, the first at "
+        f"{place_of(first)}: {reason}",
+        file=sys.stderr,
+    )
+    skipped += [Skipped(place_of(record), reason) for record, reason, _ in too_long]
+    return kept
+
+
+def _fault(config: RunConfig, prompt: int, response: int, limits: Sequence[_Limit]) -> tuple[str, str] | None:
+    """Why a record is too long, and the way out besides making it shorter."""
+    longest = config.data.max_prompt_tokens
+    if longest is not None and prompt > longest:
+        return f"{prompt} tokens of prompt, and data.max_prompt_tokens={longest}", "raise data.max_prompt_tokens"
+    tightest = min(limits, key=lambda limit: limit.tokens, default=None)
+    if tightest is None or prompt + response <= tightest.tokens:
+        return None
+    is_sft = config.algorithm == "sft"
+    what = f"{response} of answer" if is_sft else f"rollout.max_new_tokens={response}"
+    hint = tightest.hint + ("" if is_sft else " or lower rollout.max_new_tokens")
+    return f"{prompt} tokens of prompt and {what} are more than {tightest.tokens}, {tightest.source}", hint

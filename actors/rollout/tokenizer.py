@@ -1,0 +1,172 @@
+"""A model's tokenizer: how it is loaded, and what records come to in tokens, found in a process of its own.
+
+`python -m actors.rollout.tokenizer` is that process: a chat template can compute for long, and what counts tokens
+before a run starts must be able to end it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.rollout.prompts import Record, encode_prompt, place_of
+from slimefsdp.errors import ConfigError, ModelError, ResourceError, SlimeError
+from slimefsdp.models.folder import check_tokenizer
+
+LONGEST_WAIT_S = 2e6  # for a process: it is asked for in milliseconds, of 32 bits
+PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """Of a model folder, by the code of transformers alone: what the folder brings along is not run.
+
+    Raises:
+        ModelError: there are no files of one, or transformers cannot make one of them.
+    """
+    check_tokenizer(Path(model_path))
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the files can hold anything
+        said = " ".join(str(error).split())[:500]  # one line, which is what is shown of an engine that did not start
+        raise ModelError(
+            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {said}",
+            field="model.path",
+            hint="give a folder with a tokenizer that needs no code of its own",
+        ) from error
+
+
+def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
+    """The tokenizer's end token and those of generation_config.json, where chat models list more than one.
+
+    Raises:
+        ModelError: generation_config.json is not to be understood.
+    """
+    from transformers import GenerationConfig
+
+    ids = {tokenizer_eos}
+    file = Path(model_path) / "generation_config.json"
+    if file.exists():
+        try:
+            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+            ids |= set(listed) if isinstance(listed, list) else {listed}
+            ids = {token for token in ids if token is not None}
+            if not all(type(token) is int for token in ids):
+                raise TypeError(f"eos_token_id = {listed!r:.100}")
+        except Exception as error:  # the file can hold anything
+            raise ModelError(
+                f"{file} cannot be used: {type(error).__name__}: {error!s:.300}",
+                field="model.path",
+                hint="restore the model's own file, or remove it",
+            ) from error
+    return {token for token in ids if token is not None}
+
+
+def encode_records(
+    model_path: str, records: Sequence[Mapping[str, Any]], *, with_answers: bool
+) -> list[tuple[list[int], int]]:
+    """(tokens, response_length) of each record.
+
+    Args:
+        with_answers: `answer` follows the prompt, with the tokenizer's end token; without, the length is 0.
+
+    Raises:
+        ConfigError: a prompt cannot be encoded, named by its place in the file. ModelError: the tokenizer.
+    """
+    tokenizer = load_tokenizer(model_path)
+    if with_answers and tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"the tokenizer in {model_path} has no end token", field="model.path", hint="set its eos_token"
+        )
+    encoded = []
+    for record in records:
+        try:
+            prompt = encode_prompt(tokenizer, record["prompt"])
+        except ConfigError as error:
+            error.message = f"{place_of(record)}: {error.message}"
+            raise
+        answer: list[int] = []
+        if with_answers:
+            answer = [*tokenizer.encode(str(record["answer"]), add_special_tokens=False), tokenizer.eos_token_id]
+        encoded.append((prompt + answer, len(answer)))
+    return encoded
+
+
+def count_tokens(
+    model_path: Path, records: Sequence[Mapping[str, Any]], *, with_answers: bool, timeout_s: float
+) -> list[tuple[int, int]]:
+    """(tokens of the prompt, tokens of the answer) of each record, as `encode_records` has them.
+
+    Raises:
+        ConfigError, ModelError: as `encode_records`. ResourceError: it took longer, or its process ended.
+    """
+    places = [place_of(record) for record in records]
+    keys = ("prompt", "answer") if with_answers else ("prompt",)
+    asked = {
+        "model_path": str(model_path),
+        "records": [[{key: record[key] for key in keys}, place] for record, place in zip(records, places, strict=True)],
+        "with_answers": with_answers,
+    }
+    # the package of this file, whatever lies in the present folder
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "actors.rollout.tokenizer"],
+            input=json.dumps(asked).encode(),
+            capture_output=True,
+            timeout=min(timeout_s, LONGEST_WAIT_S),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ResourceError(
+            f"counting the tokens of {len(records)} records took more than cluster.call_timeout_s={timeout_s:g}",
+            field="cluster.call_timeout_s",
+            hint="raise it, or look at the chat template of the model folder",
+        ) from None
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())[-500:]
+        raise ResourceError(
+            f"the process that counts tokens ended with status {done.returncode}: {said}",
+            field="data.train",
+            hint="look at what it said, and at the memory that is left",
+        )
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        kind = ModelError if answer["code"] == ModelError.code else ConfigError
+        raise kind(answer["error"], field=answer["field"], hint=answer["hint"])
+    return [(prompt, response) for prompt, response in answer["counts"]]
+
+
+def _end_with_parent() -> None:
+    """A template that computes for ever must not outlive the command that was ended while it waited."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main() -> None:
+    _end_with_parent()
+    stream = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
+    asked = json.load(sys.stdin.buffer)
+    records = [Record(fields, place) for fields, place in asked["records"]]
+    answer: dict[str, Any]
+    try:
+        encoded = encode_records(asked["model_path"], records, with_answers=asked["with_answers"])
+        answer = {"counts": [(len(tokens) - length, length) for tokens, length in encoded]}
+    except SlimeError as error:
+        answer = {"error": error.message, "code": error.code, "field": error.field, "hint": error.hint}
+    with os.fdopen(stream, "w") as file:
+        json.dump(answer, file)
+
+
+if __name__ == "__main__":
+    _main()

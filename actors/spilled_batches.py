@@ -1,0 +1,103 @@
+"""Batches that calls may need again, on the disk instead of in Ray's object store.
+
+They lie in files without a name in `run.dir`: nothing stays behind, however the driver ends, and the disk has the space
+back as soon as no call refers to a batch of a file any more. What is read is compared with a sha256 kept in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from slimefsdp.checkpoint.manifest import io_reported
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import CheckpointError
+
+
+class _UnnamedFile:
+    """A file in a folder that is gone with this object, or with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.end = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def append(self, data: bytes) -> int:
+        """Writes behind what is there, waits until the disk has it, and returns where; after an OSError nothing is."""
+        start, left = self.end, memoryview(data)
+        while left:  # the system takes 2 GiB at most at a time
+            left = left[os.pwrite(self._descriptor, left, start + len(data) - len(left)) :]
+        os.fsync(self._descriptor)
+        self.end += len(data)
+        return start
+
+    def read(self, start: int, size: int) -> bytes:
+        """So many bytes from there on; fewer where the file is shorter."""
+        parts: list[bytes] = []
+        while size and (part := os.pread(self._descriptor, size, start)):
+            parts.append(part)
+            start, size = start + len(part), size - len(part)
+        return b"".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpilledBatch:
+    """A batch on the disk; it stays there as long as this object."""
+
+    file: _UnnamedFile
+    start: int
+    size: int
+    sha256: str
+
+    def read(self) -> RolloutBatch:
+        """The batch as it was written, to the bit.
+
+        Raises:
+            CheckpointError: the disk does not give it back.
+        """
+        with io_reported(self.file.folder, "recovery"):
+            data = self.file.read(self.start, self.size)
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise CheckpointError(
+                f"a batch that was kept on the disk of {self.file.folder} for a recovery has changed there",
+                field="run.dir",
+                hint="look at the disk, and go on from the last checkpoint with checkpoint.resume=true",
+                phase="recovery",
+            )
+        fields: dict[str, Any] = safetensors.numpy.load(data)
+        return RolloutBatch(**fields)
+
+
+class SpilledBatches:
+    """Writes batches into unnamed files in a folder, which is made where it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: _UnnamedFile | None = None
+
+    def write(self, batch: RolloutBatch) -> SpilledBatch:
+        """Puts a batch on the disk.
+
+        Raises:
+            OSError: the disk refuses; nothing was written.
+        """
+        values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+        data = safetensors.numpy.save({name: np.asarray(value) for name, value in values.items() if value is not None})
+        if self._file is None:
+            self._file = _UnnamedFile(self._folder)
+        return SpilledBatch(self._file, self._file.append(data), len(data), hashlib.sha256(data).hexdigest())
+
+    def begin_file(self) -> None:
+        """What is written from now on is in another file, so that the space of older batches can come back."""
+        self._file = None
