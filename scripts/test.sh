@@ -1,25 +1,33 @@
 #!/usr/bin/env bash
-# All tests, or those that the arguments choose: bash scripts/test.sh [arguments for pytest]
-# Without arguments the tests that touch transformers run a second time, with the lowest version that is supported, and
-# the installed packages are audited (scripts/audit.sh).
+# The tests, in two processes:
+#
+#   bash scripts/test.sh         the default tier: every module of the product, in minutes
+#   bash scripts/test.sh --all   all of them, linters and the wheel included; then those that touch transformers with the
+#                                lowest version that is supported, and an audit of the packages (scripts/audit.sh)
+#   bash scripts/test.sh ARGS    what these arguments for pytest choose, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh --dev
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
-audit=0
-if [ $# -eq 0 ]; then bash scripts/audit.sh .venv/bin/python || audit=$?; fi
-.venv/bin/python -m pytest "$@"
+# the tests of one module stay together, and in their order
+both=(-n 2 --dist loadfile --no-loadscope-reorder)
+case "$*" in
+  "") exec .venv/bin/python -m pytest "${both[@]}" ;;
+  --all) ;;
+  *) exec .venv/bin/python -m pytest "$@" ;;
+esac
 
-if [ $# -eq 0 ]; then
-  # shown only when it fails, so that the line above with the number of passed tests stays the last one
-  log=$(mktemp)
-  trap 'rm -f "$log"' EXIT
-  bash scripts/test_lowest_transformers.sh .venv/bin/python >"$log" 2>&1 || {
-    code=$?
-    cat "$log"
-    echo "scripts/test.sh: failed with the lowest supported transformers" >&2
-    exit "$code"
-  }
-fi
+audit=0
+bash scripts/audit.sh .venv/bin/python || audit=$?
+.venv/bin/python -m pytest --all "${both[@]}"
+# shown only when it fails, so that the line above with the number of passed tests stays the last one
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+bash scripts/test_lowest_transformers.sh .venv/bin/python >"$log" 2>&1 || {
+  code=$?
+  cat "$log"
+  echo "scripts/test.sh: failed with the lowest supported transformers" >&2
+  exit "$code"
+}
 exit "$audit"

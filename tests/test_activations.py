@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.models import head
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.layers import recompute_layers
-from tests.tiny_models import save_tiny_model, tiny_model
+from tests.support.tiny_models import TinyFolder, tiny_model
 
 TOKENS = 96
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 32, "vocab_size": 97}
@@ -60,8 +59,8 @@ def saved_bytes(kind: str, dtype: torch.dtype, recompute: Any = "none") -> int:
         ("phi3", torch.float32),
     ],
 )
-def test_a_layer_keeps_what_autograd_saves_of_it(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path, kind, **SIZES)
+def test_a_layer_keeps_what_autograd_saves_of_it(kind: str, dtype: torch.dtype, tiny_folder: TinyFolder) -> None:
+    folder = tiny_folder(kind, **SIZES)
     model = ModelDimensions.from_config(json.loads((folder / "config.json").read_text()))
     layer = LayerActivations.of_model(model, compute=dtype.itemsize, wide=4)
     expected = kept_between(layer, model.layers, TOKENS, "none", 1)

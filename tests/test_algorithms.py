@@ -23,10 +23,10 @@ from slimefsdp.learner import Learner
 from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, PER_SEQUENCE, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.phase import plan_everything, plan_training
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.plain_algorithms import PlainPhase, PlainPolicy
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_algorithms import PlainPhase, PlainPolicy
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import save_tiny_model
 
 TEMPERATURE = 0.8
 RATE = 0.05
@@ -360,7 +360,7 @@ def truth_of(policy: PlainPolicy, folder: Path, batches: dict[str, RolloutBatch]
         updates = None
         if config.loss.epochs > 1:
             plan = plan_training(config, batch)
-            updates = [plan.samples_of(update) for update in range(len(plan.updates))]
+            updates = [plan.counted_of(update) for update in range(len(plan.updates))]
             assert len(updates) >= 4
         return policy.phase(config, batch, said["pairs" if case.batch == "pairs" else "usual"], updates, RATE)
 

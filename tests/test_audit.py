@@ -46,6 +46,7 @@ def audit(folder: Path, *, pins: str, report: str | None, pip_check: int = 0) ->
 PINNED = f"numpy=={version('numpy').partition('+')[0]}\nnot-installed-here==1\n"
 
 
+@pytest.mark.default_tier
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [

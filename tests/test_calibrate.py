@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from slimefsdp.calibrate import measure_rates
 from slimefsdp.rates import Rates
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 CPU = torch.device("cpu")
 

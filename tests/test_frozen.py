@@ -19,10 +19,10 @@ from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.models import head, load
 from slimefsdp.phase import plan_training
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.plain_step import PlainStep, make_batch, settings
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import PlainStep, make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
 
 CPU = torch.device("cpu")
 FROZEN = {
@@ -42,10 +42,10 @@ MESHES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tiny_folder: TinyFolder) -> Path:
     # 97 rows and 55 columns divide by no world size used here
-    return save_tiny_model(
-        tmp_path_factory.mktemp("model"), num_hidden_layers=3, vocab_size=97, intermediate_size=55
+    return tiny_folder(
+        num_hidden_layers=3, vocab_size=97, intermediate_size=55
     )  # fmt: skip
 
 
@@ -171,14 +171,16 @@ ARCHITECTURES = {
 
 
 @pytest.mark.parametrize("kind, patterns, cp", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_in_other_architectures(tmp_path: Path, ranks: RankPool, kind: str, patterns: tuple[str, ...], cp: int) -> None:
-    folder = save_tiny_model(tmp_path / "model", kind)
+def test_in_other_architectures(
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, patterns: tuple[str, ...], cp: int
+) -> None:
+    folder = tiny_folder(kind)
     compare(folder, ranks, frozen_settings(folder, patterns, (1, 3 - cp, cp)))
 
 
 @pytest.mark.parametrize("pattern", ["model.embed_tokens.weight", "lm_head.weight"])
-def test_a_tied_embedding_is_frozen_under_either_name(tmp_path: Path, ranks: RankPool, pattern: str) -> None:
-    folder = save_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+def test_a_tied_embedding_is_frozen_under_either_name(tiny_folder: TinyFolder, ranks: RankPool, pattern: str) -> None:
+    folder = tiny_folder(tie_word_embeddings=True)
     batch = make_batch(folder)
     # plain PyTorch knows the tied tensor by one name
     plain = plain_phase(folder, frozen_settings(folder, ("model.embed_tokens.weight",)), batch)
@@ -389,8 +391,8 @@ def refusal(rank: int, config: RunConfig) -> tuple[str, str, str]:
     [
         (["*.mlp.*", "model.embed_token.weight"], "'model.embed_token.weight'", "model.embed_tokens.weight"),
         (["*.MLP.*"], "'*.MLP.*'", ".mlp."),
-        (["*"], "leaves nothing to train", "narrow"),
-        (["model.*", "lm_*"], "leaves nothing to train", "narrow"),
+        (["*"], "'*'", ""),
+        (["model.*", "lm_*"], "'model.*', 'lm_*'", ""),
     ],
 )
 def test_patterns_without_a_match_or_a_remainder_are_refused_by_all_before_weights_are_read(

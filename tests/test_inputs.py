@@ -14,8 +14,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, StateError
 from slimefsdp.inputs import check_together
-from tests.rank_pool import RankPool
-from tests.test_phase import VOCAB, make_batch, settings
+from tests.support.phases import VOCAB, make_batch, settings
+from tests.support.rank_pool import RankPool
 
 OWN = """
 import torch.distributed as dist
@@ -69,7 +69,7 @@ def test_what_one_rank_cannot_do_all_ranks_refuse(tmp_path: Path, ranks: RankPoo
     first, second = ranks.run(2, refusals, tmp_path, cases)
     assert first == second
     assert [error and error[:2] for error in first] == [
-        (BatchError, "advantages"), (ConfigError, "loss.policy"), (BatchError, "rewards"), (StateError, None),
+        (BatchError, "advantages"), (ConfigError, "loss.policy"), (BatchError, "rewards"), (StateError, "batch"),
         None, None, None, (StateError, "advantage.estimator"),
     ]  # fmt: skip
     assert "OSError: no such table" in first[0][2] and "has no 'loss'" in first[1][2]

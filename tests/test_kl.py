@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,14 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ConfigError
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.plain_step import TEMPERATURE, make_batch
-from tests.plain_step import settings as float64_settings
-from tests.rank_pool import RankPool
-from tests.test_exactness import largest_difference
-from tests.test_trainer import CPU, error_of, fresh_batch, record_updates, settings
-from tests.tiny_models import plain_model, save_tiny_model
+from tests.support.comparisons import largest_difference
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import TEMPERATURE, make_batch
+from tests.support.plain_step import settings as float64_settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder, plain_model, save_pair
+from tests.support.trainers import CPU, MESHES, error_of, fresh_batch, ranks_of, record_updates, settings
 
-MESHES: dict[str, dict[str, Any]] = {"one rank": {}, "two data ranks": {"dp": 2}, "two context ranks": {"cp": 2}}
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 SPREADS: dict[str, dict[str, Any]] = {
     "copies of context shards": {"mesh": {"dp_replicate": 2, "cp": 2}},
@@ -34,16 +32,6 @@ SPREADS: dict[str, dict[str, Any]] = {
     "reference never asleep": {"mesh": {"dp": 2}, "reference": {"offload": "none"}},
     "layers recomputed": {"mesh": {"dp": 2}, "model": {"activation_checkpointing": "full"}},
 }
-
-
-def ranks_of(mesh: dict[str, int]) -> int:
-    return math.prod(mesh.values())
-
-
-def save_pair(path: Path, **changes: Any) -> tuple[Path, Path]:
-    """Policy and reference of one architecture."""
-    changes = {"vocab_size": 97, "intermediate_size": 55, **changes}
-    return save_tiny_model(path / "policy", **changes), save_tiny_model(path / "reference", seed=1, **changes)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -245,6 +233,7 @@ def test_an_equal_reference_has_an_exact_kl_of_zero_until_the_policy_moves(
 def kl_before_and_after_following(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[float], int]:
     trainer = Trainer(config, device=CPU)
     trainer.forward_backward(batch)
+    trainer.zero_grad()
     assert trainer.reference is not None
     assert all(isinstance(parameter, DTensor) for parameter in trainer.reference.parameters())  # none is gathered
     kl = [trainer.train_step(batch)["kl_ref"] for _ in range(2)]
@@ -281,9 +270,9 @@ def error_of_start(rank: int, config: RunConfig) -> list[Any]:
 
 
 def test_an_exact_kl_to_another_architecture_is_refused_at_the_start_on_every_rank(
-    pair: tuple[Path, Path], ranks: RankPool, tmp_path: Path
+    pair: tuple[Path, Path], ranks: RankPool, tiny_folder: TinyFolder
 ) -> None:
-    deeper = save_tiny_model(tmp_path, vocab_size=97, intermediate_size=55, num_hidden_layers=3)
+    deeper = tiny_folder(vocab_size=97, intermediate_size=55, num_hidden_layers=3)
     for (error,) in ranks.run(2, error_of_start, full_kl((pair[0], deeper), mesh={"dp": 2})):
         assert isinstance(error, ConfigError) and error.field == "reference.path"
         assert str(deeper) in str(error) and "loss.kl_estimator=full" in str(error)

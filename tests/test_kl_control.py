@@ -14,11 +14,11 @@ from slimefsdp.errors import CheckpointError
 from slimefsdp.loss.kl import next_coefficient
 from slimefsdp.phase import plan_training
 from slimefsdp.trainer import Trainer
-from tests.checkpoint.test_damage import forge_info
-from tests.plain_step import make_batch
-from tests.rank_pool import RankPool
-from tests.test_kl import MESHES, ranks_of, save_pair
-from tests.test_trainer import CPU, error_of, fingerprint, fresh_batch, record_updates, settings
+from tests.support.checkpoints import forge_info
+from tests.support.plain_step import make_batch
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import save_pair
+from tests.support.trainers import CPU, MESHES, error_of, fingerprint, fresh_batch, ranks_of, record_updates, settings
 
 
 @pytest.fixture(scope="module")
@@ -169,4 +169,5 @@ def test_old_log_probs_beyond_max_kl_leave_the_policy_as_it_was(pair: tuple[Path
 def phase_of_stale_samples(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, float], bool]:
     trainer = Trainer(config, device=CPU)
     before = fingerprint(trainer.policy)
+    trainer.train_step(batch)  # leaves no gradients, or the next one were an error
     return trainer.train_step(batch), fingerprint(trainer.policy) != before

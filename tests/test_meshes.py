@@ -24,20 +24,21 @@ from slimefsdp.models.load import build_policy, materialise
 from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.trainer import Trainer
 from slimefsdp.update import accumulate_gradients, micro_batches
-from tests.float64 import KeepFloat64
-from tests.plain_step import TEMPERATURE, make_batch, settings
-from tests.rank_pool import RankPool
-from tests.test_exactness import error_norm, largest_difference, plain_gradients, trainer_gradients, trainer_weights
-from tests.tiny_models import plain_model, save_tiny_model
+from tests.support import tiers
+from tests.support.comparisons import (
+    error_norm,
+    largest_difference,
+    plain_gradients,
+    trainer_gradients,
+    trainer_weights,
+)
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import TEMPERATURE, make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder, plain_model, save_tiny_model
 
 CPU = torch.device("cpu")
 STRATEGIES = ("ring", "ulysses", "all_gather")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # 97 rows and 55 columns divide by no world size used here
-    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
 
 
 def mesh(dp_replicate: int, dp: int, cp: int, strategy: str = "auto") -> dict[str, Any]:
@@ -86,6 +87,7 @@ def batches(draw: st.DrawFn) -> RolloutBatch:
     return RolloutBatch.from_samples(samples)
 
 
+@pytest.mark.slow  # every mesh of four ranks
 @hypothesis_settings(max_examples=16, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     batch=batches(),
@@ -167,9 +169,9 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_one_fsdp_rank_differs_from_the_bare_module_in_no_bit(
-    tmp_path: Path, ranks: RankPool, dtype: str, kind: str, tie: bool
+    tiny_folder: TinyFolder, ranks: RankPool, dtype: str, kind: str, tie: bool
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, vocab_size=97, intermediate_size=55, tie_word_embeddings=tie)
+    path = tiny_folder(kind, vocab_size=97, intermediate_size=55, tie_word_embeddings=tie)
     config = settings(path, precision={"compute_dtype": dtype}, batch={"max_tokens_per_rank": 64})
     ((difference, largest),) = ranks.run(1, difference_from_unsharded, config, make_batch(path))
     assert difference == 0.0 and largest > 0.05
@@ -263,7 +265,7 @@ def rms_errors(rank: int, config: RunConfig, path: Path, seeds: int) -> list[dic
 
 
 def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(folder: Path, ranks: RankPool) -> None:
-    seeds = 20
+    seeds = 20 if tiers.is_whole else 4
     truth = [
         plain_gradients(folder, settings(folder), make_batch(folder, seed=seed), torch.float64) for seed in range(seeds)
     ]
@@ -291,8 +293,8 @@ def attention_ranks_without_tokens(rank: int, config: RunConfig, batch: RolloutB
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe", "gpt_oss"])
-def test_a_rank_without_a_single_token_keeps_step(tmp_path: Path, ranks: RankPool, kind: str) -> None:
-    path = save_tiny_model(tmp_path, kind, dtype=torch.float64)
+def test_a_rank_without_a_single_token_keeps_step(tiny_folder: TinyFolder, ranks: RankPool, kind: str) -> None:
+    path = tiny_folder(kind, dtype=torch.float64)
     batch = RolloutBatch.from_samples(
         [{"tokens": [5, 6, 7], "response_length": 2, "advantages": np.ones(2), "old_log_probs": -np.ones(2)}]
     )
@@ -321,6 +323,7 @@ def plain_gradients_of_logits(path: Path, batch: RolloutBatch) -> dict[str, torc
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow  # four ranks
 def test_float32_weights_after_a_phase_are_within_two_ulp_of_one_ranks(folder: Path, ranks: RankPool) -> None:
     def weights(sections: dict[str, Any]) -> dict[str, torch.Tensor]:
         config = settings(folder, **sections, precision={"compute_dtype": "float32"})
@@ -361,7 +364,7 @@ def refusal_of_rank(rank: int, config: RunConfig) -> tuple[str, str | None, int]
     ],
 )
 def test_a_mesh_that_cannot_serve_is_one_typed_error_on_all_ranks_before_any_weight_is_read(
-    tmp_path: Path,
+    tiny_folder: TinyFolder,
     ranks: RankPool,
     kind: str,
     changes: dict[str, Any],
@@ -369,7 +372,7 @@ def test_a_mesh_that_cannot_serve_is_one_typed_error_on_all_ranks_before_any_wei
     field: str,
     message: str,
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, **changes)
+    path = tiny_folder(kind, **changes)
     for error, named, read in ranks.run(4, refusal_of_rank, settings(path, **sections)):
         assert error.startswith("ConfigError") and message in error and named == field and read == 0, error
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp.metrics import MetricSums, mean_over_updates
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def packs_of(rank: int) -> list[np.ndarray]:

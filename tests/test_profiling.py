@@ -15,14 +15,8 @@ import torch
 from slimefsdp.config import RunConfig
 from slimefsdp.profiling import Shares, UpdateProfiler, shares_of_trace, shares_table
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, fingerprint, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
+from tests.support.rank_pool import RankPool
+from tests.support.trainers import CPU, fingerprint, fresh_batch, settings
 
 
 def event(name: str, start: int, end: int, category: str = "cpu_op") -> dict[str, Any]:

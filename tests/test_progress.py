@@ -1,4 +1,4 @@
-"""How far a process is: ticks, the longest gap of a phase, and whether its thread only waits for others."""
+"""How far a process is: ticks, the usual gap of a phase, and whether its thread only waits for others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives
@@ -15,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from slimefsdp.attention.wire import Wire
 from slimefsdp.progress import IDLE, LAUNCH, Progress
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 class Clock:
@@ -49,7 +50,7 @@ def progress_after(*steps: tuple[float, str | None]) -> Progress:
 
 def test_a_new_process_is_being_launched_and_has_not_moved() -> None:
     found = progress_after().standing()
-    assert (found.phase, found.ticks, found.still_s, found.longest_s) == (LAUNCH, 0, 0.0, None)
+    assert (found.phase, found.ticks, found.still_s, found.usual_s) == (LAUNCH, 0, 0.0, None)
 
 
 def test_time_without_a_tick_counts_from_the_last_one_in_whatever_phase() -> None:
@@ -66,11 +67,63 @@ def test_time_without_a_tick_counts_from_the_last_one_in_whatever_phase() -> Non
 
 def test_a_phase_is_measured_by_its_longest_gap_once_it_has_ended() -> None:
     steps = [(1, "a"), (4, None), (2, None)]
-    assert progress_after(*steps).standing().longest_s is None, "its first time may be slow in any part"
-    assert progress_after(*steps, (1, "b"), (9, "a")).standing().longest_s == 4
-    assert progress_after(*steps, (7, "b"), (9, "a")).standing().longest_s == 7, "the last gap counts as well"
-    assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).standing().longest_s == 5
-    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).standing().longest_s == 9, "of its own phase alone"
+    assert progress_after(*steps).standing().usual_s is None, "its first time may be slow in any part"
+    assert progress_after(*steps, (1, "b"), (9, "a")).standing().usual_s == 4
+    assert progress_after(*steps, (7, "b"), (9, "a")).standing().usual_s == 7, "the last gap counts as well"
+    assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).standing().usual_s == 4, "this one may be held up"
+    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).standing().usual_s == 9, "of its own phase alone"
+
+
+def usual_after(*gaps_s: float) -> float | None:
+    """Of a phase that came as often, with one gap each time."""
+    times = [step for gap_s in gaps_s for step in ((0, "a"), (gap_s, IDLE))]
+    return progress_after(*times, (0, "a")).standing().usual_s
+
+
+def test_one_time_that_was_held_up_is_no_measure_of_the_others() -> None:
+    assert usual_after(1, 600) == usual_after(600, 1) == usual_after(2, 600, 1, 1) == 1
+    assert usual_after(*[1] * 20, 600) == usual_after(*[1] * 20, 600, 600) == 1
+    assert usual_after(*[1] * 20, *[600] * 20) == 600, "what is slow each time is slow"
+    assert usual_after(*[600] * 20, *[1] * 20) == 1, "and what was slow once is forgotten"
+
+
+def test_a_phase_that_failed_is_no_measure() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    with pytest.raises(ValueError), progress.during("a"):
+        raise ValueError
+    with progress.during("a"):
+        assert progress.standing().usual_s is None, "it never came to its end"
+        clock.now += 7
+    assert usual_after(7) == 7 and progress.standing().phase == LAUNCH
+    with progress.during("a"):
+        assert progress.standing().usual_s == 7
+
+
+def in_another_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_what_goes_on_beside_a_call_is_progress_only_while_the_call_waits_for_it() -> None:
+    clock = Clock()
+    progress = Progress(clock)
+    beside = progress.aside()(progress.tick)
+    progress.enter("train_step")
+    clock.now += 30
+    before = progress.standing()
+    in_another_thread(beside)
+    assert (progress.standing().still_s, progress.standing().ticks) == (30, before.ticks), "a stuck call looks stuck"
+    with progress.joined():
+        in_another_thread(beside)
+        assert (progress.standing().still_s, progress.standing().ticks) == (0, before.ticks + 1)
+    clock.now += 5
+    in_another_thread(beside)
+    assert progress.standing().still_s == 5
+    in_another_thread(progress.tick)
+    assert progress.standing().still_s == 0, "a thread that works for the call"
 
 
 def test_a_phase_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
@@ -81,11 +134,11 @@ def test_a_phase_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
         for _ in range(2):
             with progress.during("inner"):
                 clock.now += 7
-            assert progress.standing().longest_s is None, "what is left of it has never been"
+            assert progress.standing().usual_s is None, "what is left of it has never been"
         with progress.during("inner"):
-            assert progress.standing().longest_s == 7
+            assert progress.standing().usual_s == 7
     with progress.during("outer"):
-        assert progress.standing().longest_s == 2, "without what went on inside"
+        assert progress.standing().usual_s == 2, "without what went on inside"
 
 
 def test_a_phase_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:

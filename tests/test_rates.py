@@ -11,6 +11,7 @@ import pytest
 
 from slimefsdp.errors import ConfigError
 from slimefsdp.rates import DEVICES, Rates, device_bytes, guessed_rates, read_calibration, write_calibration
+from tests.support.refusals import refused
 
 RATES = Rates("here", 2.0, 0.5, 10.0, 4.0, 5.0, "float32")
 
@@ -41,9 +42,9 @@ def test_a_file_that_holds_no_rates_is_refused_by_the_setting_that_names_it(cont
 
 
 def test_a_missing_file_and_one_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no calibration"):
+    with refused(ConfigError, "--calibration", tmp_path / "nowhere.json"):
         read_calibration(tmp_path / "nowhere.json", field="--calibration")
-    with pytest.raises(ConfigError, match="cannot write"):
+    with refused(ConfigError, "--out", tmp_path / "no" / "folder.json"):
         write_calibration(tmp_path / "no" / "folder.json", RATES, {})
 
 

@@ -15,10 +15,10 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError, ModelError, StateError
 from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.trainer import Trainer
-from tests.checkpoint.test_damage import forge_index
-from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, error_of, fingerprint, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.checkpoints import forge_index
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder, save_tiny_model
+from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, settings
 
 POLICIES = ("sleep", "fsdp", "none")
 MESHES: dict[str, dict[str, Any]] = {
@@ -31,17 +31,13 @@ MESHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(
-        tmp_path_factory.mktemp("model"), tie_word_embeddings=True, vocab_size=97, intermediate_size=55
-    )
+def folder(tiny_folder: TinyFolder) -> Path:
+    return tiny_folder(tie_word_embeddings=True, vocab_size=97, intermediate_size=55)
 
 
 @pytest.fixture(scope="module")
-def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(
-        tmp_path_factory.mktemp("other"), tie_word_embeddings=True, vocab_size=97, intermediate_size=55, seed=1
-    )
+def other_folder(tiny_folder: TinyFolder) -> Path:
+    return tiny_folder(tie_word_embeddings=True, vocab_size=97, intermediate_size=55, seed=1)
 
 
 def life_of_a_reference(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
@@ -225,9 +221,9 @@ def update_of_another_architecture(rank: int, config: RunConfig, batch: RolloutB
 
 @pytest.mark.parametrize("offload", POLICIES)
 def test_a_reference_of_another_architecture_says_its_own_and_cannot_follow(
-    folder: Path, ranks: RankPool, tmp_path: Path, offload: str
+    folder: Path, ranks: RankPool, tiny_folder: TinyFolder, offload: str
 ) -> None:
-    larger = save_tiny_model(tmp_path / "larger", vocab_size=97, hidden_size=48)
+    larger = tiny_folder(vocab_size=97, hidden_size=48)
     reference = {"path": str(larger), "offload": offload}
     config = settings(folder, mesh={"dp": 2}, loss={"kl_coefficient": 0.1}, reference=reference)
     for error, same in ranks.run(2, update_of_another_architecture, config, fresh_batch()):

@@ -14,12 +14,12 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.phase import plan_training
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.plain_step import settings
-from tests.rank_pool import RankPool
-from tests.test_exactness import largest_difference, plain_gradients
-from tests.test_trainer import record_updates
-from tests.tiny_models import save_tiny_model
+from tests.support.comparisons import largest_difference, plain_gradients
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
+from tests.support.trainers import record_updates
 
 Rng = np.random.Generator
 Sample = tuple[list[int], int]  # tokens, and how many of them are the prompt
@@ -106,11 +106,6 @@ def batch_of(*kinds: Callable[[Rng], list[Sample]], **changes: Any) -> RolloutBa
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
-
-
-@pytest.fixture(scope="module")
 def truth(folder: Path, ranks: RankPool) -> dict[str, Any]:
     """What unshared packs on one rank and a plain step make of all kinds in one batch."""
     batch, config = batch_of(*KINDS.values()), configured(folder, "never")
@@ -194,9 +189,9 @@ def test_layers_that_are_computed_again_in_backward_see_the_same_forest(
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize(("cp", "strategy"), [(1, "auto"), (2, "ulysses"), (2, "all_gather")])
 def test_windows_soft_caps_and_sinks_reach_from_a_node_into_those_above(
-    tmp_path: Path, ranks: RankPool, kind: str, cp: int, strategy: str
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, cp: int, strategy: str
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, sliding_window=13)
+    path = tiny_folder(kind, sliding_window=13)
     batch = batch_of(*KINDS.values())
     config = configured(path, "always", cp=cp, attention={"strategy": strategy})
     # the largest gradients of these models are above 1, where 1e-12 is less than rounding leaves
@@ -213,6 +208,7 @@ def phases(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[dict
     return metrics, {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
 
 
+@pytest.mark.slow  # several phases a case
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}, {"cp": 2}], ids=str)
 def test_phases_of_several_updates_lead_to_the_same_weights(
     folder: Path, ranks: RankPool, mesh: dict[str, int]

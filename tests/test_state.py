@@ -17,37 +17,24 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.trainer import Trainer
-from tests.fresh_ranks import run_fresh
-from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, error_of, fingerprint, fresh_batch, phases_then_weights, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.fresh_ranks import run_fresh
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
+from tests.support.trainers import (
+    CPU,
+    SPREADS,
+    error_of,
+    fingerprint,
+    fresh_batch,
+    hex_losses,
+    phases_then_weights,
+    settings,
+)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
-
-
-@pytest.fixture(scope="module")
-def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(
-        tmp_path_factory.mktemp("tied"), tie_word_embeddings=True, vocab_size=97, intermediate_size=55
-    )
-
-
-def hex_losses(metrics: list[dict[str, float]]) -> list[str]:
-    return [values["loss"].hex() for values in metrics]
-
-
-SPREADS: dict[str, dict[str, Any]] = {
-    "one rank": {"mesh": {"dp": 1}},
-    "two shards": {"mesh": {"dp": 2}},
-    "two copies": {"mesh": {"dp_replicate": 2}},
-    "parameters kept": {"mesh": {"dp": 2}, "fsdp": {"sharding": "keep_parameters"}},
-    "summed once": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
-    "whole on every rank": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
-    "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
-}
+def tied_folder(tiny_folder: TinyFolder) -> Path:
+    return tiny_folder(tie_word_embeddings=True, vocab_size=97, intermediate_size=55)
 
 
 # ---------------------------------------------------------------------- checkpoints
@@ -117,6 +104,7 @@ def going_on(rank: int, send: Callable[[Any], None], config: RunConfig, batches:
     send((losses, fingerprint(trainer.policy), torch.rand(1).item()))
 
 
+@pytest.mark.slow  # processes of their own, several times
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 @pytest.mark.parametrize("async_save", [False, True])
 def test_new_processes_go_on_with_the_same_bits(folder: Path, tmp_path: Path, optimizer: str, async_save: bool) -> None:
@@ -147,6 +135,7 @@ def test_another_number_of_ranks_loads_the_same_weights_and_trains_on(
             assert float.fromhex(result["losses"][0]) == pytest.approx(metrics[2]["loss"], rel=1e-5)
 
 
+@pytest.mark.slow  # seven meshes
 def test_any_mesh_reads_what_any_mesh_wrote_and_one_copy_writes(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
     batches = [fresh_batch(seed) for seed in range(3)]
     meshes: list[tuple[int, dict[str, Any]]] = [

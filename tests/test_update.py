@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from slimefsdp import learner
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.trainer import Trainer
-from tests.plain_step import make_batch, settings
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.plain_step import make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
 
 # results whose values, or whose sizes, the host has to read
 WAITING = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
@@ -89,8 +88,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_operation_of_an_update_waits_for_the_device(tmp_path: Path, ranks: RankPool, case: str) -> None:
-    folder = save_tiny_model(tmp_path / "model")
+def test_no_operation_of_an_update_waits_for_the_device(tiny_folder: TinyFolder, ranks: RankPool, case: str) -> None:
+    folder = tiny_folder()
     samples = make_batch(folder).to_samples()
     for sample in samples:
         sample["rollout_log_probs"] = np.asarray(sample["old_log_probs"]) - 0.1

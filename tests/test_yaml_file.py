@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -11,67 +13,68 @@ from hypothesis import strategies as st
 from slimefsdp.config_messages import short_text
 from slimefsdp.errors import ConfigError
 from slimefsdp.yaml_file import MAX_BYTES, MAX_DEPTH, MAX_INTEGER_DIGITS, apply_override, parse_yaml, read_yaml_mapping
+from tests.support.refusals import refused
 
 BAD_TEXT = {
-    "tab as indentation": ("a:\n\tb: 1", ["tab", "line 2, column 1", "spaces"]),
-    "tab after a key": ("a:\tb\n  c: 1", ["tab", "line 1"]),
-    "key twice": ("a: 1\nb: 2\na: 3", ["'a' is given twice", "line 3, column 1", "keep one"]),
-    "key twice at depth": ("a:\n  b:\n    c: 1\n    c: 1", ["'c' is given twice", "line 4, column 5"]),
-    "key twice in a flow mapping": ("{a: 1, 'a': 2}", ["'a' is given twice", "line 1, column 8"]),
-    "key twice in a list": ("- {a: 1, a: 2}", ["'a' is given twice"]),
-    "leading zero": ("a: 010", ["'010'", "line 1, column 4", "plain decimal"]),
+    "tab as indentation": ("a:\n\tb: 1", ["line 2, column 1"]),
+    "tab after a key": ("a:\tb\n  c: 1", ["line 1, column 3"]),
+    "key twice": ("a: 1\nb: 2\na: 3", ["'a'", "line 3, column 1"]),
+    "key twice at depth": ("a:\n  b:\n    c: 1\n    c: 1", ["'c'", "line 4, column 5"]),
+    "key twice in a flow mapping": ("{a: 1, 'a': 2}", ["'a'", "line 1, column 8"]),
+    "key twice in a list": ("- {a: 1, a: 2}", ["'a'", "line 1, column 10"]),
+    "leading zero": ("a: 010", ["'010'", "line 1, column 4"]),
     "negative leading zero": ("a: -007", ["'-007'", "line 1"]),
     "octal": ("a: 0o17", ["'0o17'"]),
     "hexadecimal": ("a: 0xFF", ["'0xFF'"]),
     "binary": ("a: 0b101", ["'0b101'"]),
-    "sexagesimal": ("a: 1:30", ["'1:30'", "quote it"]),
+    "sexagesimal": ("a: 1:30", ["'1:30'"]),
     "sexagesimal fraction": ("a: 190:20:30.15", ["'190:20:30.15'"]),
     "octal key": ("012: 1", ["'012'", "line 1, column 1"]),
-    "alias": ("a: &x 1\nb: *x", ["alias *x", "line 2, column 4", "write the value out"]),
-    "alias to itself": ("&x [*x]", ["alias *x"]),
-    "alias bomb": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", ["alias *a", "line 2"]),
-    "merge key": ("a:\n  <<: {b: 1}", ["merge key", "line 2, column 3"]),
-    "core tag": ("a: !!int '3'", ["tag !!int", "line 1, column 4", "remove it"]),
-    "tag with a value that does not fit": ("a: !!bool maybe", ["tag !!bool"]),
-    "empty integer tag": ("a: !!int ''", ["tag !!int"]),
-    "timestamp tag": ("a: !!timestamp x", ["tag !!timestamp"]),
-    "set": ("a: !!set {b, c}", ["tag !!set"]),
-    "python tag": ("a: !!python/object/apply:os.getcwd []", ["tag !!python/object/apply:os.getcwd"]),
-    "own tag": ("!mine\na: 1", ["tag !mine", "line 1, column 1"]),
-    "the loader's internal tag": ("a: !surprise {b: 1}", ["tag !surprise"]),
-    "non-specific tag": ("a: ! 3", ["tag !"]),
-    "two documents": ("a: 1\n---\nb: 2", ["second document", "line 2", "keep one"]),
-    "an empty second document": ("a: 1\n...\n---\n", ["second document", "line 3"]),
-    "another YAML version": ("%YAML 3.0\n---\na: 1", ["version", "line 1"]),
-    "NUL": ("a: 1\nb: 'x\0'", ["U+0000", "line 2", "remove it"]),
+    "alias": ("a: &x 1\nb: *x", ["*x", "line 2, column 4"]),
+    "alias to itself": ("&x [*x]", ["*x"]),
+    "alias bomb": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]", ["*a", "line 2"]),
+    "merge key": ("a:\n  <<: {b: 1}", ["<<", "line 2, column 3"]),
+    "core tag": ("a: !!int '3'", ["!!int", "line 1, column 4"]),
+    "tag with a value that does not fit": ("a: !!bool maybe", ["!!bool"]),
+    "empty integer tag": ("a: !!int ''", ["!!int"]),
+    "timestamp tag": ("a: !!timestamp x", ["!!timestamp"]),
+    "set": ("a: !!set {b, c}", ["!!set"]),
+    "python tag": ("a: !!python/object/apply:os.getcwd []", ["!!python/object/apply:os.getcwd"]),
+    "own tag": ("!mine\na: 1", ["!mine", "line 1, column 1"]),
+    "the loader's internal tag": ("a: !surprise {b: 1}", ["!surprise"]),
+    "non-specific tag": ("a: ! 3", ["!", "line 1, column 4"]),
+    "two documents": ("a: 1\n---\nb: 2", ["---", "line 2"]),
+    "an empty second document": ("a: 1\n...\n---\n", ["---", "line 3"]),
+    "another YAML version": ("%YAML 3.0\n---\na: 1", ["%YAML 3.0", "line 1"]),
+    "NUL": ("a: 1\nb: 'x\0'", ["U+0000", "line 2"]),
     "NUL escape": ('a: "x\\0"', ["'x\\x00'", "line 1, column 4"]),
     "control character": ("a: \x07", ["U+0007", "line 1"]),
     "surrogate": ("a: \ud800", ["U+D800"]),
-    "surrogate escape": ('a: "\\ud800"', ["half a character", "line 1, column 4"]),
-    "escape beyond Unicode": ('a: 1\nb: "\\UFFFFFFFF"', ["escape", "line 2", "remove"]),
-    "escape just beyond Unicode": ('a: "\\U00110000"', ["escape", "line 1", "remove"]),
+    "surrogate escape": ('a: "\\ud800"', ["\\ud800", "line 1, column 4"]),
+    "escape beyond Unicode": ('a: 1\nb: "\\UFFFFFFFF"', ["line 2"]),
+    "escape just beyond Unicode": ('a: "\\U00110000"', ["line 1"]),
     "unknown escape": ('a: "\\q"', ["line 1, column 6"]),
-    "integer of 5,000 digits": ("a: " + "7" * 5000, ["5000 digits", "line 1, column 4", "smaller"]),
-    "negative integer of 50 digits": ("a: -" + "7" * 50, ["50 digits"]),
-    "float out of range": ("a: 1e999", ["'1e999'", "beyond the range", "line 1"]),
+    "integer of 5,000 digits": ("a: " + "7" * 5000, [5000, "line 1, column 4"]),
+    "negative integer of 50 digits": ("a: -" + "7" * 50, [50]),
+    "float out of range": ("a: 1e999", ["'1e999'", "line 1"]),
     "negative float out of range": ("a: -1.0e999", ["'-1.0e999'"]),
-    "integer key": ("3: x", ["key 3 is not a name", "line 1, column 1", "quote it"]),
-    "boolean key": ("true: x", ["key true"]),
-    "null key": ("~: x", ["key null"]),
-    "list key": ("? [a, b]\n: x", ["key ['a', 'b']"]),
-    "mapping key": ("{a: 1}: x", ["key {'a': 1}"]),
+    "integer key": ("3: x", [3, "line 1, column 1"]),
+    "boolean key": ("true: x", ["true"]),
+    "null key": ("~: x", ["null"]),
+    "list key": ("? [a, b]\n: x", ["['a', 'b']"]),
+    "mapping key": ("{a: 1}: x", ["{'a': 1}"]),
     "no key": (": 1", ["line 1, column 1"]),
-    "deep flow": ("a: " + "[" * 500 + "]" * 500, [f"more than {MAX_DEPTH} levels", "line 1"]),
-    "deep blocks": ("".join("  " * depth + "a:\n" for depth in range(100)), ["levels", "line 20"]),
-    "deep lists": ("- " * 10_000 + "x", ["levels"]),
-    "deep keys": ("? " * 10_000 + "x", ["levels"]),
-    "open bracket": ("b: 1\na: [1, 2\n", ["inside a bracket", "line 2, column 4", "close"]),
-    "open brace": ("a: {b: 1", ["inside a bracket", "line 1, column 4"]),
-    "open quote": ("b: 1\na: 'x\n", ["inside a quote", "line 2, column 4", "close the quote"]),
-    "two colons": ("a: b: c", ["`:`", "'a: b: c'", "line 1, column 5", "quote"]),
-    "crooked indentation": ("a:\n  b: 1\n c: 2", ["'c: 2'", "line 3, column 2", "indent"]),
-    "at sign": ("a: @x", ["'@'", "line 1, column 4", "quotes"]),
-    "backtick": ("a: `x`", ["'`'", "quotes"]),
+    "deep flow": ("a: " + "[" * 500 + "]" * 500, [MAX_DEPTH, "line 1"]),
+    "deep blocks": ("".join("  " * depth + "a:\n" for depth in range(100)), [MAX_DEPTH, "line 20"]),
+    "deep lists": ("- " * 10_000 + "x", [MAX_DEPTH]),
+    "deep keys": ("? " * 10_000 + "x", [MAX_DEPTH]),
+    "open bracket": ("b: 1\na: [1, 2\n", ["line 2, column 4"]),
+    "open brace": ("a: {b: 1", ["line 1, column 4"]),
+    "open quote": ("b: 1\na: 'x\n", ["line 2, column 4"]),
+    "two colons": ("a: b: c", ["`:`", "'a: b: c'", "line 1, column 5"]),
+    "crooked indentation": ("a:\n  b: 1\n c: 2", ["'c: 2'", "line 3, column 2"]),
+    "at sign": ("a: @x", ["'@'", "line 1, column 4"]),
+    "backtick": ("a: `x`", ["'`'", "line 1, column 4"]),
     "lonely star": ("a: *", ["line 1"]),
     "percent": ("%", ["line 1"]),
     "key of 2,000 letters": ("a" * 2000 + ": 1", ["line 1"]),
@@ -81,11 +84,10 @@ BAD_TEXT = {
 @pytest.mark.parametrize("name", BAD_TEXT)
 def test_bad_text_is_refused_with_its_place_and_a_way_out(name):
     text, expected = BAD_TEXT[name]
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, None, "some.yaml", *expected) as caught:
         parse_yaml(text, name="some.yaml")
     message = str(caught.value)
-    assert [part for part in [*expected, "some.yaml"] if part not in message] == [], message
-    assert caught.value.hint and len(message) < 300 and "\n" not in message and message.isprintable()
+    assert len(message) < 300 and "\n" not in message and message.isprintable()
 
 
 def test_scalars_follow_the_core_schema_of_yaml_1_2():
@@ -143,41 +145,40 @@ def test_no_bytes_lead_to_another_exception(tmp_path_factory, raw):
 @pytest.mark.parametrize(
     ("raw", "expected"),
     [
-        (b"", ["is empty", "begin with sections"]),
-        (b"# only a comment\n", ["is empty"]),
-        (b"---\n", ["is empty"]),
-        (b"~", ["is empty"]),
-        (b"- a\n- b\n", ["['a', 'b']", "not sections", "begin with sections"]),
+        (b"", []),
+        (b"# only a comment\n", []),
+        (b"---\n", []),
+        (b"~", []),
+        (b"- a\n- b\n", ["['a', 'b']"]),
         (b"hello\n", ["'hello'"]),
-        (b"3", ["holds 3"]),
-        (b"a: 1\nb: caf\xe9\n", ["not UTF-8", "0xe9", "line 2", "save it as UTF-8"]),
-        ("a: 1".encode("utf-16"), ["not UTF-8", "0xff"]),
+        (b"3", [3]),
+        (b"a: 1\nb: caf\xe9\n", ["UTF-8", "0xe9", "line 2"]),
+        ("a: 1".encode("utf-16"), ["UTF-8", "0xff"]),
         (b"a: 1\0", ["U+0000"]),
-        (b"#" * (MAX_BYTES + 1), ["larger than", str(MAX_BYTES)]),
+        (b"#" * (MAX_BYTES + 1), [MAX_BYTES]),
     ],
 )
 def test_a_file_that_holds_no_settings_is_refused_by_name(tmp_path, raw, expected):
     path = tmp_path / "c.yaml"
     path.write_bytes(raw)
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, None, path, *expected):
         read_yaml_mapping(path)
-    assert [part for part in [*expected, str(path)] if part not in str(caught.value)] == [], str(caught.value)
 
 
 def test_a_path_that_is_no_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("a: 1")
     bad = {
-        tmp_path: "Is a directory",
-        tmp_path / "none.yaml": "No such file",
-        tmp_path / "file" / "below": "Not a directory",
-        tmp_path / "a\0b": "null byte",
-        tmp_path / ("a" * 5000): "too long",
-        type(tmp_path)("/dev/zero"): "larger than",  # size 0, no end
+        tmp_path: [tmp_path, os.strerror(errno.EISDIR)],
+        tmp_path / "none.yaml": [tmp_path / "none.yaml", os.strerror(errno.ENOENT)],
+        tmp_path / "file" / "below": [tmp_path / "file" / "below", os.strerror(errno.ENOTDIR)],
+        tmp_path / "a\0b": ["a\\x00b"],
+        tmp_path / ("a" * 5000): ["aaa", os.strerror(errno.ENAMETOOLONG)],
+        type(tmp_path)("/dev/zero"): ["/dev/zero"],
     }
-    for path, reason in bad.items():
-        with pytest.raises(ConfigError, match=reason) as caught:
+    for path, values in bad.items():
+        with refused(ConfigError, None, *values) as caught:
             read_yaml_mapping(path)
-        assert caught.value.hint and len(str(caught.value)) < 400
+        assert len(str(caught.value)) < 400
 
 
 def test_byte_order_mark_line_ends_and_the_full_size_are_accepted(tmp_path):
@@ -201,28 +202,26 @@ def test_an_override_sets_one_value_and_leaves_its_neighbours():
 )  # fmt: skip
 def test_an_override_of_another_form_is_refused_and_shown(override):
     tree = {}
-    with pytest.raises(
-        ConfigError, match=r"override ['\"].* is not of the form section\.name=value; write it like"
-    ) as caught:
+    with refused(ConfigError, None, "override", repr(override) if len(override) < 100 else "x.x") as caught:
         apply_override(tree, override)
     assert tree == {} and len(str(caught.value)) < 300
 
 
 def test_an_override_into_a_value_names_both_and_leaves_the_tree():
-    for value, shown in ((3, "3"), (None, "null"), ([1], r"\[1\]"), ("m", "'m'")):
+    for value, shown in ((3, "3"), (None, "null"), ([1], "[1]"), ("m", "'m'")):
         tree = {"a": {"b": value}}
-        with pytest.raises(ConfigError, match=f"a.b.c='x' needs the section a.b, but a.b={shown}; remove") as caught:
+        with refused(ConfigError, "a.b.c", "a.b.c='x'", f"a.b={shown}"):
             apply_override(tree, "a.b.c=x")
-        assert caught.value.field == "a.b.c" and tree == {"a": {"b": value}}
+        assert tree == {"a": {"b": value}}
 
 
 @pytest.mark.parametrize(
     "text", ["[", "a: b: c", "*x", "!!int 3", "010", "\t", "2\0", "\udcff", '"', "9" * 5000, "1e999"]
 )
 def test_an_override_with_a_bad_value_names_the_override(text):
-    with pytest.raises(ConfigError, match=r"\(override 'a\.b=.*'.* line 1") as caught:
+    with refused(ConfigError, None, "override 'a.b=", "line 1") as caught:
         apply_override({}, f"a.b={text}")
-    assert caught.value.hint and len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 300
 
 
 @given(JSON_VALUES | st.floats() | st.binary() | st.integers(10**4000, 10**4001))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.step import harness
 from benchmarks.step.workloads import DEFAULT_WORKLOADS, WORKLOADS, build_batch, padding, write_model
 from slimefsdp.config import load_config
 from slimefsdp.credit import response_advantages
+from slimefsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/results/train_step.json"
@@ -120,7 +122,7 @@ def peers(tmp_path: Path) -> Path:
     return tmp_path / "peers"
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # five systems start one after another
 def test_all_systems_compute_the_same_loss_and_gradient_and_one_not_installed_has_no_number(peers: Path) -> None:
     saved: list[dict[str, Any]] = []
     record = harness.run(
@@ -155,6 +157,38 @@ def test_a_system_that_crashes_has_failed_with_its_last_words(peers: Path) -> No
         python.write_text(f"#!/bin/sh\n{ends}\n")
         (one,) = harness.run(["hf_padded"], ["smoke"], rounds=1, peers=peers)["results"]
         assert (one["status"], one["reason"]) == ("failed", reason)
+
+
+# a system that answers at once
+ANSWERING = """#!{python}
+import json, sys
+print(json.dumps({{"parameters": 1, "micro_batches": [1, 2]}}), flush=True)
+for line in sys.stdin:
+    seconds = {{"user_s": 1.0, "system_s": 0.0, "wall_s": 1.0, "device_s": None, "peak_extra_bytes": 1}}
+    print(json.dumps({{"loss": 1.0, "grad_norm": 1.0, **seconds}}), flush=True)
+"""
+
+
+def test_it_says_on_stderr_what_runs_and_for_how_long_and_prints_the_table_alone(
+    peers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (peers / "hugging_face/bin/python").write_text(ANSWERING.format(python=sys.executable))
+    systems = ["hf_padded", "trl", "hf_packed"]  # nobody has installed trl here
+    main(["bench", "--systems", ",".join(systems), "--workloads", "smoke", "--rounds", "2", "--peers", str(peers)])
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert all(re.match(r"\d+:\d\d:\d\d .*\bsmoke\b", line) for line in lines), lines
+    named = [
+        (name[0], *map(int, re.findall(r"\d+", " ".join(re.findall(r"\d+ of \d+", line)))))
+        for line in lines
+        if len(name := [system for system in systems if system in line]) == 1
+    ]
+    starts = [("hf_padded", 1, 3)] * 2 + [("trl", 2, 3)] + [("hf_packed", 3, 3)] * 2
+    rounds = [
+        ("hf_padded", 1, 2, 1, 3), ("hf_packed", 1, 2, 3, 3), ("hf_packed", 2, 2, 1, 3), ("hf_padded", 2, 2, 3, 3),
+    ]  # fmt: skip
+    assert named == [*starts, *rounds]
+    assert [line.split()[0] for line in printed.out.splitlines()] == ["workload", "smoke", "smoke", "smoke"]
 
 
 # ---------------------------------------------------------------------- results and tables
@@ -262,7 +296,7 @@ def test_a_table_goes_between_its_markers_and_nowhere_else() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter"
     assert replaced(text, "| new |") == f"before\n{BEGIN}\n| new |\n{END}\nafter"
     for broken in ("no markers", f"{BEGIN}\n", f"{END}\n\n{BEGIN}\n", text + text):
-        with pytest.raises(SystemExit, match="once each"):
+        with pytest.raises(SystemExit, match=re.escape(BEGIN)):
             replaced(broken, "| new |")
 
 
@@ -311,5 +345,6 @@ def test_without_a_checkout_it_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_command, "CHECKOUT", tmp_path)
-    assert main(["bench"]) == 2
-    assert "run it from a checkout" in capsys.readouterr().err
+    assert main(["bench"]) == ConfigError.exit_code
+    told = capsys.readouterr().err
+    assert "field: bench" in told and str(tmp_path) in told

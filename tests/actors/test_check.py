@@ -36,9 +36,9 @@ sys.exit(f"imported {sorted(heavy)}" if heavy else code)
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(example: Path, tmp_path: Path) -> Path:
     tree = {
-        "model": {"path": "m"},
+        "model": {"path": str(example / "model")},
         "optim": {"total_updates": 10},
         "mesh": {"device": "cpu"},
         "advantage": {"estimator": "rloo"},
@@ -100,9 +100,9 @@ def test_settings_mark_what_they_choose(config: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_run_without_rollouts_chooses_a_reduction_alone(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, example: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config.write_text("algorithm: sft\nmodel: {path: m}\noptim: {total_updates: 1}\n")
+    config.write_text(f"algorithm: sft\nmodel: {{path: {example / 'model'}}}\noptim: {{total_updates: 1}}\n")
     found = json.loads(checked(capsys, config, "--json", "loss.reduction=sequence_mean")[0])
     assert found["chosen"] == {"loss.reduction": {"sequence_mean": names.REDUCTIONS["sequence_mean"]}}
 

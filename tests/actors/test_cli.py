@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError
 from slimefsdp.rates import Rates, write_calibration
 
 ROOT = Path(__file__).parents[2]
@@ -99,33 +100,39 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
         [],
         2,
         "",
-        ["not sections of settings"],
+        ["config.yaml"],
     ),
     "no such file": (lambda folder: (folder / "config.yaml").unlink(), [], 2, "", ["config.yaml"]),
-    "a setting twice": (rewrite("  steps: 2", "  steps: 2\n  steps: 3"), [], 2, "", ["'steps' is given twice"]),
-    "an unknown setting": (rewrite("run:", "runs: {}\nrun:"), [], 2, "runs", ["mean run"]),
-    "an unknown override": (nothing, ["mesh.pd=2"], 2, "mesh.pd", ["did you mean mesh.dp"]),
-    "a value of another type": (nothing, ["mesh.dp=two"], 2, "mesh.dp", ["two", "whole number"]),
+    "a setting twice": (rewrite("  steps: 2", "  steps: 2\n  steps: 3"), [], 2, "", ["'steps'", "line"]),
+    "an unknown setting": (rewrite("run:", "runs: {}\nrun:"), [], 2, "runs", ["run"]),
+    "an unknown override": (nothing, ["mesh.pd=2"], 2, "mesh.pd", ["mesh.dp"]),
+    "a value of another type": (nothing, ["mesh.dp=two"], 2, "mesh.dp", ["'two'"]),
     "a setting that is missing": (rewrite("steps: 2", "seed: 2"), [], 2, "run.steps", ["run.steps"]),
-    "a model folder that is missing": (nothing, ["model.path=nowhere"], 4, "model.path", ["'nowhere' does not exist"]),
+    "a model folder that is missing": (nothing, ["model.path=nowhere"], 4, "model.path", ["'nowhere'"]),
     "an architecture that is not supported": (
         write_strange_model,
         ["model.path=strange"],
         4,
         "model.path",
-        ["model_type 'mamba'", "qwen3"],
+        ["'mamba'", "qwen3"],
     ),
     "responses longer than a pack": (
         nothing,
         ["rollout.max_new_tokens=9000"],
         2,
         "rollout.max_new_tokens",
-        ["leaves no room for a prompt", "batch.max_tokens_per_rank"],
+        ["rollout.max_new_tokens=9000", "batch.max_tokens_per_rank"],
     ),
-    "a data file that is missing": (nothing, ["data.train=no.jsonl"], 2, "data.train", ["no.jsonl does not exist"]),
+    "a data file that is missing": (nothing, ["data.train=no.jsonl"], 2, "data.train", ["no.jsonl"]),
     "a data file with a bad line": (write_bad_jsonl, ["data.train=bad.jsonl"], 2, "data.train", ["bad.jsonl:2"]),
     "a reward of another form": (nothing, ["rollout.reward=exact"], 2, "rollout.reward", ["module:function"]),
-    "a reward module that is missing": (nothing, ["rollout.reward=a.b:c"], 2, "rollout.reward", ["imported"]),
+    "a reward module that is missing": (
+        nothing,
+        ["rollout.reward=a.b:c"],
+        2,
+        "rollout.reward",
+        ["'a.b:c'", "ModuleNotFoundError"],
+    ),
     "a reward that is missing": (
         nothing,
         ["rollout.reward=actors.rollout.rewards:sorted_digit"],
@@ -145,19 +152,28 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
         ["advantage.estimator=no_such_module:f"],
         2,
         "advantage.estimator",
-        ["cannot be imported"],
+        ["no_such_module:f", "ModuleNotFoundError"],
     ),
     "a loss whose module is missing": (
         nothing,
         ["loss.policy=no_such_module:f"],
         2,
         "loss.policy",
-        ["cannot be imported"],
+        ["no_such_module:f", "ModuleNotFoundError"],
     ),
-    "more ranks than the machine takes": (nothing, ["mesh.dp=1000"], 6, "mesh.dp", ["mesh.dp=1000", "cores"]),
-    "a folder with an earlier run": (write_earlier_run, [], 2, "run.dir", ["earlier run", "checkpoint.resume"]),
-    "an export folder that is taken": (nothing, ["run.export_dir=."], 2, "run.export_dir", ["not empty"]),
+    "more ranks than the machine takes": (
+        nothing,
+        ["mesh.dp=1000"],
+        6,
+        "mesh.dp",
+        ["mesh.dp=1000", "max_ranks_per_core"],
+    ),
+    "a folder with an earlier run": (write_earlier_run, [], 2, "run.dir", ["run.dir", "checkpoint.resume"]),
+    "an export folder that is taken": (nothing, ["run.export_dir=."], 2, "run.export_dir", ["run.export_dir="]),
 }
+
+
+CODES = {error.exit_code: error.code for error in (ConfigError, BatchError, ModelError, ResourceError)}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -167,7 +183,7 @@ def test_a_mistake_is_answered_at_once_in_three_lines(mistake: str, config: Path
     done = run("train", config, *overrides, watched=True, folder=config.parent)
     assert done.returncode == status, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("error [") and lines[-1].startswith("  hint:  "), done.stderr
+    assert lines[0].startswith(f"error [{CODES[status]}]") and lines[-1].startswith("  hint:  "), done.stderr
     assert len(lines) == 2 + bool(field), done.stderr
     if field:
         assert lines[1] == f"  field: {field}"
@@ -194,7 +210,7 @@ def test_debug_shows_the_traceback(config: Path) -> None:
 @pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["replay", "x.yaml"], ["train", "x.yaml", "--fast"]])
 def test_a_command_that_is_none_is_answered_with_the_usage(arguments: list[str]) -> None:
     done = run(*arguments, watched=True)
-    assert done.returncode == 2 and "usage: slimefsdp" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error [config]: ") and "Traceback" not in done.stderr
 
 
 def test_replay_names_a_batch_that_is_missing_or_none(config: Path) -> None:
@@ -280,7 +296,7 @@ def test_what_a_plan_says_to_change_fits_once_it_is_changed(long_context: Path) 
     limit = ["--memory-gb", "4", "--lengths", "fixed(2000)", *packs, "rollout.prompts_per_step=1000"]
     done = run("plan", long_context, "--ranks", 16, *limit, watched=True)
     assert done.returncode == 6 and done.stdout == "" and "  field: --memory-gb" in done.stderr
-    advised = re.search(r"lower batch.max_tokens_per_rank to (\d+)", done.stderr)
+    advised = re.search(r"batch\.max_tokens_per_rank\D*(\d+)", done.stderr)
     assert advised is not None, done.stderr
     changed = f"batch.max_tokens_per_rank={advised[1]}"
     done = run("plan", long_context, "--ranks", 16, "--json", *limit, changed, watched=True)
@@ -311,17 +327,17 @@ def test_a_plan_takes_measured_rates_and_flags_over_guesses(long_context: Path, 
 
 PLAN_MISTAKES: dict[str, tuple[list[str], int, str, str]] = {
     "no ranks for auto": ([], 2, "--ranks", "mesh.dp=auto"),
-    "ranks that do not divide": (["--ranks", "24"], 2, "mesh.dp", "24 ranks are no multiple"),
-    "ranks of another mesh": (["--ranks", "24", "mesh.dp=4"], 2, "--ranks", "needs 64"),
+    "ranks that do not divide": (["--ranks", "24"], 2, "mesh.dp", "24"),
+    "ranks of another mesh": (["--ranks", "24", "mesh.dp=4"], 2, "--ranks", "64"),
     "a strange distribution": (["--ranks", "16", "--lengths", "gamma(2)"], 2, "--lengths", "gamma(2)"),
     "a sample over the budget": (
-        ["--ranks", "16", "--lengths", "fixed(70000)"], 3, "batch.max_tokens_per_rank", "has 70000",
+        ["--ranks", "16", "--lengths", "fixed(70000)"], 3, "batch.max_tokens_per_rank", "70000",
     ),
     "heads that do not divide": (
-        ["--ranks", "12", "mesh.cp=6", "attention.strategy=ulysses"], 2, "attention.strategy", "32 attention heads",
+        ["--ranks", "12", "mesh.cp=6", "attention.strategy=ulysses"], 2, "attention.strategy", "32",
     ),
-    "a rate of nothing": (["--ranks", "16", "--gbps", "0"], 2, "--gbps", "no positive number"),
-    "a share over one": (["--ranks", "16", "--counted", "1.5"], 2, "--counted", "no share"),
+    "a rate of nothing": (["--ranks", "16", "--gbps", "0"], 2, "--gbps", "--gbps=0"),
+    "a share over one": (["--ranks", "16", "--counted", "1.5"], 2, "--counted", "--counted=1.5"),
     "a folder that is missing": (["--ranks", "16", "model.path=nowhere"], 4, "model.path", "nowhere"),
     "an unknown setting": (["--ranks", "16", "mesh.pc=2"], 2, "mesh.pc", "mesh.cp"),
 }  # fmt: skip
@@ -333,17 +349,20 @@ def test_a_mistake_in_a_plan_is_answered_like_any_other(mistake: str, long_conte
     done = run("plan", long_context, *arguments, watched=True, folder=long_context.parent)
     assert done.returncode == status, done.stderr
     lines = done.stderr.splitlines()
-    assert lines[0].startswith("error [") and lines[1] == f"  field: {field}" and lines[-1].startswith("  hint:  ")
+    assert (
+        lines[0].startswith(f"error [{CODES[status]}]")
+        and lines[1] == f"  field: {field}"
+        and lines[-1].startswith("  hint:  ")
+    )
     assert said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 
 
 def test_a_model_without_sizes_is_answered_by_name(long_context: Path) -> None:
     (long_context.parent / "big" / "config.json").write_text('{"model_type": "llama", "vocab_size": 10}')
     done = run("plan", long_context, "--ranks", 16, watched=True)
-    assert done.returncode == 4 and "hidden_size = None" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 4 and "hidden_size" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
     config: Path, batch: RolloutBatch, tmp_path: Path
 ) -> None:
@@ -363,7 +382,7 @@ def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
     while started.poll() is None:
         most = max(most, len(processes_with(f"SLIMEFSDP_TEST={tmp_path}")))
         time.sleep(0.5)
-    output, errors = started.communicate(timeout=20)
+    output, errors = started.communicate(timeout=100)
     assert started.returncode == 0, errors
     assert most >= 5, "the driver, Ray's own and two ranks were there to be seen"
     assert not processes_with(f"SLIMEFSDP_TEST={tmp_path}")

@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.cluster import check_machine, connect, keep_token_private, processes_needed, with_cluster_ranks
+from actors import cluster as cluster_module
+from actors.cluster import (
+    check_gpus,
+    check_machine,
+    connect,
+    gpus_here,
+    keep_token_private,
+    processes_needed,
+    with_cluster_ranks,
+)
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ResourceError
+from tests.support.refusals import refused
 
 # in the import order of a user's own loop: starts a local cluster with two ranks and an engine, lets them train and
 # sample, and reports where they listen meanwhile, where the token can be read, and whom the cluster lets in
@@ -101,6 +111,7 @@ for _ in range(5):
 for future in training:
     future.result()
 ranks = [health.pid for health in group.health()]
+niceness = [os.getpriority(os.PRIO_PROCESS, pid) for pid in ranks]
 ours |= processes()
 found |= listening(ours)
 group.save(1)
@@ -112,7 +123,8 @@ for name, driver in strangers.items():
     output, errors = driver.communicate(timeout=200)
     strangers[name] = [driver.returncode, output.strip(), errors[-2000:]]
 print(json.dumps({
-    "processes": len(ours), "ranks": ranks, "listening": sorted(found), "token_mode": token_file.stat().st_mode & 0o777,
+    "processes": len(ours), "ranks": ranks, "niceness": niceness, "own_niceness": os.getpriority(os.PRIO_PROCESS, 0),
+    "listening": sorted(found), "token_mode": token_file.stat().st_mode & 0o777,
     "searched": len(places), "leaks": leaks, "token_length": len(token),
     "sigterm_ends_it": on_sigterm is signal.SIG_DFL, **strangers,
 }))
@@ -152,7 +164,6 @@ def seen_inside(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found
 
 
-@pytest.mark.slow
 def test_nothing_of_a_local_cluster_listens_beyond_loopback_while_ranks_train_and_engines_sample(
     seen_inside: dict[str, Any],
 ) -> None:
@@ -162,14 +173,12 @@ def test_nothing_of_a_local_cluster_listens_beyond_loopback_while_ranks_train_an
     assert {address for _, address in listening} <= LOOPBACK
 
 
-@pytest.mark.slow
 def test_the_token_is_for_this_user_alone_and_in_no_log_run_folder_or_command_line(seen_inside: dict[str, Any]) -> None:
     assert seen_inside["token_mode"] == 0o600 and seen_inside["token_length"] >= 32
     assert seen_inside["searched"] >= 10  # the control: logs, settings and a checkpoint were there to be searched
     assert seen_inside["leaks"] == []
 
 
-@pytest.mark.slow
 def test_a_second_driver_is_let_in_with_the_token_and_refused_without_it(seen_inside: dict[str, Any]) -> None:
     code, nodes, _ = seen_inside["friend"]
     assert (code, nodes) == (0, "1")
@@ -177,9 +186,12 @@ def test_a_second_driver_is_let_in_with_the_token_and_refused_without_it(seen_in
     assert code != 0 and nodes == "" and "uthenticat" in error
 
 
-@pytest.mark.slow
 def test_ray_leaves_a_driver_what_sigterm_meant_to_it(seen_inside: dict[str, Any]) -> None:
     assert seen_inside["sigterm_ends_it"]
+
+
+def test_ranks_of_a_local_cluster_have_the_drivers_priority(seen_inside: dict[str, Any]) -> None:
+    assert seen_inside["niceness"] == [seen_inside["own_niceness"]] * 2
 
 
 def modes(path: Path) -> tuple[int, int]:
@@ -210,9 +222,8 @@ def test_a_home_that_can_keep_no_token_is_named(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    with pytest.raises(ResourceError, match="auth_token") as caught:
+    with refused(ResourceError, "cluster.address", "auth_token"):
         keep_token_private(make=True)
-    assert caught.value.field == "cluster.address" and caught.value.hint
 
 
 def test_a_cluster_on_other_machines_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,30 +234,28 @@ def test_a_cluster_on_other_machines_needs_a_token(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("address", "variable", "said"),
+    ("address", "variable", "named"),
     [
-        ("local", "", "cluster.address=local has Ray start a cluster"),
-        ("auto", "local", "RAY_ADDRESS=local has Ray start a cluster"),
-        ("auto", "10.0.0.1:6379", "RAY_ADDRESS=10.0.0.1:6379 is not on this machine"),
-        ("auto", "ray://head:10001", "RAY_ADDRESS=ray://head:10001 is not on this machine"),
+        ("local", "", "cluster.address=local"),
+        ("auto", "local", "RAY_ADDRESS=local"),
+        ("auto", "10.0.0.1:6379", "RAY_ADDRESS=10.0.0.1:6379"),
+        ("auto", "ray://head:10001", "RAY_ADDRESS=ray://head:10001"),
     ],
 )
 def test_no_address_leads_to_an_open_cluster(
-    address: str, variable: str, said: str, monkeypatch: pytest.MonkeyPatch
+    address: str, variable: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     monkeypatch.setenv("RAY_ADDRESS", variable)
-    with pytest.raises(ResourceError) as caught:
+    with refused(ResourceError, "cluster.address", named):
         connect(config(cluster={"address": address}))
-    assert said in caught.value.message and caught.value.field == "cluster.address" and caught.value.hint
 
 
 def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers() -> None:
     cap = 4 * (os.cpu_count() or 1)
     many = config(mesh={"dp": cap, "device": "cpu"}, cluster={"max_ranks_per_core": 4})
-    with pytest.raises(ResourceError, match=f"needs {cap + 1}, but .* allow {cap}") as caught:
+    with refused(ResourceError, "mesh.dp", cap + 1, cap, "cluster.max_ranks_per_core=4"):
         check_machine(many)
-    assert caught.value.field == "mesh.dp"
 
 
 def test_processes_count_ranks_engines_and_a_reference_group() -> None:
@@ -256,6 +265,64 @@ def test_processes_count_ranks_engines_and_a_reference_group() -> None:
     assert processes_needed(config(algorithm="sft", mesh={"dp": 2})) == 2
 
 
+@pytest.mark.parametrize(
+    ("gpus", "sections", "is_refused"),
+    [
+        (4, {"mesh": {"dp": 3}}, False),
+        (4, {"mesh": {"dp": 4}}, True),
+        (4, {"mesh": {"dp": 4, "device": "cpu"}}, False),
+        (4, {"mesh": {"dp": 4}, "cluster": {"address": "10.0.0.1:6379"}}, False),
+        (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}}, False),
+        (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}, "reference": {"placement": "group", "dp": 1}}, True),
+        (4, {"mesh": {"dp": "auto", "cp": 2}, "rollout": {"engines": 2}}, False),
+        (4, {"mesh": {"dp": "auto", "cp": 2}, "rollout": {"engines": 3}}, True),
+        (2, {"algorithm": "sft", "mesh": {"dp": 2}}, False),
+        (2, {"algorithm": "sft", "mesh": {"dp": 3}}, True),
+        (0, {"mesh": {"dp": 1, "device": "cuda"}}, True),
+        (0, {"mesh": {"dp": 8}}, False),  # on the CPU then
+        (None, {"mesh": {"dp": 8, "device": "cuda"}}, False),  # nothing tells
+    ],
+)
+def test_too_few_gpus_of_this_machine_are_refused_with_both_numbers(
+    gpus: int | None, sections: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "gpus_here", lambda: gpus)
+    settings = config(**sections)
+    engines = 0 if settings.algorithm == "sft" else settings.rollout.engines
+    if not is_refused:
+        return check_gpus(settings, engines=engines)
+    assert gpus is not None
+    with refused(ResourceError, "mesh.dp", gpus):
+        check_gpus(settings, engines=engines)
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "found"),
+    [
+        (["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "nvidia10"], None, 3),
+        (["nvidiactl", "nvidia0", "nvidia1"], "1", 1),
+        (["nvidiactl", "nvidia0", "nvidia1"], "0,1,2,3", 2),
+        (["nvidiactl", "nvidia0"], "", 0),
+        (["nvidiactl", "nvidia0"], "NoDevFiles", 0),
+        (["nvidiactl"], None, None),
+        ([], "0", None),
+    ],
+)
+def test_gpus_are_counted_without_asking_a_library(
+    devices: list[str], visible: str | None, found: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "dev").mkdir()
+    for name in devices:
+        (tmp_path / "dev" / name).touch()
+    assert gpus_here(tmp_path) == found
+    for index in range(5):
+        (tmp_path / "proc/driver/nvidia/gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
+    assert gpus_here(tmp_path) == {None: 5, "": 0, "NoDevFiles": 0}.get(visible, visible and len(visible.split(",")))
+
+
 def test_auto_takes_the_gpus_that_engines_and_a_reference_group_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 64.0, "GPU": 8.0})
     auto: dict[str, Any] = {"dp": "auto", "dp_replicate": 2}
@@ -263,10 +330,9 @@ def test_auto_takes_the_gpus_that_engines_and_a_reference_group_leave(monkeypatc
     assert with_cluster_ranks(config(algorithm="sft", mesh=auto)).actor_mesh == (2, 4)
     apart = {"placement": "group", "dp": 3}
     assert with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}, reference=apart)).actor_mesh == (2, 2)
-    with pytest.raises(ConfigError, match="7 ranks are no multiple of") as caught:
+    with refused(ConfigError, "mesh.dp", 7, "mesh.dp_replicate=2"):
         with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}))
-    assert caught.value.field == "mesh.dp"
-    with pytest.raises(ResourceError, match="none is left"):
+    with refused(ResourceError, "mesh.dp", 8):
         with_cluster_ranks(config(mesh=auto, rollout={"engines": 8}))
     fixed = config(mesh={"dp": 3}, rollout={"engines": 8})
     assert with_cluster_ranks(fixed) is fixed
@@ -280,7 +346,7 @@ def test_auto_takes_the_cores_where_ranks_run_on_cpus(monkeypatch: pytest.Monkey
     assert with_cluster_ranks(config(mesh={**on_cpu, "cp": 8})).actor_mesh == (1, 1)
     assert with_cluster_ranks(config(mesh=on_cpu, cluster={"address": "10.0.0.1:6379"})).ranks == 100
     check_machine(config(mesh=on_cpu))
-    with pytest.raises(ResourceError, match="allow 7"):
+    with refused(ResourceError, "mesh.dp", 7, "cluster.max_ranks_per_core=1"):
         with_cluster_ranks(config(mesh=on_cpu, cluster={"max_ranks_per_core": 1}))
 
 
@@ -293,6 +359,7 @@ cat "$HOME/.ray/auth_token"
 """
 
 
+@pytest.mark.default_tier
 @pytest.mark.parametrize("made_before", [False, True])
 def test_the_launch_script_keeps_the_token_in_a_private_file_and_off_every_command_line(
     tmp_path: Path, made_before: bool

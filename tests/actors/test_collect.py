@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from actors.rollout.prompts import PromptStream, Record
 from actors.run_folder import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.errors import BatchError
 from slimefsdp.reports import SyncReport
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6
@@ -222,9 +224,91 @@ def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(
     other = make(**{**resumed, "rollout": {**resumed.get("rollout", {}), **changed}})
     for config, version in ((other, VERSION), (make(**resumed), VERSION + 1)):
         engines = Engines()
-        with pytest.warns(UserWarning, match="recorded batch of step 1 passed over"):
+        with pytest.warns(UserWarning, match=r"step 1\b"):
             Collector(config, engines, recorded).collect(1, version, {})
         assert engines.calls
+
+
+@pytest.mark.parametrize(("section", "name", "given"), [("rollout", "mask_truncated", True), ("loss", "clip_low", 0.1)])
+def test_a_setting_that_an_earlier_version_did_not_note_had_its_default(
+    make: Any, tmp_path: Path, section: str, name: str, given: Any
+) -> None:
+    recorded = RecordedBatches(tmp_path / "batches")
+    batch, _ = Collector(make(), Engines(), recorded).collect(0, VERSION, {})
+    found = recorded.read(0)
+    assert batch is not None and found is not None
+    del found[1]["settings"][section][name]
+    recorded.write(0, batch, found[1])
+    resume = {"checkpoint": {"resume": True}}
+    again, _ = Collector(make(**resume), NoEngines(), recorded).collect(0, VERSION, {})  # type: ignore[arg-type]
+    assert again is not None and again.same_as(batch)
+    engines = Engines()
+    with pytest.warns(UserWarning, match=r"step 0\b"):
+        Collector(make(**resume, **{section: {name: given}}), engines, recorded).collect(0, VERSION, {})
+    assert engines.calls
+
+
+def test_a_batch_of_other_records_is_passed_over(make: Any, tmp_path: Path) -> None:
+    recorded = RecordedBatches(tmp_path / "batches")
+    config = make(checkpoint={"resume": True})
+    Collector(config, Engines(), recorded).collect(0, VERSION, {})
+    lines = Path(str(config.data.train)).read_text().splitlines()
+    Path(str(config.data.train)).write_text("\n".join(reversed(lines)))
+    engines = Engines()
+    with pytest.warns(UserWarning, match=r"step 0\b"):
+        Collector(config, engines, recorded).collect(0, VERSION, {})
+    assert engines.calls
+
+
+def raising(record: Record, *_: Any) -> Any:
+    return 1 / 0
+
+
+def ending(record: Record, *_: Any) -> Any:
+    sys.exit(3)
+
+
+def undecided(record: Record, *_: Any) -> Any:
+    return None
+
+
+def many_names(record: Record, *_: Any) -> Any:
+    return {"reward": 1.0, f"of_{record['number']}": 1.0}
+
+
+@pytest.mark.parametrize("records_batches", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "function", "cause"),
+    [
+        ("reward", "raising", ZeroDivisionError),
+        ("reward", "ending", SystemExit),
+        ("reward", "undecided", None),
+        ("reward", "many_names", None),
+        ("filter", "raising", ZeroDivisionError),
+        ("filter", "ending", SystemExit),
+        ("filter", "undecided", None),
+    ],
+)
+def test_a_reward_or_filter_that_fails_is_named_with_record_step_and_the_way_to_go_on(
+    make: Any, tmp_path: Path, setting: str, function: str, cause: type[BaseException] | None, records_batches: bool
+) -> None:
+    config = make(rollout={setting: f"{__name__}:{function}"})
+    recorded = RecordedBatches(tmp_path / "batches") if records_batches else None
+    collector = Collector(config, Engines(), recorded)
+    with pytest.raises(BatchError) as caught:
+        collector.collect(4, VERSION, {})
+    error = caught.value
+    assert error.field == f"rollout.{setting}" and error.phase == "step 5"
+    taken = Collector(config, Engines()).prompts.take(PROMPTS_PER_STEP)
+    assert any(record.place in error.message for record in taken)
+    assert ("checkpoint.resume=true" in str(error.hint)) == records_batches
+    assert ("checkpoint.interval_steps" in str(error.hint)) != records_batches
+    assert type(error.__cause__) is (cause or type(None))
+    assert recorded is None or recorded.read(4) is None
+    if setting == "reward":
+        with pytest.raises(BatchError) as evaluated:
+            collector.evaluate(5)
+        assert evaluated.value.phase == "step 5" and "heldout.jsonl:" in evaluated.value.message
 
 
 def test_an_overlong_response_loses_reward_as_the_paper_says() -> None:
@@ -328,13 +412,14 @@ class Trainers:
     critic = None
 
     def __init__(self) -> None:
-        self.trained = 0
+        self.trained = self.sent = 0
 
     def train_step(self, batch: RolloutBatch) -> dict[str, float]:
         self.trained += 1
         return {"updates": 1.0, "loss": 0.5}
 
     def update_weights(self, receivers: Any) -> SyncReport:
+        self.sent += 1
         return SyncReport(version=self.trained, bytes=0, seconds=0.0)
 
 
@@ -347,7 +432,7 @@ def test_a_step_without_a_batch_leaves_the_weights_and_says_so(make: Any, reward
     loop = RolloutLoop(config, group, engines)
     loop.before_training(evaluates=False)
     rows = [loop.step(step) for step in range(2)]
-    assert group.trained == trained
+    assert group.trained == trained and group.sent == 1 + trained
     for row, version in zip(rows, (trained / 2, trained), strict=True):
         assert row["updates"] == (trained > 0) and ("loss" in row) == (trained > 0)
         assert row["weight_version"] == version and row["rollout/groups_dropped"] >= 1 - trained
@@ -355,12 +440,29 @@ def test_a_step_without_a_batch_leaves_the_weights_and_says_so(make: Any, reward
     assert "eval/reward" in rows[1]
 
 
+class Skipping(Trainers):
+    """Its gradients are never finite."""
+
+    def train_step(self, batch: RolloutBatch) -> dict[str, float]:
+        self.trained += 1
+        return {"updates": 0.0, "skipped_update": 1.0, "loss": 0.5}
+
+
+def test_engines_are_not_sent_the_weights_that_they_have(make: Any) -> None:
+    engines: Any = Engines()
+    group: Any = Skipping()
+    loop = RolloutLoop(make(evaluation={"interval_steps": None}), group, engines)
+    loop.before_training(evaluates=False)
+    for step in range(2):
+        loop.step(step)
+    assert group.trained == 2 and group.sent == 1
+
+
 def odd_length(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
     """A reward that a random model gets half of the time."""
     return {"reward": float(len(response) % 2)}
 
 
-@pytest.mark.slow
 def test_a_run_draws_filters_and_trains_against_greedy_responses(
     cluster: None, make_config: Any, example: Path, tmp_path: Path
 ) -> None:

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 
 from actors.cli import main
 from actors.convert_command import DTYPES
+from slimefsdp.byte_text import byte_text
 from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES
 from slimefsdp.models.folder import SINGLE_FILE
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +30,11 @@ def test_a_model_goes_out_and_comes_back_with_one_line_of_result_each(
     tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dcp, back = tmp_path / "dcp", tmp_path / "back"
+    size = byte_text(sum(tensor.nbytes for tensor in load_file(folder / SINGLE_FILE).values()))
     assert main(["convert", "hf-to-dcp", str(folder), str(dcp)]) == 0
-    assert capsys.readouterr().out == f"{dcp}: 25 tensors, 0.00 GiB of bfloat16\n"
+    assert capsys.readouterr().out == f"{dcp}: 25 tensors, {size} of bfloat16\n"
     assert main(["convert", "dcp-to-hf", str(dcp), str(back), "--like", str(folder), "--dtype", "float32"]) == 0
-    assert capsys.readouterr().out == f"{back}: 25 tensors, 0.00 GiB of bfloat16 as float32\n"
+    assert capsys.readouterr().out == f"{back}: 25 tensors, {size} of bfloat16 as float32\n"
     source, written = load_file(folder / SINGLE_FILE), load_file(back / SINGLE_FILE)
     assert source.keys() == written.keys() and all(torch.equal(written[n], source[n].float()) for n in source)
     assert json.loads((back / "config.json").read_text())["dtype"] == "float32" and (back / "tokenizer.json").exists()

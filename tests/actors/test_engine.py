@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,9 @@ from ray.util.placement_group import remove_placement_group
 from actors.placement import is_alive
 from actors.rollout.engine import EnginePool, Sampled, encode_demonstrations
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import StateError, SyncError
-from tests.actors.test_worker_group import bits
+from slimefsdp.errors import BatchError, StateError, SyncError
+from tests.support.refusals import assert_refusal, names, refused
+from tests.support.runs import bits
 
 PROMPTS = ["sort 31", "sort 2718", "sort 90210", "sort 5", "sort 777"]
 SHAPES = {"weight": (2, 2)}
@@ -58,20 +58,22 @@ def contents(samples: list[Sampled]) -> list[tuple[int, list[int], list[float]]]
 
 def test_an_engine_without_weights_refuses_to_sample(two_engines: tuple[EnginePool, StateError]) -> None:
     _, refusal = two_engines
-    assert "no committed weights" in refusal.message and "update_weights" in str(refusal.hint)
+    assert_refusal(refusal, StateError, "update_weights")
+    assert "update_weights" in str(refusal.hint)
 
 
 def test_an_engine_between_two_versions_refuses_to_sample(engines: EnginePool, group: Any, small_batch: Any) -> None:
     manifest = {name: tuple(shape) for name, shape in weight_shapes(group).items()}
     ray.get(engines.receivers[1].begin.remote(9, manifest), timeout=30)
-    with pytest.raises(StateError, match="no committed weights"):
+    with refused(StateError, "update_weights"):
         engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
-    with pytest.raises(SyncError, match="tensors missing"):
+    with pytest.raises(SyncError) as caught:  # as Ray raises it, of a class that is both
         ray.get(engines.receivers[1].commit.remote(9), timeout=30)
+    assert caught.value.field == "update_weights" and names(caught.value.message, len(manifest))
     assert engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[0] == 0, "the other engine still holds 0"
     group.train_step(small_batch)
     group.update_weights(engines.receivers[1:])
-    with pytest.raises(StateError, match=r"different weights: versions \[0, 1\]"):
+    with refused(StateError, "update_weights", [0, 1]):
         engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
     group.update_weights(engines.receivers)
     assert engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))[0] == 1
@@ -85,9 +87,9 @@ def weight_shapes(group: Any) -> dict[str, Any]:
 
 
 def test_a_model_of_other_shapes_is_refused(engines: EnginePool) -> None:
-    with pytest.raises(SyncError, match="here") as refused:
+    with pytest.raises(SyncError) as caught:
         ray.get(engines.receivers[0].begin.remote(1, SHAPES), timeout=30)
-    assert refused.value.hint
+    assert caught.value.field == "update_weights" and caught.value.hint
     assert engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[0] == 0
 
 
@@ -116,6 +118,19 @@ def test_equal_seeds_give_equal_samples_and_others_do_not(engines: EnginePool) -
     )
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "field"),
+    [([], 1, "prompts"), (PROMPTS, 0, "samples_per_prompt"), (PROMPTS, -1, "samples_per_prompt")],
+)
+def test_nothing_to_sample_is_refused_and_the_engines_go_on(
+    engines: EnginePool, prompts: list[str], samples: int, field: str
+) -> None:
+    with pytest.raises(BatchError) as caught:
+        engines.generate(prompts, samples_per_prompt=samples, seed=(0,))
+    assert caught.value.field == field and caught.value.hint
+    assert len(engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[1]) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -165,12 +180,11 @@ def test_a_dead_engine_is_a_sync_error_and_the_trainer_works_on(
     dead = ray.remote(Engine).options(num_cpus=0).remote()
     ray.get(dead.begin.remote(0, {}), timeout=60)
     ray.kill(dead)
-    started = time.monotonic()
-    with pytest.raises(SyncError, match="ended during begin") as failed:
+    with pytest.raises(SyncError) as failed:
         group.update_weights([*two_engines[0].receivers, dead])
-    assert time.monotonic() - started < group.config.cluster.sync_timeout_s / 2
-    assert failed.value.hint
-    with pytest.raises(StateError, match="no committed weights"):
+    # not cluster.sync_timeout_s, as where an answer was waited for in vain
+    assert failed.value.field == "update_weights" and failed.value.hint and "begin" in failed.value.message
+    with refused(StateError, "update_weights"):
         two_engines[0].generate(PROMPTS, samples_per_prompt=1, seed=(0,))
     assert [health.pid for health in group.health()] == pids
     assert bits(group.train_step(batch)) == expected[1]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +58,7 @@ def test_an_answer_that_is_neither_yes_nor_no_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setitem(globals(), "answer", given)
     with pytest.raises(BatchError) as refused:
         load_filter(f"{__name__}:canned")(RECORD, group(1.0))
-    assert refused.value.field == "rollout.filter" and "canned returned" in refused.value.message
+    assert refused.value.field == "rollout.filter" and f"{__name__}:canned" in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -85,11 +82,3 @@ def test_the_settings_take_the_filters_of_the_table_and_no_other_word() -> None:
         with pytest.raises(ConfigError) as refused:
             chosen(word)
         assert refused.value.field == "rollout.filter"
-
-
-def test_loading_a_filter_imports_neither_torch_nor_ray() -> None:
-    code = "import sys; from actors.rollout.filters import load_filter; load_filter('mixed_groups'); "
-    code += "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr

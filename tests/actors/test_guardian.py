@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from actors.guardian import Family, Guardian, running_processes
-from tests.actors.test_worker_group import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 ROOT = Path(__file__).parents[2]
@@ -100,18 +100,19 @@ def start() -> Iterator[Any]:
                     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.default_tier
 @pytest.mark.parametrize("arguments", [("named",), ("named", "forks")], ids="-".join)
 def test_a_killed_driver_takes_what_was_named_with_it_and_nothing_else(start: Any, arguments: tuple[str, ...]) -> None:
     driver = start(*arguments)
     driver.process.kill()
-    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])), timeout_s=5)
+    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])))
     assert is_running(driver.before) and is_running(driver.after)
 
 
 def test_a_driver_killed_before_it_named_anything_takes_what_it_had_started_since(start: Any) -> None:
     driver = start("unnamed")
     driver.process.kill()
-    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])), timeout_s=5)
+    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])))
     assert is_running(driver.before)
 
 
@@ -120,8 +121,8 @@ def test_signals_to_the_guardian_leave_it_at_its_post(start: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(driver.guardian, number)
     os.killpg(driver.process.pid, signal.SIGTERM)  # the driver's group, in which the guardian is not
-    driver.process.wait(timeout=10)
-    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])), timeout_s=5)
+    driver.process.wait(timeout=60)
+    assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])))
 
 
 def test_at_the_drivers_word_the_cluster_is_gone_when_end_returns_and_the_rest_is_there(start: Any) -> None:
@@ -134,10 +135,17 @@ def test_at_the_drivers_word_the_cluster_is_gone_when_end_returns_and_the_rest_i
 def test_a_guardian_without_a_cluster_ends_at_once() -> None:
     guardian = Guardian()
     assert is_running(guardian.pid)
-    began = time.monotonic()
     guardian.end()
-    assert not is_running(guardian.pid) and time.monotonic() - began < 5
+    assert not is_running(guardian.pid)
     guardian.end()  # and once more is no error
+
+
+def test_what_was_started_just_before_the_word_is_ended_too() -> None:
+    guardian = Guardian()
+    time.sleep(1)  # it has looked by now, and the word comes before it looks again
+    with subprocess.Popen(SLEEP) as process:
+        guardian.end()
+        assert process.poll() == -signal.SIGKILL
 
 
 def test_another_process_with_the_pid_of_one_that_is_gone_is_left_alone() -> None:
@@ -149,7 +157,7 @@ def test_another_process_with_the_pid_of_one_that_is_gone_is_left_alone() -> Non
         assert process.poll() is None
         family.adopt([process.pid], running_processes())  # the control: this one is meant
         family.end()
-        assert process.wait(timeout=5) == -signal.SIGKILL
+        assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 def test_a_child_is_ended_though_its_parent_ended_first() -> None:
@@ -163,7 +171,7 @@ def test_a_child_is_ended_though_its_parent_ended_first() -> None:
         family.adopt([mother.pid], running_processes())
         family.update(running_processes())
         mother.stdin.close()
-        mother.wait(timeout=10)
+        mother.wait(timeout=60)
         assert is_running(child)
         family.end()
         assert not is_running(child) and not family

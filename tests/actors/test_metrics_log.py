@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from actors.metrics_log import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from tests.support.refusals import refused
 
 
 def strict_rows(run_dir):
@@ -66,7 +69,7 @@ def test_nan_and_infinities_stay_strict_json_and_reach_tensorboard(tmp_path):
 
 
 def test_the_logs_own_names_are_refused_as_metrics(tmp_path):
-    with MetricsLog(tmp_path) as log, pytest.raises(AssertionError, match="belong to the log"):
+    with MetricsLog(tmp_path) as log, pytest.raises(AssertionError):
         log.write(1, {"time": 2.0})
 
 
@@ -94,7 +97,7 @@ def test_a_damaged_line_before_the_last_is_named_and_nothing_is_changed(tmp_path
     content = f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n'
     (tmp_path / METRICS_FILE).write_text(content)
     for use in (read_metrics, MetricsLog):
-        with pytest.raises(CheckpointError, match="line 2 is not a row"):
+        with refused(CheckpointError, METRICS_FILE, tmp_path / METRICS_FILE, "line 2"):
             use(tmp_path)
     assert (tmp_path / METRICS_FILE).read_text() == content
 
@@ -140,18 +143,40 @@ def test_the_old_file_stays_whole_when_the_rewrite_dies(tmp_path, monkeypatch):
 
 
 def test_a_folder_without_metrics_and_one_that_cannot_be_made_are_said(tmp_path):
-    with pytest.raises(ConfigError, match="give the folder of a run"):
+    with refused(ConfigError, "run.dir", tmp_path / METRICS_FILE):
         read_metrics(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match=r"run\.dir"):
+    with refused(ResourceError, "run.dir", tmp_path / "file"):
         MetricsLog(tmp_path / "file")
+
+
+def test_a_full_disk_is_one_typed_error_and_no_threads_traceback(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = MetricsLog(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # scalars reach it before the lines do
+    try:
+        with pytest.raises(ResourceError) as caught:
+            for step in range(1, 200):
+                log.write(step, {"a": 1.0, "b": 2.0})
+        with pytest.raises(ResourceError), log:
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.field == "run.dir" and not reported
+    assert (tmp_path / METRICS_FILE).stat().st_size < 4000, "it was TensorBoard's file that was refused"
+    failing = threading.Thread(target={}.__getitem__, args=("of another thread",))
+    failing.start()
+    failing.join()
+    assert [one.exc_type for one in reported] == [KeyError]
 
 
 def test_wandb_that_is_not_installed_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"pip install slimefsdp\[wandb\]") as caught:
+    with refused(ConfigError, "run.wandb_project", "wandb") as caught:
         MetricsLog(tmp_path / "run", wandb_project="p")
-    assert caught.value.field == "run.wandb_project" and not (tmp_path / "run").exists()
+    assert "slimefsdp[wandb]" in str(caught.value.hint) and not (tmp_path / "run").exists()
 
 
 def test_wandb_gets_the_numbers_and_a_new_run_after_truncating_one_that_holds_some(tmp_path, monkeypatch):

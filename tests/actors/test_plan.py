@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.cli import main
-from actors.plan_outlook import byte_text
+from slimefsdp.byte_text import byte_text
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ResourceError
 from slimefsdp.rates import LEAST_RATE, MOST_RATE, Rates, write_calibration
+from tests.support.refusals import assert_refusal
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -58,8 +59,9 @@ def test_a_device_that_is_advised_for_a_tiny_model_is_in_its_unit_and_fits(
 ) -> None:
     with pytest.raises(ResourceError) as caught:
         main(["--debug", "plan", str(config), "--memory-gb", "0.00002"])
-    assert "fits 20.0 kB a rank" in caught.value.message and " GB" not in str(caught.value)
-    advised = re.search(r"take devices of ([\d.,]+ [kM]B)", str(caught.value.hint))
+    assert_refusal(caught.value, ResourceError, "--memory-gb", "20.0 kB")
+    assert " GB" not in str(caught.value)
+    advised = re.search(r"devices\D*([\d.,]+ [kM]B)", str(caught.value.hint))
     assert advised is not None, caught.value.hint
     enough = in_bytes(advised[1])
     assert main(["plan", str(config), "--memory-gb", f"{enough / 1e9:.9f}"]) == 0
@@ -96,6 +98,29 @@ def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.Captur
     estimate = json.loads(capsys.readouterr().out, parse_constant=no_number)["estimate"]
     assert estimate["recommended"] == estimate["candidates"][0]
     assert all(one["seconds"]["total"] > 0 for one in estimate["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("model", "cp", "can_serve"),
+    [
+        ({"num_attention_heads": 4}, 2, {"ring", "ulysses", "all_gather"}),
+        ({"num_attention_heads": 4}, 4, {"ring", "ulysses", "all_gather"}),
+        ({"num_attention_heads": 4}, 8, {"ring", "all_gather"}),
+        ({"model_type": "mistral", "sliding_window": 16}, 2, {"ulysses", "all_gather"}),
+        ({"model_type": "mistral", "sliding_window": 16}, 8, {"all_gather"}),
+    ],
+)
+@pytest.mark.parametrize("lengths", ["fixed(20)", "fixed(400)", "uniform(2, 500)"])
+def test_the_lightest_strategy_sends_least_of_those_that_can_serve_the_model(
+    config: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any], cp: int, can_serve: set[str], lengths: str
+) -> None:
+    file = config.parent / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | model))
+    assert main(["plan", str(config), "--json", "--lengths", lengths, f"mesh.cp={cp}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sent = {name: sum(wire.values()) for name, wire in found["wire"].items() if name in can_serve}
+    assert sent.keys() == can_serve and found["lightest_strategy"] in can_serve
+    assert sent[found["lightest_strategy"]] == min(sent.values())
 
 
 def test_a_batch_file_is_planned_with_what_its_samples_share(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -125,7 +126,8 @@ def test_a_folder_without_a_checkpoint_cannot_be_resumed(
     ]
     overrides += [f"run.export_dir={tmp_path / 'export'}", "cluster.max_ranks_per_core=64", "checkpoint.resume=true"]
     assert main(["train", str(ROOT / "configs/sort_digits_sft.yaml"), *overrides]) == 2
-    assert "no checkpoint to resume from" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "  field: run.dir\n" in told and str(tmp_path / "run") in told
 
 
 def test_the_lock_ends_with_the_block(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_a_damaged_batch_is_passed_over_by_name(tmp_path: Path, name: str, how: 
     file.write_bytes(content if how == "one bit" else content[:-20])
     if how == "gone":
         file.unlink()
-    with pytest.warns(UserWarning, match=f"passed over, it is sampled anew: .*{name}"):
+    with pytest.warns(UserWarning, match=re.escape(name)):
         assert batches.read(7) is None
     batches.write(7, small_batch(), NOTES)
     assert batches.read(7) is not None

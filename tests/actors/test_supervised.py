@@ -21,6 +21,11 @@ class Scripted:
         self.failures = failures
         self.launches = 0
         self.is_up = False
+        self.updated_after = -1  # so many launches
+
+    def update_from(self, pool: Any, group: Any) -> int:
+        self.updated_after = self.launches
+        return 7
 
     def relaunch(self, pool: Any) -> None:
         self.launches += 1
@@ -31,6 +36,7 @@ class Scripted:
     def generate(self, pool: Any, prompts: Any, **options: Any) -> tuple[int, list[Any]]:
         if not self.is_up:
             raise WorkerDied("the first loss")
+        assert self.updated_after == self.launches, "these engines have the policy's weights"
         return 7, []
 
 
@@ -38,10 +44,9 @@ def scripted_engines(
     monkeypatch: pytest.MonkeyPatch, make_config: Any, failures: list[Exception], max_restarts: int
 ) -> tuple[Scripted, SupervisedEngines]:
     script = Scripted(failures)
-    for name in ("relaunch", "generate"):
+    for name in ("relaunch", "generate", "update_from"):
         method = getattr(script, name)
         monkeypatch.setattr(EnginePool, name, lambda pool, *args, method=method, **kw: method(pool, *args, **kw))
-    monkeypatch.setattr(EnginePool, "update_from", lambda pool, group: 7)
     engines = SupervisedEngines(make_config(cluster={"max_restarts": max_restarts}))
     engines.update_from(object())
     return script, engines

@@ -15,7 +15,7 @@ from actors.loop import train
 from actors.recovery import RECOVERIES
 from actors.rollout.supervised import SupervisedEngines
 from actors.supervisor import SupervisedGroup
-from tests.actors.test_loop import bits, rows_of
+from tests.support.runs import bits, rows_of
 
 STEPS, SAMPLES = 5, 8  # of a step
 judged: list[str] = []
@@ -48,8 +48,9 @@ def pid_of(engine: Any) -> int:
     return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
+# with the run of test_loop.py that is extended: a group, engines, a recovery from the journal, a resume, an export
+@pytest.mark.default_tier
+@pytest.mark.timeout(900)
 def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
     cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
 ) -> None:

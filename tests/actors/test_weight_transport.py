@@ -17,6 +17,8 @@ from actors.rollout.engine import EmbeddedEngine
 from actors.weight_transport import ObjectStoreReceiver, pack_bucket, unpack_bucket
 from actors.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
+from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -58,7 +60,6 @@ def notebooks(cluster: None) -> Iterator[list[Any]]:
             return self.seen
 
         def _note(self, name: str, *what: Any) -> None:
-            import time
 
             trouble = self.trouble.get(name)
             if isinstance(trouble, Exception):
@@ -90,35 +91,46 @@ def test_every_receiver_gets_every_message_in_order(notebooks: list[Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("trouble", "message"),
+    ("trouble", "timeout_s", "field", "values"),
     [
-        ({"receive": 20.0}, r"receiver 1 has not answered receive after 1\.5 s"),
-        ({"receive": KeyError("no such tensor")}, "receive failed at a receiver: .*no such tensor"),
-        ({"begin": SyncError("another shape", field="update_weights", hint="load the same model")}, "another shape"),
+        ({"receive": 3600.0}, 4.0, "cluster.sync_timeout_s", ["receiver 1", "receive", 4]),
+        ({"receive": KeyError("no such tensor")}, 120.0, "update_weights", ["receive", "no such tensor"]),
+        (
+            {"begin": SyncError("another shape", field="model.path", hint="load the same model")},
+            120.0,
+            "model.path",
+            ["another shape"],
+        ),
     ],
     ids=["hangs", "fails", "refuses"],
 )
 def test_trouble_at_one_receiver_is_a_sync_error_in_time_and_nothing_is_committed(
-    notebooks: list[Any], trouble: dict[str, Any], message: str
+    notebooks: list[Any], trouble: dict[str, Any], timeout_s: float, field: str, values: list[object]
 ) -> None:
     ray.get(notebooks[1].plan_trouble.remote(trouble))
-    started = time.monotonic()
-    with pytest.raises(SyncError, match=message) as failed:
-        send(ObjectStoreReceiver(notebooks, timeout_s=1.5))
-    assert time.monotonic() - started < 8
-    assert failed.value.hint and failed.value.field
+    with refused(SyncError, field, *values):
+        send(ObjectStoreReceiver(notebooks, timeout_s=timeout_s))
     assert "commit" not in [name for name, *_ in ray.get(notebooks[0].notes.remote())]
 
 
 def test_the_deadline_is_for_the_whole_update(notebooks: list[Any]) -> None:
     ray.get(notebooks[0].plan_trouble.remote({"begin": 0.7, "receive": 0.7, "commit": 0.7}))
-    with pytest.raises(SyncError, match=r"after 1\.8 s"):
+    with refused(SyncError, "cluster.sync_timeout_s", 1.8):
         send(ObjectStoreReceiver(notebooks[:1], timeout_s=1.8))
 
 
 def test_a_dead_receiver_is_a_sync_error(notebooks: list[Any]) -> None:
     ray.kill(notebooks[0])
-    with pytest.raises(SyncError, match="ended during begin"):
+
+    def is_dead() -> bool:
+        try:
+            ray.get(notebooks[0].__ray_ready__.remote(), timeout=60)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    assert wait_until(is_dead)
+    with refused(SyncError, "update_weights", "begin"):
         send(ObjectStoreReceiver(notebooks, timeout_s=30.0))
 
 
@@ -132,7 +144,6 @@ class OpenEngine(EmbeddedEngine):
         return {name: parameter.view(torch.int16).numpy() for name, parameter in self._model.named_parameters()}
 
 
-@pytest.mark.slow
 def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(
     cluster: None, make_config: Any, example: Path, small_batch: Any, tmp_path: Path
 ) -> None:

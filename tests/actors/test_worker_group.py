@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -43,26 +42,11 @@ from slimefsdp.phase import plan_training
 from slimefsdp.reports import Health, Memory
 from slimefsdp.surface import RPCS
 from slimefsdp.trainer import Trainer
+from tests.support.refusals import refused
+from tests.support.runs import TIMES, Untouchable, bits
+from tests.support.waiting import is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
-TIMES = {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
-
-
-def bits(metrics: dict[str, float]) -> dict[str, str]:
-    """Every metric that is not a time, to the last bit."""
-    return {name: value.hex() for name, value in metrics.items() if name not in TIMES}
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 # ------------------------------------------------------------------ the same as the bare Trainer
@@ -96,7 +80,6 @@ def replayed(
     return two, folder / "two", one
 
 
-@pytest.mark.slow
 def test_an_update_phase_is_bit_identical_to_the_same_ranks_under_torchrun(
     group: Any, batch: RolloutBatch, replayed: Any, tmp_path: Path
 ) -> None:
@@ -168,7 +151,7 @@ def test_sleep_frees_memory_on_every_rank_and_changes_no_bit(group: Any, batch: 
 
 
 def test_a_group_can_be_looked_into(group: Any, batch: RolloutBatch) -> None:
-    with pytest.raises(StateError, match="no update has been tried"):
+    with refused(StateError, "gradient_health"):
         group.gradient_health()
     metrics = group.train_step(batch)
     descriptions = group.describe()
@@ -221,24 +204,8 @@ def test_the_reference_follows_only_update_ref(group: Any, small_batch: RolloutB
 
 # ------------------------------------------------------------------ bad input
 
+# the driver's whole table is in test_group_alone.py: here, that ranks do not notice
 BAD_BATCHES: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError], str]] = {
-    "a token id outside the vocabulary": (
-        lambda group, batch: group.train_step(batch.replace(tokens=np.full(batch.num_tokens, 320))),
-        BatchError,
-        "tokens",
-    ),
-    "a sample over the token budget": (
-        lambda group, _: group.compute_log_probs(
-            RolloutBatch(tokens=np.arange(65), lengths=[65], response_lengths=[1])
-        ),
-        BatchError,
-        "lengths",
-    ),
-    "another temperature": (
-        lambda group, batch: group.forward_backward(batch.replace(temperature=0.7)),
-        BatchError,
-        "temperature",
-    ),
     "no rewards": (lambda group, batch: group.train_step(batch.replace(rewards=None)), BatchError, "rewards"),
     "no groups": (lambda group, batch: group.train_step_async(batch.replace(group_ids=None)), BatchError, "group_ids"),
     "groups of one": (
@@ -257,13 +224,6 @@ BAD_BATCHES: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError
         "plan",
     ),
 }
-
-
-class Untouchable:
-    """Stands for a rank that must not be called."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AssertionError(f"a rank was called: {name}")
 
 
 @pytest.mark.parametrize("case", BAD_BATCHES)
@@ -316,7 +276,7 @@ def test_a_launch_that_cannot_work_says_so_before_any_process_starts(
     with pytest.raises(ModelError) as no_reference:
         WorkerGroup.launch(make_config(reference={"path": str(tmp_path / "nowhere")}), role="ref")
     assert no_reference.value.field == "reference.path"
-    with pytest.raises(ResourceError, match="200 ranks need 200 CPU"):
+    with refused(ResourceError, "mesh.dp", 200, "CPU"):
         reserve(200, gpus_per_rank=0, timeout_s=1.0)
     with pytest.raises(ResourceError) as too_many:
         WorkerGroup.launch(make_config(mesh={"dp": 100}))
@@ -333,16 +293,31 @@ def test_health_answers_while_a_rank_waits_in_a_collective(group: Any, batch: Ro
     os.kill(stuck.pid, signal.SIGSTOP)
     try:
         future = group.train_step_async(batch)  # rank 0 enters its first collective and waits there
-        with pytest.raises(WorkerHung):
-            CallFuture(future._refs, name="train_step", timeout_s=1.5, first_only=True).result()
-        started = time.monotonic()
-        answer, silence = group.health(timeout_s=2.0)
-        assert time.monotonic() - started < 10
+        time.sleep(1.5)  # to be there; that it cannot answer is the other one's doing
+        answer, silence = group.health(timeout_s=10.0)
     finally:
         os.kill(stuck.pid, signal.SIGCONT)
     assert isinstance(answer, Health) and answer.rank == 0
     assert isinstance(silence, WorkerHung) and silence.rank == 1
     assert bits(future.result()) == expected
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"k": value}
+    return value
+
+
+def test_gradients_that_wait_refuse_an_update_phase_until_they_are_dropped(
+    group: Any, small_batch: RolloutBatch
+) -> None:
+    group.forward_backward(small_batch)
+    with pytest.raises(StateError) as caught:
+        group.train_step(small_batch)
+    assert caught.value.field == "train_step"
+    group.zero_grad()
+    assert group.train_step(small_batch)["updates"] == 1
 
 
 def test_arguments_that_make_no_sense_are_typed_errors_and_the_group_lives_on(
@@ -352,6 +327,10 @@ def test_arguments_that_make_no_sense_are_typed_errors_and_the_group_lives_on(
     short, long = batch.select(range(8)), batch
     for call, kind in (
         (lambda: group.update_weights([object()]), SyncError),
+        (lambda: group.update_weights(None), SyncError),
+        (lambda: group.update_weights(receivers="engines"), SyncError),
+        (lambda: group.save(1, nested(5_000)), CheckpointError),
+        (lambda: group.save(1, loop_state={"handle": object()}), CheckpointError),
         (lambda: group.sleep(3), ConfigError),
         (lambda: group.sleep(None), ConfigError),
         (lambda: group.save(-1), CheckpointError),
@@ -373,7 +352,6 @@ def doomed(cluster: None, make_config: Any) -> Iterator[Any]:
     group.shutdown()
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_at_once_and_the_group_can_be_shut_down(doomed: Any, batch: RolloutBatch) -> None:
     pids = [health.pid for health in doomed.health()]
     assert all(map(is_alive, pids)) and os.getpid() not in pids
@@ -381,10 +359,8 @@ def test_a_killed_rank_is_named_at_once_and_the_group_can_be_shut_down(doomed: A
     future = doomed.train_step_async(batch)
     time.sleep(0.5)
     os.kill(pids[1], signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(WorkerDied, match="rank 1 ended during train_step") as died:
+    with pytest.raises(WorkerDied) as died:  # and not WorkerHung, as when cluster.call_timeout_s is over
         future.result()
-    assert time.monotonic() - started < 15
     assert died.value.rank == 1 and died.value.phase == "train_step" and died.value.hint
     survivor, dead = doomed.health()
     assert isinstance(survivor, Health) and survivor.pid == pids[0]
@@ -394,28 +370,32 @@ def test_a_killed_rank_is_named_at_once_and_the_group_can_be_shut_down(doomed: A
     doomed.shutdown()
     assert wait_until(lambda: not any(map(is_alive, pids)))
     assert doomed.health() == []
-    for call in (lambda: doomed.train_step(batch), doomed.update_ref, lambda: doomed.update_weights([])):
-        with pytest.raises(StateError, match=re.escape("after shutdown()")):
-            call()
+    for name, args in (("train_step", (batch,)), ("update_ref", ()), ("update_weights", ([],))):
+        with refused(StateError, name, f"{name}()"):
+            getattr(doomed, name)(*args)
 
 
-@pytest.mark.slow
 def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatch) -> None:
     health = doomed.health()
     good = ("train_step", (batch, plan_training(doomed.config, batch)), {})
-    bad = ("train_step", (None,), {})  # only rank 1 gets it, and fails before the collective that rank 0 waits in
-    refs = [worker.call.remote(*call) for worker, call in zip(doomed._workers, (good, bad), strict=True)]
-    started = time.monotonic()
-    done, _ = ray.wait(refs, num_returns=2, timeout=30)
-    assert len(done) == 2 and time.monotonic() - started < 15
-    with pytest.raises((AttributeError, TypeError)):  # rank 1's own, not rank 0's about a lost peer
-        CallFuture(refs, name="train_step", timeout_s=5.0, first_only=True).result()
+
+    class Unprintable:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    # only rank 1 gets it, and fails before the collective that rank 0 waits in
+    bad = ("train_step", (batch,), {"gae_lambda": Unprintable()})
+    refs = [worker.call.remote(*call) for worker, call in zip(doomed.receivers, (good, bad), strict=True)]
+    # long for a busy machine, and less than the cluster.call_timeout_s that a peer would wait for
+    done, _ = ray.wait(refs, num_returns=2, timeout=0.75 * doomed.config.cluster.call_timeout_s)
+    assert len(done) == 2
+    with pytest.raises(ZeroDivisionError):  # rank 1's own, not rank 0's about a lost peer
+        CallFuture(refs, name="train_step", timeout_s=60.0, first_only=True).result()
     pid = health[0].pid
     assert wait_until(lambda: isinstance(doomed.health()[1], WorkerDied))
     assert isinstance(doomed.health()[0], Health) and doomed.health()[0].pid == pid
 
 
-@pytest.mark.slow
 def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config: Any, tmp_path: Path) -> None:
     config = make_config(run={"dir": str(tmp_path)}, checkpoint={"async_save": True})
     group = WorkerGroup.launch(config)
@@ -428,7 +408,6 @@ def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config
 # ------------------------------------------------------------------ other meshes
 
 
-@pytest.mark.slow
 def test_ranks_that_share_packs_agree_with_one_plain_process(
     make_config: Any, batch: RolloutBatch, replayed: Any
 ) -> None:
@@ -447,7 +426,6 @@ def test_ranks_that_share_packs_agree_with_one_plain_process(
 # ------------------------------------------------------------------ a reference group of its own
 
 
-@pytest.mark.slow
 def test_a_reference_group_of_another_size_gives_the_colocated_result(
     group: Any, make_config: Any, small_batch: RolloutBatch
 ) -> None:

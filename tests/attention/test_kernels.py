@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,7 @@ from slimefsdp.attention.kernels import Saved, Scoring, _kernel_for, varlen_back
 from slimefsdp.attention.plan import CallPlan, ring_plan
 from slimefsdp.attention.ring import _RingAttention, ring_attention
 from slimefsdp.data.layout import Piece
+from tests.support.tiers import examples
 
 NO_TENSOR = torch.empty(0, dtype=torch.int32)  # CPU kernels take offsets as numbers
 BLOCK = 64  # queries per band of a windowed segment, at least
@@ -96,7 +97,7 @@ def assert_equals_dense(
         torch.testing.assert_close(got, want.detach(), rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
     window=st.none() | st.integers(1, 160),
@@ -126,7 +127,7 @@ def test_any_lengths_window_scale_and_soft_cap_equal_dense_softmax(
     )
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80)), min_size=1, max_size=4),
     softcap=st.none() | st.just(2.0),
@@ -139,7 +140,7 @@ def test_non_causal_calls_over_keys_of_other_lengths_equal_dense_softmax(
     assert_equals_dense(call_plan(q_lengths, k_lengths), causal=False, softcap=softcap, plainly=plainly)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 80), st.integers(0, 90)), min_size=1, max_size=4),
     window=st.none() | st.integers(1, 100),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slimefsdp.attention.plan import CallPlan, Layout, Rows, path_plan, ring_plan, whole_plan
 from slimefsdp.data.layout import Piece, hybrid_layout, zigzag_layout
+from tests.support.tiers import examples
 
 CPU = torch.device("cpu")
 
@@ -69,7 +70,7 @@ def pairs_of_call(call: CallPlan, queries: list[int], keys: list[int], *, causal
     return pairs
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_every_visible_pair_is_computed_exactly_once_by_either_plan(data: st.DataObject) -> None:
     cu_seqlens, parents = data.draw(forests())
@@ -107,7 +108,7 @@ def test_every_visible_pair_is_computed_exactly_once_by_either_plan(data: st.Dat
         assert tokens <= travelling if tokens & needed else not tokens & travelling
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(data=st.data())
 def test_the_whole_plan_puts_the_ranks_rows_into_the_packs_order(data: st.DataObject) -> None:
     cu_seqlens, _ = data.draw(forests())

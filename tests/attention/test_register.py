@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -16,6 +18,7 @@ from slimefsdp.attention.choice import Choice
 from slimefsdp.attention.register import ATTENTION_NAME, check_attention_interface, register_attention
 from slimefsdp.attention.strategy import Attention, PackAttention
 from slimefsdp.errors import ModelError
+from tests.support.refusals import refused
 
 
 class Layer(nn.Module):
@@ -74,9 +77,8 @@ def without_keywords(
 
 @pytest.mark.parametrize("changed", [renamed, reordered, without_scaling, without_keywords])
 def test_a_changed_calling_convention_is_refused_with_its_signature(changed: Callable[..., None]) -> None:
-    with pytest.raises(ModelError, match=r"transformers \d") as caught:
+    with refused(ModelError, "transformers", transformers.__version__, tuple(inspect.signature(changed).parameters)):
         check_attention_interface(changed)
-    assert caught.value.field == "transformers" and caught.value.hint
 
 
 @pytest.mark.parametrize("scaling", [None, 0.7])
@@ -115,10 +117,10 @@ class BidirectionalLayer(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "changes", "named"),
     [
-        (Layer(), {"pack_attention": None}, "without a pack's attention"),
+        (Layer(), {"pack_attention": None}, "pack"),
         (Layer(), {"attention_mask": torch.zeros(1, 1, 9, 9)}, "mask"),
         (Layer(), {"dropout": 0.1}, "dropout=0.1"),
-        (Layer(), {"position_bias": torch.zeros(1, 4, 9, 9)}, "position bias"),
+        (Layer(), {"position_bias": torch.zeros(1, 4, 9, 9)}, "position"),
         (Layer(), {"is_causal": False}, "causal=False"),
         (BidirectionalLayer(), {}, "causal=False"),
     ],
@@ -126,9 +128,10 @@ class BidirectionalLayer(nn.Module):
 def test_what_the_kernels_cannot_honour_is_refused_by_name(
     layer: nn.Module, changes: dict[str, Any], named: str
 ) -> None:
-    with pytest.raises(ModelError, match=named) as caught:
+    with pytest.raises(ModelError) as caught:
         call(layer, **changes)
-    assert type(layer).__name__ in caught.value.message and caught.value.field == "model.path"
+    assert caught.value.field == "model.path"
+    assert type(layer).__name__ in caught.value.message and named in caught.value.message
 
 
 def test_keywords_that_mean_nothing_here_are_accepted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from slimefsdp.checkpoint.atomic import LATEST, CheckpointStore
 from slimefsdp.checkpoint.lock import LOCK
 from slimefsdp.checkpoint.manifest import MANIFEST, FileRecord, write_sealed
 from slimefsdp.errors import CheckpointError
+from tests.support.refusals import refused
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
 
@@ -59,7 +61,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_a_folder_under_another_steps_name_is_refused(tmp_path):
     store = CheckpointStore(tmp_path)
     moved = save(store, 1).rename(tmp_path / "step_00000002")
-    with pytest.raises(CheckpointError, match="is of step 1"):
+    with refused(CheckpointError, MANIFEST, moved, 1):
         store.verify(moved)
 
 
@@ -89,19 +91,19 @@ def test_a_run_resumed_from_an_earlier_step_is_not_overtaken_by_its_abandoned_fu
     for step in (5, 20, 30, 10):  # 10 was committed last
         save(store, step)
     step, folder, skipped = store.newest_verified()
-    assert step == 10 and ["later than latest" in error.message for error in skipped] == [True, True]
+    assert step == 10 and [error.field for error in skipped] == [store.path_of(later).name for later in (20, 30)]
     (folder / "a.bin").unlink()
     assert store.newest_verified()[0] == 5
 
 
 def test_nothing_to_load_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with refused(CheckpointError, "run.dir", tmp_path / "absent"):
         CheckpointStore(tmp_path / "absent").newest_verified()
     store = CheckpointStore(tmp_path)
     (save(store, 1) / "a.bin").unlink()
-    with pytest.raises(CheckpointError, match=r"a\.bin is missing"):
+    with refused(CheckpointError, "run.dir", store.path_of(1) / "a.bin"):
         store.newest_verified()
-    with pytest.raises(CheckpointError, match="no checkpoint of step 2"):
+    with refused(CheckpointError, "step", 2, tmp_path):
         store.path_of(2)
 
 
@@ -132,11 +134,11 @@ def test_an_unsealed_or_later_changed_file_is_not_committed(tmp_path):
     store = CheckpointStore(tmp_path)
     folder = store.begin(1)
     (folder / "a").write_bytes(b"12")
-    with pytest.raises(CheckpointError, match="not sealed"):
+    with refused(CheckpointError, "a", folder / "a"):
         store.commit(1, {})
     write_sealed(folder / "a", b"12")
     (folder / "a").write_bytes(b"123")
-    with pytest.raises(CheckpointError, match="not sealed or changed"):
+    with refused(CheckpointError, "a", folder / "a"):
         store.commit(1, {})
     assert store.steps() == []
 
@@ -152,7 +154,7 @@ def test_info_that_json_would_change_is_refused(tmp_path, info):
 def test_a_root_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     store = CheckpointStore(tmp_path / "file" / "run")
-    with pytest.raises(CheckpointError, match="Not a directory"):
+    with refused(CheckpointError, "run.dir", tmp_path / "file" / "run", os.strerror(errno.ENOTDIR)):
         store.begin(1)
     with pytest.raises(CheckpointError):
         store.commit(1, {})
@@ -239,10 +241,10 @@ def test_a_pointer_that_is_a_pipe_is_passed_over_and_one_that_is_a_folder_refuse
     (tmp_path / LATEST).unlink()
     os.mkfifo(tmp_path / LATEST)
     step, _, skipped = store.newest_verified()
-    assert step == 1 and "no plain file" in skipped[0].message
+    assert step == 1 and [error.field for error in skipped] == [LATEST]
     (tmp_path / LATEST).unlink()
     (tmp_path / LATEST).mkdir()
-    with pytest.raises(CheckpointError, match="latest is a folder"):
+    with refused(CheckpointError, LATEST, tmp_path / LATEST):
         store.begin(2)
 
 
@@ -251,7 +253,7 @@ def test_a_lock_that_is_a_link_is_not_written_through(tmp_path):
     victim.write_text("untouched")
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / LOCK).symlink_to(victim)
-    with pytest.raises(CheckpointError, match=LOCK):
+    with refused(CheckpointError, "run.dir", tmp_path / "store" / LOCK):
         CheckpointStore(tmp_path / "store").lock()
     assert victim.read_text() == "untouched"
 
@@ -262,7 +264,7 @@ def test_a_strangers_file_is_named_and_what_nfs_leaves_is_not_counted(tmp_path):
         write_sealed(store.begin(1) / "a.bin", b"x")
         (store.temporary_path(1) / name).write_text("x")
         if name == "a b":
-            with pytest.raises(CheckpointError, match="a b was put there by somebody else"):
+            with refused(CheckpointError, "a b", store.temporary_path(1) / "a b"):
                 store.commit(1, {})
         else:
             assert store.verify(store.commit(1, {})).step == 1

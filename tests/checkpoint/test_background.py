@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from slimefsdp import progress
 from slimefsdp.checkpoint.background import BackgroundSave
 from slimefsdp.checkpoint.sharded import ShardedTensor
 from slimefsdp.errors import PeerFailed, ResourceError
+from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 NO_GROUP = None  # copying needs none
 
@@ -72,9 +75,8 @@ def test_copies_are_of_their_moment_and_their_memory_is_used_again() -> None:
 def test_a_copy_without_memory_says_what_to_do() -> None:
     background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
     huge = torch.zeros(1).expand(2**50)
-    with pytest.raises(ResourceError, match="no host memory for a copy of weight") as caught:
+    with refused(ResourceError, "checkpoint.async_save", "weight", 2**52):
         background.buffers_for({"weight": share(huge)})
-    assert caught.value.field == "checkpoint.async_save"
 
 
 @pytest.mark.filterwarnings("ignore:the save in the background failed")
@@ -99,6 +101,29 @@ def test_a_failure_is_said_also_where_nobody_asks() -> None:
     def fail() -> Path:
         raise ResourceError("full")
 
-    with pytest.warns(UserWarning, match="background failed: full"):
+    with pytest.warns(UserWarning, match="full") as told:
         background.start(fail)
-        background._thread.shutdown()
+        assert wait_until(lambda: len(told) > 0)
+
+
+def test_writing_is_progress_of_a_call_only_while_that_waits_for_it(tmp_path: Path) -> None:
+    background = BackgroundSave(NO_GROUP)  # type: ignore[arg-type]
+    steps = [threading.Event() for _ in range(3)]
+
+    def write() -> Path:
+        assert steps[0].wait(60)
+        progress.tick()  # as for each tensor that is written
+        steps[1].set()
+        assert steps[2].wait(60)
+        progress.tick()
+        return tmp_path
+
+    with progress.during("train_step"):
+        background.start(write)
+        before = progress.standing().ticks
+        steps[0].set()
+        assert steps[1].wait(60)
+        assert progress.standing().ticks == before, "a thread that is stuck while a save gets on"
+        threading.Timer(0.2, steps[2].set).start()
+        assert background.finish() == tmp_path
+        assert progress.standing().ticks == before + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -33,9 +34,10 @@ from slimefsdp.checkpoint.dcp_metadata import read_dcp_folder
 from slimefsdp.errors import CheckpointError, ModelError
 from slimefsdp.models.folder import SINGLE_FILE, read_model_folder
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
+from tests.support.tiny_models import save_tiny_model
+from tests.support.trainers import CPU, fresh_batch, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -101,9 +103,9 @@ def test_a_second_head_that_is_not_the_embedding_is_refused_both_ways(tmp_path: 
     state["lm_head.weight"][-1, -1] += 1
     save_file(state, path / SINGLE_FILE, metadata={"format": "pt"})
     torch_dcp.save(state, checkpoint_id=tmp_path / "differs", no_dist=True)
-    with pytest.raises(CheckpointError, match="differs from the embedding"):
+    with refused(CheckpointError, "path", "'lm_head.weight'", path):
         hugging_face_to_dcp(read_model_folder(path), tmp_path / "bad", nothing)
-    with pytest.raises(CheckpointError, match="differs from the embedding"):
+    with refused(CheckpointError, "path", "'lm_head.weight'", tmp_path / "differs"):
         dcp_to_hugging_face(tmp_path / "differs", tmp_path / "bad", read_model_folder(path), dtype=None, note=nothing)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["differs", "good", "model"]
 
@@ -172,35 +174,35 @@ def test_parameters_are_let_go_as_they_are_written(tmp_path: Path) -> None:
         dcp_to_hugging_face(tmp_path / "dcp", tmp_path / "back", read_model_folder(path), dtype=None, note=nothing)
     assert set(alive) == {0} and len(tensors) == len(load_file(path / SINGLE_FILE))
     alive.clear()
-    with patch.object(convert, "_assembled", noted(convert._assembled)):
+    write = convert.write_dcp_folder
+    with patch.object(convert, "write_dcp_folder", lambda *args: write(*args[:-1], noted(args[-1]))):
         hugging_face_to_dcp(read_model_folder(path), tmp_path / "again", nothing)
     assert set(alive) <= {0, 1} and len(alive) == 24 + 1  # torch may hold the last one while it asks for the next
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "values"),
     [
-        (lambda s: s.pop("model.norm.weight"), ["lacks 'model.norm.weight'"]),
-        (lambda s: s.update(extra=torch.ones(2), more=torch.ones(2)), ["beyond the model, 'extra' and 1 more"]),
-        (lambda s: s.update({"model.norm.weight": torch.ones(31)}), ["'model.norm.weight' of shape [31]", "[32]"]),
-        (lambda s: s.update({"model.norm.weight": torch.ones(32).int()}), ["'model.norm.weight' is torch.int32"]),
+        (lambda s: s.pop("model.norm.weight"), ["'model.norm.weight'"]),
+        (lambda s: s.update(extra=torch.ones(2), more=torch.ones(2)), ["'extra'", 1]),
+        (lambda s: s.update({"model.norm.weight": torch.ones(31)}), ["'model.norm.weight'", [31], [32]]),
+        (lambda s: s.update({"model.norm.weight": torch.ones(32).int()}), ["'model.norm.weight'", torch.int32]),
         (
             lambda s: s.update({f"{p}.{n}": s.pop(n) if p == "b" else s[n] for p in ("a", "b") for n in list(s)}),
-            ["several models", "'a.'", "'b.'"],
+            ["'a.'", "'b.'"],
         ),
     ],
     ids=["missing", "surplus", "shape", "dtype", "two models"],
 )
 def test_tensors_that_are_not_the_models_are_named(
-    tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any], words: list[str]
+    tmp_path: Path, edit: Callable[[dict[str, torch.Tensor]], Any], values: list[Any]
 ) -> None:
     path = save_tiny_model(tmp_path / "model")
     state = state_dict_of(path)
     edit(state)
     torch_dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "path", tmp_path / "dcp", *values):
         dcp_to_hugging_face(tmp_path / "dcp", tmp_path / "back", read_model_folder(path), dtype=None, note=nothing)
-    assert all(word in caught.value.message for word in words) and caught.value.hint, caught.value
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dcp", "model"]
 
 
@@ -231,13 +233,13 @@ def touch(path: str) -> None:
 )
 def test_a_few_bytes_of_metadata_cannot_ask_for_years_or_gigabytes(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(raw)
-    with pytest.raises(CheckpointError, match="where torch writes none"):
+    with refused(CheckpointError, "path", tmp_path / ".metadata"):
         read_dcp_folder(tmp_path)
 
 
 def test_a_pipe_is_no_metadata(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".metadata")
-    with pytest.raises(CheckpointError, match="no plain file"):
+    with refused(CheckpointError, "path", tmp_path / ".metadata"):
         read_dcp_folder(tmp_path)
 
 
@@ -250,7 +252,7 @@ def test_a_hostile_metadata_file_runs_nothing_and_is_refused_by_name(tmp_path: P
         "eval": (Calls(eval, f"open({str(mark)!r}, 'w')"), "builtins.eval"),
         "nested": (replace(inner, planner_data={"a": [Calls(touch, str(mark))]}), "touch"),
         "class of torch": (Calls(torch.load, str(mark)), "torch.serialization.load"),
-        "no pickle": (inner, "cannot be read"),
+        "no pickle": (inner, "ValueError"),
     }
     (tmp_path / "dcp").mkdir()
     file = tmp_path / "dcp" / ".metadata"
@@ -258,14 +260,14 @@ def test_a_hostile_metadata_file_runs_nothing_and_is_refused_by_name(tmp_path: P
         file.write_bytes(
             b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}X\x05\x00\x00\x00stateK\x01s\x86b."
         )
-        expected = "cannot be read"
+        expected = "TypeError"
     else:
         content, expected = contents[kind]
         raw = pickle.dumps(content)
         file.write_bytes(raw[: len(raw) // 2] if kind == "no pickle" else raw)
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, "path", file, expected):
         read_dcp_folder(tmp_path / "dcp")
-    assert expected in caught.value.message and str(file) in caught.value.message and not mark.exists()
+    assert not mark.exists()
 
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -293,29 +295,33 @@ def doubled(metadata: Metadata) -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "words"),
+    ("edit", "field", "values"),
     [
-        (lambda m: setattr(info_of(m), "relative_path", "../secret.distcp"), ["'../secret.distcp'", NAME]),
-        (lambda m: setattr(info_of(m), "relative_path", "/etc/passwd"), ["'/etc/passwd'", NAME]),
-        (lambda m: setattr(info_of(m), "relative_path", "__9_0.distcp"), ["__9_0.distcp", "No such file"]),
-        (lambda m: setattr(info_of(m), "offset", 1 << 40), ["beyond the file's end", NAME]),
-        (lambda m: setattr(info_of(m), "offset", -1), ["at bytes -1", NAME]),
-        (lambda m: setattr(info_of(m), "length", 20), ["cannot be read", NAME]),
-        (lambda m: setattr(info_of(m), "transform_descriptors", ["zstd"]), ["transformed", NAME]),
-        (moved, ["torch.float32 [32]", "by the folder's metadata", NAME]),
-        (doubled, ["do not make up its shape", NAME]),
-        (lambda m: entry_of(m).chunks.clear(), ["do not make up its shape", NAME]),
-        (lambda m: setattr(entry_of(m), "size", torch.Size([1 << 40, 1 << 40])), ["do not make up its shape", NAME]),
-        (lambda m: setattr(entry_of(m), "size", [1, -2]), ["size or offset [1, -2]"]),
-        (lambda m: setattr(entry_of(m).properties, "dtype", None), ["has no dtype", NAME]),
-        (lambda m: setattr(entry_of(m).properties, "dtype", torch.float16), ["torch.float16", NAME]),
-        (lambda m: m.storage_data.clear(), ["does not say where"]),
-        (lambda m: setattr(m, "storage_data", None), ["storage_data = None", "dict is needed"]),
+        (lambda m: setattr(info_of(m), "relative_path", "../secret.distcp"), "path", ["'../secret.distcp'", NAME]),
+        (lambda m: setattr(info_of(m), "relative_path", "/etc/passwd"), "path", ["'/etc/passwd'", NAME]),
+        (
+            lambda m: setattr(info_of(m), "relative_path", "__9_0.distcp"),
+            "run.dir",
+            ["__9_0.distcp", os.strerror(errno.ENOENT)],
+        ),
+        (lambda m: setattr(info_of(m), "offset", 1 << 40), "path", ["__0_0.distcp", NAME, 1 << 40]),
+        (lambda m: setattr(info_of(m), "offset", -1), "path", [-1, NAME]),
+        (lambda m: setattr(info_of(m), "length", 20), "path", ["__0_0.distcp", NAME]),
+        (lambda m: setattr(info_of(m), "transform_descriptors", ["zstd"]), "path", [".metadata", NAME]),
+        (moved, "path", ["__0_0.distcp", "torch.float32", [32], [32, 56], NAME]),
+        (doubled, "path", [".metadata", [32, 56], NAME]),
+        (lambda m: entry_of(m).chunks.clear(), "path", [".metadata", [32, 56], NAME]),
+        (lambda m: setattr(entry_of(m), "size", torch.Size([1 << 40, 1 << 40])), "path", [".metadata", NAME]),
+        (lambda m: setattr(entry_of(m), "size", [1, -2]), "path", [".metadata", [1, -2]]),
+        (lambda m: setattr(entry_of(m).properties, "dtype", None), "path", [".metadata", NAME]),
+        (lambda m: setattr(entry_of(m).properties, "dtype", torch.float16), "path", ["torch.float16", NAME]),
+        (lambda m: m.storage_data.clear(), "path", [".metadata"]),
+        (lambda m: setattr(m, "storage_data", None), "path", [".metadata", "storage_data", "None"]),
     ],
     ids=lambda value: "" if isinstance(value, list) else None,
 )
 def test_what_an_altered_folder_says_is_checked_before_it_is_used(
-    tmp_path: Path, edit: Callable[[Metadata], Any], words: list[str]
+    tmp_path: Path, edit: Callable[[Metadata], Any], field: str, values: list[Any]
 ) -> None:
     path = save_tiny_model(tmp_path / "model")
     hugging_face_to_dcp(read_model_folder(path), tmp_path / "dcp", nothing)
@@ -323,9 +329,8 @@ def test_what_an_altered_folder_says_is_checked_before_it_is_used(
     metadata = pickle.loads(file.read_bytes())
     edit(metadata)
     file.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError) as caught:
+    with refused(CheckpointError, field, *values):
         dcp_to_hugging_face(tmp_path / "dcp", tmp_path / "back", read_model_folder(path), dtype=None, note=nothing)
-    assert all(word in caught.value.message for word in words), caught.value.message
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dcp", "model"]
 
 
@@ -341,7 +346,7 @@ def test_tensors_that_hold_code_or_nothing_are_refused(tmp_path: Path) -> None:
     assert len(raw) < chunk.nbytes
     for content in (raw + b"\0" * (chunk.nbytes - len(raw)), b"\0" * chunk.nbytes):
         data.write_bytes(whole[: chunk.start] + content + whole[chunk.start + chunk.nbytes :])
-        with pytest.raises(CheckpointError, match=f"{data.name}: tensor '{NAME}' cannot be read"):
+        with refused(CheckpointError, "path", data, repr(NAME)):
             dcp_to_hugging_face(tmp_path / "dcp", tmp_path / "back", read_model_folder(path), dtype=None, note=nothing)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["dcp", "model"]
 
@@ -377,18 +382,18 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(
     file.write_bytes(raw)
     notes: list[str] = []
     checkpoint_to_hugging_face(run, tmp_path / "earlier", None, dtype="bfloat16", note=notes.append)
-    assert any("passed over" in line and "rank_00000.safetensors" in line for line in notes)
+    assert any("rank_00000.safetensors" in line for line in notes)
     source, small = load_file(tmp_path / "1" / SINGLE_FILE), load_file(tmp_path / "earlier" / SINGLE_FILE)
     assert all(torch.equal(small[name], source[name].bfloat16()) for name in source)
     other = save_tiny_model(tmp_path / "other")
     elsewhere = save_tiny_model(tmp_path / "elsewhere", "qwen3_moe", tie_word_embeddings=True, rms_norm_eps=1e-3)
-    for asked, like, error, words in (
-        (torn, None, CheckpointError, "rank_00000.safetensors"),
-        (first, other, CheckpointError, "model_type is qwen3_moe"),
-        (first, elsewhere, CheckpointError, "rms_norm_eps is 1e-06 in .*, but 0.001"),
-        (first, tmp_path, ModelError, "config.json"),
-        (tmp_path, None, CheckpointError, "no whole checkpoint"),
+    for asked, like, error, field, values in (
+        (torn, None, CheckpointError, "rank_00000.safetensors", [file]),
+        (first, other, CheckpointError, "model_type", ["qwen3_moe", "qwen3"]),
+        (first, elsewhere, CheckpointError, "rms_norm_eps", [1e-6, 0.001]),
+        (first, tmp_path, ModelError, "--like", [tmp_path, "config.json"]),
+        (tmp_path, None, CheckpointError, "run.dir", [tmp_path]),
     ):
-        with pytest.raises(error, match=words):
+        with refused(error, field, *values):
             checkpoint_to_hugging_face(asked, tmp_path / "refused", like, dtype=None, note=nothing)
     assert not (tmp_path / "refused").exists()

@@ -18,10 +18,10 @@ from slimefsdp.checkpoint import atomic
 from slimefsdp.checkpoint.atomic import POINTS
 from slimefsdp.config import RunConfig
 from slimefsdp.trainer import Trainer
-from tests.fresh_ranks import run_fresh
-from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, fingerprint, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.fresh_ranks import run_fresh
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
+from tests.support.trainers import CPU, fingerprint, fresh_batch, settings
 
 # reached only where an earlier save of the same step is replaced
 REPLACING = {"commit: an earlier save of the step is moved aside", "commit: the earlier save of the step is removed"}
@@ -29,8 +29,8 @@ IN_PLACE = POINTS.index("commit: the pointer is in place")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"))
+def folder(tiny_folder: TinyFolder) -> Path:
+    return tiny_folder()
 
 
 def straight_run(rank: int, send: Callable[[Any], None], config: RunConfig, steps: int) -> None:
@@ -83,17 +83,20 @@ def check_chain(config: RunConfig, links: list[tuple[str, int]]) -> None:
         expected += point not in REPLACING and point != "" and POINTS.index(point) >= IN_PLACE
 
 
+@pytest.mark.slow  # a process for every point
 def test_one_rank_killed_at_every_point(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, run={"dir": str(tmp_path)}, checkpoint={"keep_last": 1})
     check_chain(config, [(point, 0) for point in POINTS])
 
 
+@pytest.mark.slow  # a process for every point
 def test_either_of_two_ranks_killed(folder: Path, tmp_path: Path) -> None:
     config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)}, checkpoint={"keep_last": 1})
     links = [(point, 1) for point in POINTS if point.startswith("shard")]
     check_chain(config, [*links, *((point, 0) for point in POINTS[6:14:3])])
 
 
+@pytest.mark.slow  # a process for every point
 def test_killed_while_it_saves_in_the_background(folder: Path, tmp_path: Path) -> None:
     run = {"dir": str(tmp_path)}
     config = settings(folder, mesh={"dp": 2}, run=run, checkpoint={"keep_last": 1, "async_save": True})

@@ -23,6 +23,7 @@ from slimefsdp.checkpoint.manifest import (
     write_sealed,
 )
 from slimefsdp.errors import CheckpointError
+from tests.support.refusals import assert_refusal, refused
 
 FILES = {"a.bin": bytes(range(256)) * 9, "b.json": b'{"x": 1}\n', "empty": b""}
 
@@ -75,22 +76,23 @@ def test_a_truncated_or_missing_file_is_named(tmp_path, name):
         with pytest.raises(CheckpointError) as caught:
             verified(path.parent)
         assert caught.value.field == name
-        assert name == MANIFEST or f"has {keep} bytes, not {len(FILES[name])}" in caught.value.message
+        if name != MANIFEST:
+            assert_refusal(caught.value, CheckpointError, name, keep, len(FILES[name]))
     path.unlink()
-    with pytest.raises(CheckpointError, match=name):
+    with refused(CheckpointError, "run.dir" if name == MANIFEST else name, path):
         verified(path.parent)
 
 
 def test_a_surplus_file_or_folder_and_a_link_are_refused(tmp_path):
     folder = sealed_folder(tmp_path)
     (folder / "extra").mkdir()
-    with pytest.raises(CheckpointError, match="extra is not in the manifest"):
+    with refused(CheckpointError, "extra", folder / "extra"):
         verified(folder)
     (folder / "extra").rmdir()
     (tmp_path / "outside").write_bytes(FILES["a.bin"])
     (folder / "a.bin").unlink()
     (folder / "a.bin").symlink_to(tmp_path / "outside")
-    with pytest.raises(CheckpointError, match=r"a\.bin is not a plain file"):
+    with refused(CheckpointError, "a.bin", folder / "a.bin"):
         verified(folder)
 
 
@@ -100,7 +102,7 @@ def test_a_manifest_that_leads_out_of_its_folder_is_refused_even_when_its_digest
     (tmp_path / "outside").write_bytes(b"x")
     record = {"name": name, "bytes": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
     rewrite_manifest(folder, files=[record])
-    with pytest.raises(CheckpointError, match="no plain file name"):
+    with refused(CheckpointError, MANIFEST, repr(name)):
         verified(folder)
 
 
@@ -130,14 +132,14 @@ def test_a_manifest_of_the_wrong_types_is_refused_even_when_its_digest_is_right(
 def test_a_huge_manifest_is_refused_without_being_read(tmp_path):
     folder = sealed_folder(tmp_path)
     os.truncate(folder / MANIFEST, MAX_JSON_BYTES + 1)
-    with pytest.raises(CheckpointError, match="at most"):
+    with refused(CheckpointError, MANIFEST, MAX_JSON_BYTES):
         verified(folder)
 
 
 def test_a_newer_schema_is_refused_by_its_number(tmp_path):
     folder = sealed_folder(tmp_path)
     rewrite_manifest(folder, schema_version=2)
-    with pytest.raises(CheckpointError, match="schema version 2"):
+    with refused(CheckpointError, MANIFEST, 2, 1):
         verified(folder)
 
 
@@ -151,5 +153,5 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_is_nested_too_deep_is_refused_when_it_is_written() -> None:
     assert json.loads(json_bytes(nested(MAX_DEPTH), "info")) == nested(MAX_DEPTH)
     for depth in (MAX_DEPTH + 2, 100_000):
-        with pytest.raises(CheckpointError, match="loop_state is nested more than"):
+        with refused(CheckpointError, "loop_state", MAX_DEPTH):
             json_bytes(nested(depth), "loop_state")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import math
 import tracemalloc
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +18,8 @@ from slimefsdp.checkpoint import tensor_file
 from slimefsdp.checkpoint.tensor_file import DTYPE_NAMES, Seal, TensorFileWriter, TensorSpec, read_rows
 from slimefsdp.errors import CheckpointError
 from slimefsdp.models.safetensors_header import read_header
+from tests.support.refusals import refused
+from tests.support.tiers import examples
 
 DTYPES = list(DTYPE_NAMES)
 
@@ -78,7 +81,7 @@ def test_a_file_without_tensors_is_one(tmp_path):
     assert load_file(tmp_path / "x") == {} == read_header(tmp_path / "x")
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     shape=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     dtype=st.sampled_from(DTYPES),
@@ -134,9 +137,9 @@ def test_a_short_file_raises_and_names_itself(tmp_path, dtype, missing):
     written(path, {"w": torch.ones(8, 4)})
     entry = read_header(path)["w"]
     path.write_bytes(path.read_bytes()[:-missing])
-    with path.open("rb") as stream, pytest.raises(OSError, match="too early") as caught:
+    with path.open("rb") as stream, pytest.raises(OSError) as caught:
         read_rows(stream, entry, 0, 8, torch.zeros(8, 4, dtype=dtype))
-    assert caught.value.filename == str(path)
+    assert caught.value.filename == str(path) and caught.value.errno == errno.EIO
 
 
 WEIGHT = torch.zeros(2, 3)
@@ -147,7 +150,7 @@ WEIGHT = torch.zeros(2, 3)
 )
 def test_what_was_not_announced_is_not_written(tmp_path, name, tensor):
     with (
-        pytest.raises(CheckpointError, match="comes next"),
+        refused(CheckpointError, name, tmp_path / "x"),
         TensorFileWriter(tmp_path / "x", specs_of({"a": WEIGHT})) as w,
     ):
         w.write(name, tensor)
@@ -155,23 +158,23 @@ def test_what_was_not_announced_is_not_written(tmp_path, name, tensor):
 
 def test_an_incomplete_file_is_not_sealed_and_a_complete_one_takes_no_more(tmp_path):
     writer = TensorFileWriter(tmp_path / "x", specs_of({"a": WEIGHT, "b": WEIGHT}))
-    with pytest.raises(CheckpointError, match="b was announced and not written"), writer:
+    with refused(CheckpointError, "b", tmp_path / "x"), writer:
         writer.write("a", WEIGHT)
-    with pytest.raises(CheckpointError, match="the end of the file"), TensorFileWriter(tmp_path / "x", []) as writer:
+    with refused(CheckpointError, "a"), TensorFileWriter(tmp_path / "x", []) as writer:
         writer.write("a", WEIGHT)
 
 
 @pytest.mark.parametrize(
-    "specs, message",
+    "specs, name, value",
     [
-        ([TensorSpec("a", torch.float32, (1,))] * 2, "taken"),
-        ([TensorSpec("__metadata__", torch.float32, (1,))], "taken"),
-        ([TensorSpec("a", torch.complex64, (1,))], "complex64"),
-        ([TensorSpec("b", torch.uint8, (3,)), TensorSpec("a", torch.float32, (1,))], "unaligned, at byte 3"),
+        ([TensorSpec("a", torch.float32, (1,))] * 2, "a", "a"),
+        ([TensorSpec("__metadata__", torch.float32, (1,))], "__metadata__", "__metadata__"),
+        ([TensorSpec("a", torch.complex64, (1,))], "a", torch.complex64),
+        ([TensorSpec("b", torch.uint8, (3,)), TensorSpec("a", torch.float32, (1,))], "a", 3),
     ],
 )
-def test_a_header_that_no_reader_would_take_is_refused_before_there_is_a_file(tmp_path, specs, message):
-    with pytest.raises(CheckpointError, match=message):
+def test_a_header_that_no_reader_would_take_is_refused_before_there_is_a_file(tmp_path, specs, name, value):
+    with refused(CheckpointError, name, value):
         TensorFileWriter(tmp_path / "x", specs)
     assert not (tmp_path / "x").exists()
 

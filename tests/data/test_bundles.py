@@ -10,6 +10,7 @@ from slimefsdp.data.cost import CostModel
 from slimefsdp.data.plan import Plan, plan_phase
 from slimefsdp.data.prefixes import SharedPrefixes, find_prefixes
 from slimefsdp.errors import BatchError
+from tests.support.refusals import refused
 
 COST = CostModel()
 
@@ -140,7 +141,7 @@ def test_pairs_stay_together_and_may_share_their_prompt():
     plan = plan_phase(lengths, dp=2, max_pack_tokens=400, together=together, shared=shared)
     assert plan.shared is shared  # 700 tokens of a pair fit no pack of 400 unless they share
     assert all(np.array_equal(together[pack], np.repeat(together[pack[0]], 2)) for pack in packs_of(plan))
-    with pytest.raises(BatchError, match="group 0"):
+    with refused(BatchError, "batch.max_tokens_per_rank", "group 0", 700, 400):
         plan_phase(lengths, dp=2, max_pack_tokens=400, together=together)
     costs = SampleCosts(lengths, COST, 1, 400, shared)
     assert groups(costs, np.arange(12), together).tokens.tolist() == [400] * 6

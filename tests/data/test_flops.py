@@ -15,7 +15,7 @@ from slimefsdp.data.pack import LocalShare
 from slimefsdp.models.head import token_log_probs
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.layers import recompute_layers
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 TOKENS = 10
 IN_PLACE = {torch.ops.aten.addmm_: lambda _, left, right, **__: 2 * left[0] * left[1] * right[1]}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slimefsdp.data.cost import CostModel
@@ -25,6 +25,7 @@ from slimefsdp.data.layout import (
     zigzag_layout,
 )
 from slimefsdp.data.prefixes import Forest
+from tests.support.tiers import examples
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 CP = st.integers(1, 4)
@@ -132,7 +133,7 @@ def unevenness(values: Any) -> float:
 
 
 @given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9), cost=COSTS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_no_rank_of_a_hybrid_layout_holds_more_than_its_even_share(
     lengths: list[int], cp: int, cost: CostModel
 ) -> None:
@@ -141,7 +142,7 @@ def test_no_rank_of_a_hybrid_layout_holds_more_than_its_even_share(
 
 
 @given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9), cost=COSTS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_a_hybrid_layout_is_never_slower_than_zig_zag_by_the_estimate(
     lengths: list[int], cp: int, cost: CostModel
 ) -> None:
@@ -154,7 +155,7 @@ def test_a_hybrid_layout_is_never_slower_than_zig_zag_by_the_estimate(
 
 
 @given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_the_longest_are_cut_and_shorter_ones_whole(lengths: list[int], cp: int) -> None:
     layout = hybrid_layout(offsets(lengths), cp)
     owners = [sum(any(piece.node == node for piece in pieces) for pieces in layout) for node in range(len(lengths))]
@@ -165,7 +166,7 @@ def test_the_longest_are_cut_and_shorter_ones_whole(lengths: list[int], cp: int)
 
 
 @given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_work_over_ranks_adds_up_to_that_of_whole_sequences(lengths: list[int], cp: int) -> None:
     cost = CostModel(quadratic=0.001, windowed=0.002, window=50)
     work = work_of(hybrid_layout(offsets(lengths), cp), offsets(lengths), cost)
@@ -209,7 +210,7 @@ def test_ulysses_is_laid_out_by_tokens_alone() -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1), mean=st.sampled_from([300, 1000, 4000]), sigma=st.sampled_from([0.5, 0.8, 1.0]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_log_normal_packs_are_within_five_percent_of_even_at_cp_8(seed: int, mean: float, sigma: float) -> None:
     cu = offsets(log_normal(seed, mean=mean, sigma=sigma, total=65_536))
     zigzag, hybrid, cost = zigzag_layout(cu, 8), hybrid_layout(cu, 8), CostModel()
@@ -273,7 +274,7 @@ def system_prompt() -> tuple[list[int], Forest]:
 
 
 @given(nodes=forests(), cp=st.integers(2, 5), cost=COSTS)
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_layouts_of_forests_are_partitions_within_the_cap_and_no_slower_than_zig_zag(
     nodes: tuple[list[int], Forest], cp: int, cost: CostModel
 ) -> None:
@@ -290,7 +291,7 @@ def test_layouts_of_forests_are_partitions_within_the_cap_and_no_slower_than_zig
 
 
 @given(nodes=forests(), cp=st.integers(2, 4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_work_of_a_forest_is_that_of_its_tokens_at_their_depths(nodes: tuple[list[int], Forest], cp: int) -> None:
     lengths, forest = nodes
     cost = CostModel(quadratic=0.001, windowed=0.002, window=50)
@@ -305,7 +306,7 @@ def test_the_work_of_a_forest_is_that_of_its_tokens_at_their_depths(nodes: tuple
 
 
 @given(nodes=forests(), cp=st.integers(2, 4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_of_a_forest_travels_what_another_rank_sees(nodes: tuple[list[int], Forest], cp: int) -> None:
     lengths, forest = nodes
     layout = hybrid_layout(offsets(lengths), cp, CostModel(), forest)

@@ -12,6 +12,7 @@ from slimefsdp.data.lengths import read_samples, sample_lengths
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.data.rollout_file import write_fields
 from slimefsdp.errors import BatchError, ConfigError
+from tests.support.refusals import refused
 
 
 def test_distributions_have_the_shape_they_are_named_by() -> None:
@@ -58,26 +59,36 @@ def test_what_is_neither_a_distribution_nor_a_file_is_answered_with_what_is(text
     with pytest.raises(ConfigError) as caught:
         sample_lengths(text, 10)
     assert caught.value.field == "--lengths" and repr(text) in caught.value.message
-    assert caught.value.hint is not None and "lognormal(1000, 0.8, 16, 8192)" in caught.value.hint
+    assert caught.value.hint
 
 
 @pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", "[0]", "[1.5]", '["a"]', "[true]", "[1e3]", "\xff"])
 def test_a_json_file_of_anything_but_lengths_is_refused_by_name(content: str, tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_bytes(content.encode("latin1"))
-    with pytest.raises(BatchError, match=r"lengths\.json"):
+    with refused(BatchError, "--lengths", file):
         sample_lengths(str(file), 10)
 
 
 def test_a_torn_batch_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "torn.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
-    with pytest.raises(BatchError, match=r"torn\.safetensors"):
+    with refused(BatchError, None, tmp_path / "torn.safetensors"):
         sample_lengths(str(tmp_path / "torn.safetensors"), 10)
 
 
-@pytest.mark.parametrize("lengths", [[2, 2], [2**63 - 1, 2**63 - 1, 5], [0, 3], [-1, 4]])
-def test_a_batch_whose_lengths_are_not_its_tokens_is_refused_by_name(lengths: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "field"),
+    [
+        ([2, 2], "tokens"),
+        ([2**63 - 1, 2**63 - 1, 5], "tokens"),
+        ([0, 3], "response_lengths"),
+        ([-1, 4], "response_lengths"),
+    ],
+)
+def test_a_batch_whose_lengths_are_not_its_tokens_is_refused_by_name(
+    lengths: list[int], field: str, tmp_path: Path
+) -> None:
     file = tmp_path / "batch.safetensors"
     write_fields(file, {"tokens": [3, 4, 5], "lengths": lengths, "response_lengths": [1] * len(lengths)})
-    with pytest.raises(BatchError, match=r"batch\.safetensors"):
+    with refused(BatchError, field, file):
         read_samples(str(file), 99)

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slimefsdp.data.pack import PackedBatch, pack
 from slimefsdp.data.prefixes import SharedPrefixes, find_prefixes
 from slimefsdp.data.rollout import RolloutBatch
+from tests.support.tiers import examples
 
 
 @st.composite
@@ -48,7 +49,7 @@ def tokens_of(batch: RolloutBatch, sample: int) -> np.ndarray:
 
 
 @given(related_samples())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_with_nodes_of_any_length_all_is_shared_that_two_samples_have_in_common(samples):
     batch = batch_of(samples)
     shared = find_prefixes(batch.tokens, batch.lengths, least=1)
@@ -60,7 +61,7 @@ def test_with_nodes_of_any_length_all_is_shared_that_two_samples_have_in_common(
 
 
 @given(related_samples(), st.integers(2, 6), st.randoms())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_no_shared_node_is_shorter_than_asked(samples, least, random):
     batch = batch_of(samples)
     shared = find_prefixes(batch.tokens, batch.lengths, least)
@@ -76,7 +77,7 @@ def test_no_shared_node_is_shorter_than_asked(samples, least, random):
 
 
 @given(related_samples(), st.integers(1, 6), st.booleans(), st.randoms())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_every_predicted_token_of_a_forest_is_predicted_from_its_own_sample(samples, least, trained_only, random):
     batch = batch_of(samples)
     shared = find_prefixes(batch.tokens, batch.lengths, least)
@@ -138,3 +139,12 @@ def test_what_samples_do_not_share_is_found_out(change):
     if change == "length":
         shared = shared[:-1]
     assert not SharedPrefixes(place, shared).fit(tokens, lengths)
+
+
+def test_by_default_sixteen_tokens_in_common_are_shared_and_fifteen_are_not():
+    for in_common, is_shared in ((15, False), (16, True)):
+        samples = [[7] * in_common + [number, 5] for number in range(2)]
+        tokens, lengths = np.concatenate(samples), np.full(2, in_common + 2)
+        shared = find_prefixes(tokens, lengths)
+        assert (shared is not None) == is_shared
+        assert shared is None or shared.tokens(lengths, np.arange(2)) == in_common + 4

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,84 +12,81 @@ from hypothesis import strategies as st
 from slimefsdp.data.fields import DTYPES, PER_RESPONSE_TOKEN
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError
-from tests.data.rollouts import LOG_PROB_KEYS, as_lists, batches, sample_lists, three_samples, with_entry
+from tests.support.refusals import refused
+from tests.support.rollouts import LOG_PROB_KEYS, as_lists, batches, sample_lists, three_samples, with_entry
 
 # ---- the rules
 
 
 @pytest.mark.parametrize(
-    ("fields", "field", "words"),
+    ("fields", "field", "values"),
     [
-        ({"lengths": [], "response_lengths": [], "tokens": []}, "lengths", ["empty", "at least one sample"]),
-        ({"tokens": np.arange(8)}, "tokens", ["8 entries", "must have 9"]),
+        ({"lengths": [], "response_lengths": [], "tokens": []}, "lengths", []),
+        ({"tokens": np.arange(8)}, "tokens", [8, 9]),
         ({"tokens": np.arange(9.0)}, "tokens", ["float64", "sample 0, token 0", "int64"]),
-        ({"tokens": with_entry(np.arange(9), 4, -7)}, "tokens", ["sample 1, token 1", "-7", "negative"]),
-        ({"tokens": with_entry(np.arange(9, dtype=np.uint64), 8, 2**63)}, "tokens", ["sample 2, token 1", str(2**63)]),
-        ({"tokens": np.zeros((3, 3), dtype=np.int64)}, "tokens", ["(3, 3)", "flat"]),
-        ({"tokens": [[1, 2], [3]]}, "tokens", ["cannot be read"]),
-        ({"tokens": None}, "tokens", ["shape ()"]),
+        ({"tokens": with_entry(np.arange(9), 4, -7)}, "tokens", ["sample 1, token 1", -7]),
+        ({"tokens": with_entry(np.arange(9, dtype=np.uint64), 8, 2**63)}, "tokens", ["sample 2, token 1", 2**63]),
+        ({"tokens": np.zeros((3, 3), dtype=np.int64)}, "tokens", [(3, 3)]),
+        ({"tokens": [[1, 2], [3]]}, "tokens", []),
+        ({"tokens": None}, "tokens", [()]),
         ({"lengths": [3, 4.5, 2]}, "lengths", ["float64"]),
-        ({"response_lengths": [1, 3]}, "response_lengths", ["2 entries", "must have 3", "one per sample"]),
-        ({"response_lengths": [1, 0, 1]}, "response_lengths", ["sample 1", "is 0", "at least 1"]),
-        ({"response_lengths": [1, 3, 2]}, "response_lengths", ["sample 2", "is 2", "less than"]),
-        ({"lengths": [2**62] * 4, "response_lengths": [1] * 4, "tokens": []}, "tokens", ["0 entries"]),
-        ({"rewards": [1.0, 2.0]}, "rewards", ["2 entries", "must have 3", "one per sample"]),
-        ({"rewards": [1.0, 2.0, np.nan]}, "rewards", ["sample 2", "nan", "finite"]),
+        ({"response_lengths": [1, 3]}, "response_lengths", [2, 3]),
+        ({"response_lengths": [1, 0, 1]}, "response_lengths", ["sample 1", 0]),
+        ({"response_lengths": [1, 3, 2]}, "response_lengths", ["sample 2", 2]),
+        ({"lengths": [2**62] * 4, "response_lengths": [1] * 4, "tokens": []}, "tokens", [0, 2**64]),
+        ({"rewards": [1.0, 2.0]}, "rewards", [2, 3]),
+        ({"rewards": [1.0, 2.0, np.nan]}, "rewards", ["sample 2", "nan"]),
         ({"rewards": [1.0, 1e39, 0.0]}, "rewards", ["sample 1", "inf", "float32"]),
         ({"rewards": ["good", "bad", "bad"]}, "rewards", ["good", "sample 0", "float32"]),
-        ({"group_ids": [0, 1]}, "group_ids", ["2 entries", "must have 3"]),
+        ({"group_ids": [0, 1]}, "group_ids", [2, 3]),
         ({"group_ids": [0.5, 1, 2]}, "group_ids", ["0.5", "int64"]),
-        ({"loss_mask": [1, 1, 2, 1, 1]}, "loss_mask", ["sample 1, response token 1", "is 2", "0 or 1"]),
-        ({"loss_mask": [0.5, 1, 1, 1, 1]}, "loss_mask", ["sample 0, response token 0", "0.5", "0 or 1"]),
-        ({"loss_mask": [0] * 5}, "loss_mask", ["False", "all 5 response tokens"]),
-        ({"temperature": 0.0}, "temperature", ["0.0", "above 0"]),
-        ({"temperature": float("inf")}, "temperature", ["inf", "finite"]),
-        ({"temperature": "hot"}, "temperature", ["hot"]),
-        ({"weight_version": -1}, "weight_version", ["-1"]),
-        ({"weight_version": 1.0}, "weight_version", ["1.0", "whole number"]),
-        ({"weight_version": 2**63}, "weight_version", [str(2**63)]),
+        ({"loss_mask": [1, 1, 2, 1, 1]}, "loss_mask", ["sample 1, response token 1", 2]),
+        ({"loss_mask": [0.5, 1, 1, 1, 1]}, "loss_mask", ["sample 0, response token 0", 0.5]),
+        ({"loss_mask": [0] * 5}, "loss_mask", [False, 5]),
+        ({"temperature": 0.0}, "temperature", [0.0]),
+        ({"temperature": float("inf")}, "temperature", ["inf"]),
+        ({"temperature": "hot"}, "temperature", ["'hot'"]),
+        ({"weight_version": -1}, "weight_version", [-1]),
+        ({"weight_version": 1.0}, "weight_version", [1.0]),
+        ({"weight_version": 2**63}, "weight_version", [2**63]),
     ],
 )
-def test_a_broken_rule_is_refused_with_field_place_and_value(fields, field, words):
-    with pytest.raises(BatchError) as caught:
+def test_a_broken_rule_is_refused_with_field_place_and_value(fields, field, values):
+    with refused(BatchError, field, field, *values):
         RolloutBatch(**three_samples(**fields))
-    assert caught.value.field == field and caught.value.hint
-    for word in (field, *words):
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("name", [name for name in PER_RESPONSE_TOKEN if name != "loss_mask"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_each_float_per_response_token_must_be_finite(name, value):
-    with pytest.raises(BatchError, match=rf"{name} of sample 1, response token 1 is {value}; .*finite") as caught:
+    with refused(BatchError, name, name, "sample 1, response token 1", value):
         RolloutBatch(**three_samples(**{name: with_entry(np.full(5, -1.0), 2, value)}))
-    assert caught.value.field == name
 
 
 @pytest.mark.parametrize("name", PER_RESPONSE_TOKEN)
 def test_each_field_per_response_token_has_one_entry_for_each(name):
-    with pytest.raises(BatchError, match=rf"{name} has 9 entries; it must have 5, one per response token"):
+    with refused(BatchError, name, name, 9, 5):
         RolloutBatch(**three_samples(**{name: np.ones(9)}))
 
 
 @pytest.mark.parametrize("name", sorted(LOG_PROB_KEYS))
 def test_log_probs_may_exceed_zero_by_rounding_only(name):
     assert RolloutBatch(**three_samples(**{name: np.full(5, 9e-4)}))
-    with pytest.raises(BatchError, match=rf"{name} of sample 2, response token 0 is 0.00200\d*; .*above 0"):
+    with refused(BatchError, name, name, "sample 2, response token 0", "0.002"):
         RolloutBatch(**three_samples(**{name: with_entry(np.full(5, 9e-4), 4, 2e-3)}))
 
 
 def test_one_sample_may_be_wholly_masked():
     batch = RolloutBatch(**three_samples(loss_mask=[1, 0, 0, 0, 1]))
     assert batch.mask.tolist() == [True, False, False, False, True]
-    with pytest.raises(BatchError, match="loss_mask is False on all 3"):
+    with refused(BatchError, "loss_mask", False, 3):
         batch.select([1])
 
 
 def test_token_ids_outside_the_vocabulary_are_named():
     batch = RolloutBatch(**three_samples(tokens=[0, 1, 2, 3, 50, 4, 99, 0, 1]))
     batch.check_token_ids(100)
-    with pytest.raises(BatchError, match=r"tokens of sample 1, token 1 is 50; .* 50"):
+    with refused(BatchError, "tokens", "sample 1, token 1", 50):
         batch.check_token_ids(50)
 
 
@@ -127,13 +122,6 @@ def test_an_array_that_fits_is_viewed_and_cannot_be_written_through_the_batch():
         batch.tokens[0] = 1
     with pytest.raises(AttributeError):
         batch.tokens = tokens
-
-
-def test_importing_the_batch_imports_neither_torch_nor_ray_nor_transformers():
-    code = (
-        "import sys, slimefsdp.data.rollout; sys.exit(any(m in sys.modules for m in ('torch', 'ray', 'transformers')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @given(sample_lists())
@@ -178,10 +166,11 @@ def test_replace_validates_and_leaves_the_original_alone():
     changed = batch.replace(rewards=[3, 2, 1], weight_version=5)
     assert changed.rewards.tolist() == [3, 2, 1] and changed.weight_version == 5 and batch.rewards.tolist() == [1, 2, 3]
     assert batch.replace(rewards=None).rewards is None
-    with pytest.raises(BatchError, match="rewards has 1 entries"):
+    with refused(BatchError, "rewards", 1, 3):
         batch.replace(rewards=[1])
-    with pytest.raises(BatchError, match="'reward' is not a field of RolloutBatch; write 'rewards'"):
+    with refused(BatchError, "reward", "'reward'") as caught:
         batch.replace(reward=[1, 2, 3])
+    assert "'rewards'" in str(caught.value.hint)
 
 
 @given(batches(), st.data())
@@ -237,3 +226,19 @@ def test_unpickling_over_shared_read_only_memory_neither_copies_nor_validates(mo
     assert np.shares_memory(copy.tokens, np.frombuffer(stored[0], dtype=np.int64))
     assert copy.select([2, 0]).same_as(batch.select([2, 0]))
     assert copy.replace(weight_version=1).weight_version == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "fields", "field"),
+    [
+        ((), {"foo": 1}, "foo"),
+        ((), {}, "tokens"),
+        (([1, 2],), {"lengths": [2]}, "response_lengths"),
+        (([1, 2],), {"tokens": [1, 2], "lengths": [2], "response_lengths": [1]}, "RolloutBatch"),
+        (([1],) * 17, {}, "RolloutBatch"),
+    ],
+)
+def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field):
+    with pytest.raises(BatchError) as caught:
+        RolloutBatch(*values, **fields)
+    assert caught.value.field == field and caught.value.hint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,22 +10,20 @@ import pytest
 from actors.supervisor import SupervisedGroup
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
-from tests.faults.faulty_worker import FaultPlan, faulty_worker
-from tests.faults.recorded_job import Outcome, begin, job, settings, start_receiver
-from tests.tiny_models import save_tiny_model
+from tests.support.faulty_worker import FaultPlan, Supervised, faulty_worker
+from tests.support.recorded_job import MATRIX, SAVES, Outcome, begin, job, settings, start_receiver
+from tests.support.tiny_models import save_tiny_model
 
-MATRIX = {"steps": 5, "save_every": 2}  # of the jobs in which ranks fail at the phases of a step
-SAVES = {"steps": 6, "save_every": 1}  # of those in which saves fail, or what they wrote
 MakeSettings = Callable[[str], RunConfig]
 
 
 @pytest.fixture(scope="session")
 def tiny_settings(tmp_path_factory: pytest.TempPathFactory) -> MakeSettings:
-    """By the name of a run, its settings: `tests.faults.recorded_job.settings` on a tiny model."""
+    """By the name of a run, its settings: `tests.support.recorded_job.settings` on a tiny model."""
     folder = tmp_path_factory.mktemp("recorded_job")
     model = save_tiny_model(folder / "model")
-    # a busy machine may keep a healthy rank waiting: this long without an answer is no slowness
-    impatient = {"ping_timeout_s": 5.0}
+    # few faults stop a rank, so patience costs little, and a busy machine may keep a healthy one from answering
+    impatient = {"ping_timeout_s": 20.0}
     return lambda name: settings(model, folder / name, checkpoint={"keep_last": 8}, cluster=impatient)
 
 
@@ -50,14 +47,6 @@ def undisturbed(
     }
     group.shutdown()
     return found
-
-
-@dataclass(frozen=True)
-class Supervised:
-    """A group under a supervisor, and the plan of its ranks' faults."""
-
-    group: SupervisedGroup
-    faults: FaultPlan
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import time
@@ -24,8 +25,10 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from actors.rollout.engine import EnginePool, _end_token_ids, _tokenizer_of
+from actors.metrics_log import METRICS_FILE, MetricsLog, read_metrics
+from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import encode_prompt, read_jsonl
+from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.run_folder import RunFolder
 from slimefsdp.attention.choice import AttentionShape, choose_strategy
 from slimefsdp.checkpoint.atomic import LATEST, CheckpointStore
@@ -39,11 +42,11 @@ from slimefsdp.config import config_from_dict, load_config
 from slimefsdp.data.dimensions import ModelDimensions
 from slimefsdp.data.lengths import sample_lengths
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, SlimeError, WorkerDied
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
 from slimefsdp.models.folder import INDEX_FILE, SINGLE_FILE, SUPPORTED_MODELS, check_architecture, read_model_folder
 from slimefsdp.models.load import build_for_sampling, build_policy
 from slimefsdp.rates import Rates, read_calibration, write_calibration
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 CANARY = "code_was_run"
 SPARE_BYTES = 1 << 30  # of address space, beyond what the process has when a case begins
@@ -293,6 +296,41 @@ def prompts(content: str | Callable[[Path], bytes]) -> Callable[[Path], object]:
     return read
 
 
+def settings_pipe(folder: Path) -> object:
+    os.mkfifo(folder / "c.yaml")
+    return load_config(folder / "c.yaml")
+
+
+def prompts_pipe(folder: Path) -> object:
+    os.mkfifo(folder / "p.jsonl")
+    return read_jsonl(folder / "p.jsonl", field="data.train")
+
+
+def sparse(file: Path) -> Path:
+    """A terabyte of zeros, which takes no room."""
+    file.touch()
+    os.truncate(file, 10**12)
+    return file
+
+
+def prompts_sparse(folder: Path) -> object:
+    return read_jsonl(sparse(folder / "p.jsonl"), field="data.train")
+
+
+def lengths_sparse(folder: Path) -> object:
+    return sample_lengths(str(sparse(folder / "lengths.json")), 4)
+
+
+def metrics_pipe(folder: Path) -> object:
+    os.mkfifo(folder / METRICS_FILE)
+    return read_metrics(folder)
+
+
+def metrics_log_pipe(folder: Path) -> object:
+    os.mkfifo(folder / METRICS_FILE)
+    return MetricsLog(folder)
+
+
 def lengths(content: str) -> Callable[[Path], object]:
     def read(folder: Path) -> object:
         (folder / "lengths.json").write_text(content)
@@ -315,12 +353,13 @@ def tokenizer_code(folder: Path) -> object:
     (folder / "model" / "evil.py").write_text(code(folder))
     asked = {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
     (folder / "model" / "tokenizer_config.json").write_text(json.dumps(asked))
-    return _tokenizer_of(str(folder / "model"))
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    return load_tokenizer(str(folder / "model"))
 
 
 def end_tokens(folder: Path) -> object:
     (folder / "model" / "generation_config.json").write_text('{"eos_token_id": "__import__(1)"}')
-    return _end_token_ids(str(folder / "model"), 0)
+    return end_token_ids(str(folder / "model"), 0)
 
 
 def lock_link(folder: Path) -> object:
@@ -331,6 +370,13 @@ def lock_link(folder: Path) -> object:
         return FolderLock(folder / "run").acquire()
     finally:
         assert (folder / "secret").read_text() == "kept"
+
+
+def lock_pipe(folder: Path) -> object:
+    (folder / "run").mkdir()
+    os.mkfifo(folder / "run" / LOCK)
+    FolderLock(folder / "run").require_free()
+    return None
 
 
 # ---------------------------------------------------------------------- the cases
@@ -409,7 +455,30 @@ EXPLODES: dict[str, Case] = {
     "settings that are nested without end": Case(settings("a: " + "[" * 50_000), ConfigError, None, "levels"),
     "settings with a number of 400 digits": Case(settings(f"a: {MANY_DIGITS}"), ConfigError, None, "400 digits"),
     "settings beyond floats": Case(settings("optim: {lr: 1e999}"), ConfigError, None, "beyond the range"),
-    "settings without end": Case(lambda _: load_config(Path("/dev/zero")), ConfigError, None, "larger than"),
+    "settings without end": Case(lambda _: load_config(Path("/dev/zero")), ConfigError, None, "no plain file"),
+    "settings that are a pipe": Case(settings_pipe, ConfigError, None, "no plain file"),
+    "prompts without end": Case(
+        lambda _: read_jsonl("/dev/zero", field="data.train"), ConfigError, "data.train", "no plain file"
+    ),
+    "prompts that are a pipe": Case(prompts_pipe, ConfigError, "data.train", "no plain file"),
+    "prompts on one line of a terabyte": Case(prompts_sparse, ConfigError, "data.train", "p.jsonl:1: longer than"),
+    "sample lengths without end": Case(lengths_sparse, BatchError, "--lengths", "larger than"),
+    "a tokenizer that is a pipe": Case(model(pipe("tokenizer.json")), ModelError, "model.path", "no regular file"),
+    "metrics that are a pipe": Case(metrics_pipe, ConfigError, "run.dir", "no plain file"),
+    "metrics to append to that are a pipe": Case(metrics_log_pipe, ResourceError, "run.dir", "no plain file"),
+    **{
+        f"a model whose {name} is {value}": Case(config(**{name: value}), ModelError, "model.path", name)
+        for name, value in (
+            ("rms_norm_eps", float("nan")), ("rms_norm_eps", float("inf")), ("rms_norm_eps", -1e-6), ("rope_theta", 0),
+            ("rope_theta", float("nan")), ("rope_theta", -1.0), ("num_attention_heads", 0), ("num_hidden_layers", 0),
+            ("hidden_size", -8), ("vocab_size", 0), ("head_dim", -1), ("max_position_embeddings", 0),
+            ("initializer_range", float("nan")),
+        )
+    },
+    "a theta in the parameters that is no number": Case(
+        config(rope_parameters={"rope_type": "default", "rope_theta": float("nan")}),
+        ModelError, "model.path", "rope_theta",
+    ),
     "a model of 10^9 layers": Case(config(num_hidden_layers=10**9), ModelError, "model.path", "num_hidden_layers"),
     "heads of 10^9": Case(config(head_dim=10**9), ModelError, "model.path", "head_dim"),
     "a vocabulary of 400 digits": Case(
@@ -481,6 +550,13 @@ EXPLODES: dict[str, Case] = {
     ),
     "a calibration that is a pipe": Case(calibration_pipe, ConfigError, "batch.cost_model", "no plain file"),
     "prompts that are nested": Case(prompts('{"prompt": ' + DEEP), ConfigError, "data.train", "too deep"),
+    "prompts nested deeper than a record needs": Case(
+        prompts('{"prompt": "a", "b": ' + "[" * 500 + "]" * 500 + "}"), ConfigError, "data.train", "nested more than"
+    ),
+    "prompts without end of their keys": Case(
+        prompts(json.dumps({f"{n:01000}": 0 for n in range(300)})), ConfigError, "data.train", "no 'prompt' among"
+    ),
+    "a lock that is a pipe": Case(lock_pipe, CheckpointError, "run.dir", "no plain file"),
     "prompts with a key twice": Case(
         prompts('{"prompt": "a", "prompt": "b"}'), ConfigError, "data.train", "'prompt' occurs twice"
     ),
@@ -519,6 +595,10 @@ def folder(sound: Path, tmp_path: Path) -> Path:
     (tmp_path / "model" / "evil.py").write_text(code(tmp_path))
     (tmp_path / "checkpoints" / LOCK).unlink()
     return tmp_path
+
+
+def test_the_table_is_no_shorter_than_it_was() -> None:
+    assert len(CASES) == len(RUNS_CODE) + len(LEADS_OUT) + len(EXPLODES) >= 98  # no name twice
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -617,7 +697,7 @@ def test_an_engine_whose_tokenizer_would_need_code_does_not_start_and_says_why(
 ) -> None:
     with pytest.raises(ModelError):
         tokenizer_code(folder)
-    with pytest.raises(WorkerDied, match=r"cannot make a tokenizer of .*/model"):
+    with pytest.raises(WorkerDied, match=re.escape(str(folder / "model"))):
         EnginePool.launch(make_config(model={"path": str(folder / "model")}, rollout={"engines": 1}))
     assert not (folder / CANARY).exists()
 

@@ -6,16 +6,15 @@ seconds that it takes.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.conftest import MATRIX, Supervised
-from tests.faults.faulty_worker import HANGS, Fault
-from tests.faults.recorded_job import Outcome, job
+from tests.support.faulty_worker import HANGS, Fault, Supervised
+from tests.support.process_resources import unnamed_files
+from tests.support.recorded_job import MATRIX, TIMES, Outcome, job, recorded_batch
+from tests.support.waiting import wait_until
 
 # by what happens: at the beginning of which step it is armed (a checkpoint is made at the end of steps 2 and 4)
 CASES = {
@@ -24,13 +23,6 @@ CASES = {
     "stopped while it sleeps": (2, Fault(1, "sleep", "SIGSTOP")),
     "holds the GIL while it sends weights": (3, Fault(0, "weight update", "GIL")),
 }
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
 
 
 def job_with_faults(supervised: Supervised, receiver: Any, folder: Path, at: int, *faults: Fault) -> Outcome:
@@ -45,7 +37,6 @@ def job_with_faults(supervised: Supervised, receiver: Any, folder: Path, at: int
     return outcome
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_is_lost_costs_time_and_not_one_bit(
     case: str, supervised: Supervised, undisturbed: dict[str, Outcome], receiver: Any, tmp_path: Path
@@ -64,7 +55,6 @@ def test_a_rank_that_is_lost_costs_time_and_not_one_bit(
     assert wait_until(lambda: not Path(f"/proc/{fired.pid}").exists()), "nothing of what was lost stays behind"
 
 
-@pytest.mark.slow
 def test_a_rank_that_is_killed_while_another_is_replaced_is_replaced_too(
     supervised: Supervised, undisturbed: dict[str, Outcome], receiver: Any, tmp_path: Path
 ) -> None:
@@ -74,3 +64,27 @@ def test_a_rank_that_is_killed_while_another_is_replaced_is_replaced_too(
     assert outcome == undisturbed["matrix"]
     (recovery,) = supervised.group.recoveries[len(before) :]
     assert (recovery.rank, recovery.phase, recovery.differences) == (0, "train_step", ())
+
+
+def test_batches_that_left_the_object_store_are_trained_on_again_to_the_same_bits(supervised: Supervised) -> None:
+    group = supervised.group
+    assert group.config.run.dir is not None
+
+    def trained(at: int | None = None) -> list[dict[str, str]]:
+        """The metrics of seven steps behind the checkpoint of step 0, and log-probs of the weights after them."""
+        group.load(0)
+        found = []
+        for step in range(1, 8):
+            if step == at:
+                supervised.faults.arm(Fault(1, "after backward"))
+            metrics = group.train_step(recorded_batch(step))
+            found.append({name: value.hex() for name, value in metrics.items() if name not in TIMES})
+        found.append({"log_probs": group.compute_log_probs(recorded_batch(0)).log_probs.tobytes().hex()})
+        return found
+
+    unkilled, before = trained(), len(group.recoveries)
+    assert unnamed_files(group.config.run.dir), "some are on the disk alone"
+    assert trained(at=7) == unkilled
+    assert len(supervised.faults.fired()) == 1
+    (recovery,) = group.recoveries[before:]
+    assert recovery.calls_repeated > 6 and recovery.differences == ()

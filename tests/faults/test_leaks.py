@@ -6,15 +6,15 @@ The long forms, 100 recoveries and 1,000 steps, are `benchmarks/soak.py`.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
-import pytest
 import ray
 
-from tests.faults.conftest import Supervised
-from tests.faults.faulty_worker import Fault
-from tests.faults.recorded_job import recorded_batch
-from tests.process_resources import held_by_the_process
+from tests.support.faulty_worker import Fault, Supervised
+from tests.support.process_resources import held_by_the_process
+from tests.support.recorded_job import recorded_batch
+from tests.support.waiting import wait_until
 
 MEGABYTE = 2**20
 
@@ -27,28 +27,34 @@ def lose_a_rank(supervised: Supervised) -> None:
     supervised.group.save(1)
 
 
-def classes() -> int:
-    # by its type: objects that stand for others answer isinstance for them, and warn
-    return sum(issubclass(type(thing), type) for thing in gc.get_objects())
+def classes() -> Counter[tuple[str, str]]:
+    """How often there is a class of each name; by its type, since objects that stand for others answer isinstance."""
+    gc.collect()
+    found = (thing for thing in gc.get_objects() if issubclass(type(thing), type))
+    return Counter((str(vars(thing).get("__module__")), thing.__qualname__) for thing in found)
 
 
-@pytest.mark.slow
 def test_recoveries_leave_no_file_thread_or_memory_behind_in_the_driver(supervised: Supervised) -> None:
     supervised.group.load(0)
     lose_a_rank(supervised)
-    before = held_by_the_process() | {"classes": classes()}
+    before, classes_before = held_by_the_process(), classes()
     lose_a_rank(supervised)
-    after = held_by_the_process() | {"classes": classes()}
-    assert after["classes"] == before["classes"], "a class of Ray actors is made once: Ray keeps each for good"
-    assert after["files"] <= before["files"] and after["threads"] <= before["threads"]
-    assert after["bytes"] - before["bytes"] < 8 * MEGABYTE
+    # what is imported late has names of its own
+    again = {name for name, count in classes().items() if name in classes_before and count > classes_before[name]}
+    assert not again, "a class of Ray actors is made once: Ray keeps each for good"
+
+    def is_as_before() -> bool:  # what belonged to the lost rank ends a while after it
+        after = held_by_the_process()
+        return after["files"] <= before["files"] and after["threads"] <= before["threads"]
+
+    assert wait_until(is_as_before)
+    assert held_by_the_process()["bytes"] - before["bytes"] < 8 * MEGABYTE
 
 
-@pytest.mark.slow
 def test_calls_leave_no_file_thread_or_memory_behind_in_driver_and_ranks(supervised: Supervised, receiver: Any) -> None:
     group = supervised.group
     group.load(0)
-    ranks = group._group._workers
+    ranks = group.receivers
 
     def held(steps: range) -> list[dict[str, int]]:
         for step in steps:
@@ -62,5 +68,6 @@ def test_calls_leave_no_file_thread_or_memory_behind_in_driver_and_ranks(supervi
 
     before, after = held(range(1, 9)), held(range(9, 25))
     for early, late in zip(before, after, strict=True):
-        assert late["files"] <= early["files"] and late["threads"] <= early["threads"]
+        # grpc's pools start a thread now and then, once; one left by every other step would be eight
+        assert late["files"] - early["files"] < 8 and late["threads"] - early["threads"] < 8
         assert late["bytes"] - early["bytes"] < 8 * MEGABYTE

@@ -14,11 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ranks_of_a_lost_node_start_on_another_and_give_the_same_bits(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.faults.node_loss", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.node_loss", str(tmp_path)]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

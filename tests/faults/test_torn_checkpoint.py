@@ -9,12 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from slimefsdp.checkpoint.atomic import POINTS
-from tests.faults.conftest import SAVES, Supervised
-from tests.faults.faulty_worker import Fault
-from tests.faults.recorded_job import Outcome, job
+from tests.support.faulty_worker import Fault, Supervised
+from tests.support.recorded_job import SAVES, Outcome, job
 
 # by the step whose save is cut off there: the new checkpoint has no name yet, is not the latest, and is that, while the
 # call that made it was never answered
@@ -25,7 +22,6 @@ CUT_OFF = {
 }
 
 
-@pytest.mark.slow
 def test_a_save_that_is_cut_off_is_made_again(
     supervised: Supervised, undisturbed: dict[str, Outcome], receiver: Any, tmp_path: Path
 ) -> None:
@@ -69,7 +65,6 @@ DAMAGES: dict[int, tuple[dict[int, Callable[[Path], object]], int]] = {
 }
 
 
-@pytest.mark.slow
 def test_checkpoints_that_were_damaged_are_passed_over_for_the_one_before(
     supervised: Supervised, undisturbed: dict[str, Outcome], receiver: Any, tmp_path: Path
 ) -> None:

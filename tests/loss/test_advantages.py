@@ -20,7 +20,8 @@ from slimefsdp.loss.advantages import (
     whitened,
     zero_variance_share,
 )
-from tests.loss.reward_batches import OPTIONS, batch_for, computed, every_estimator, several_batches
+from tests.support.refusals import refused
+from tests.support.reward_batches import OPTIONS, batch_for, computed, every_estimator, several_batches
 
 
 # Each formula as its paper writes it. For a sample: its reward r, the rewards of its group with the trained tokens of
@@ -176,9 +177,8 @@ def outcome_batch(scores, group_ids):
 
 @pytest.mark.parametrize(("name", "pass_k"), [("grpo", 1), ("rloo", 1), ("pass_at_k", 2)])
 def test_a_group_that_is_too_small_is_refused_naming_the_group_and_the_sample(name, pass_k):
-    with pytest.raises(BatchError, match=r"group -9 has 1 of the 2 samples .*sample 2.* 1 of 2 groups") as caught:
+    with refused(BatchError, "group_ids", "group -9", "sample 2", 1, 2):
         computed(name, outcome_batch([1.0, 0.0, 1.0], [4, 4, -9]), AdvantageOptions(pass_k=pass_k))
-    assert caught.value.field == "group_ids" and caught.value.hint
 
 
 def test_a_group_of_one_has_no_advantage_where_only_a_mean_is_subtracted():
@@ -186,29 +186,27 @@ def test_a_group_of_one_has_no_advantage_where_only_a_mean_is_subtracted():
 
 
 @pytest.mark.parametrize(
-    ("name", "scores", "message"),
+    ("name", "scores", "value"),
     [
-        ("pass_at_k", [1.0, 0.0, 0.25, 0.5], r"sample 2 has a reward of 0\.25, between 0\.0 and 1\.0"),
-        ("maxrl", [1.0, 0.0, -0.25, -0.5], r"sample 2 has a reward of -0\.25, and 2 samples"),
+        ("pass_at_k", [1.0, 0.0, 0.25, 0.5], 0.25),
+        ("maxrl", [1.0, 0.0, -0.25, -0.5], -0.25),
     ],
 )
-def test_rewards_that_an_estimator_cannot_use_are_refused(name, scores, message):
-    with pytest.raises(BatchError, match=message) as caught:
+def test_rewards_that_an_estimator_cannot_use_are_refused(name, scores, value):
+    with refused(BatchError, "rewards", name, "sample 2", value):
         computed(name, outcome_batch(scores, [0, 0, 1, 1]))
-    assert caught.value.field == "rewards" and caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "values"),
     [
-        (lambda inputs, options: inputs.scores[:-1], r"shape \(2,\)"),
-        (lambda inputs, options: np.array([0.0, np.nan, 1.0]), "nan in sample 1"),
+        (lambda inputs, options: inputs.scores[:-1], [(2,)]),
+        (lambda inputs, options: np.array([0.0, np.nan, 1.0]), ["nan", "sample 1"]),
     ],
 )
-def test_what_an_estimator_of_the_users_own_returns_is_checked(function, message):
-    with pytest.raises(BatchError, match=message) as caught:
+def test_what_an_estimator_of_the_users_own_returns_is_checked(function, values):
+    with refused(BatchError, "advantages", *values):
         advantages(outcome_batch([1.0, 0.0, 1.0], [0, 0, 0]), Estimator(function), OPTIONS, whiten=False)
-    assert caught.value.field == "advantages" and caught.value.hint
 
 
 @every_estimator

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slimefsdp.loss.advantages import AdvantageInputs, AdvantageOptions
-from tests.loss.reward_batches import (
+from tests.support.reward_batches import (
     GROUP_NAMES,
     GROUPED,
     OPTIONS,

@@ -19,6 +19,7 @@ from slimefsdp.loss.correction import (
 )
 from slimefsdp.loss.names import CORRECTIONS as NAMES
 from slimefsdp.loss.sequences import Sequences
+from tests.support.tiers import examples
 
 LOW, HIGH = 0.5, 2.0
 BOUNDS = CorrectionOptions(low=LOW, high=HIGH)
@@ -74,7 +75,7 @@ def options_of(method):
 
 
 @pytest.mark.parametrize("method", BY_A_LOOP)
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(batch=batches_st)
 def test_weights_and_flags_are_those_of_a_loop_over_sequences(method, batch):
     log_rho, sequences = pack(batch)

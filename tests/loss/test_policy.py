@@ -23,6 +23,7 @@ from slimefsdp.loss.policy import (
     sapo_loss,
 )
 from slimefsdp.loss.sequences import Sequences
+from tests.support.tiers import examples
 
 OPTIONS = PolicyOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
 RATIO_LOSSES = {name: entry for name, entry in POLICY_LOSSES.items() if name != "dpo"}
@@ -133,7 +134,7 @@ OF_ONE_SEQUENCE = {name: globals()[f"{name}_of_one_sequence"] for name in RATIO_
 
 
 @pytest.mark.parametrize("name", RATIO_LOSSES)
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(batch=batches_st)
 def test_the_mean_over_sequences_is_the_papers_formula_with_its_gradient(name, batch):
     if name in PER_SEQUENCE:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from slimefsdp.models.folder import (
     read_model_folder,
     refuse_unpackable,
 )
+from tests.support.refusals import refused
 
 CONFIG = {"model_type": "qwen3", "vocab_size": 320, "tie_word_embeddings": False}
 
@@ -35,10 +34,11 @@ def write_index(folder: Path, weight_map: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def refusal(folder: Path) -> ModelError:
-    with pytest.raises(ModelError) as caught:
+def refusal(folder: Path, *values: object) -> ModelError:
+    """What reading the folder raises, which names each of `values`."""
+    with refused(ModelError, "model.path", *values) as caught:
         read_model_folder(folder)
-    assert caught.value.field == "model.path" and caught.value.hint
+    assert isinstance(caught.value, ModelError)
     return caught.value
 
 
@@ -60,28 +60,32 @@ def test_an_unsupported_architecture_is_refused_with_the_supported_ones(folder: 
     write_floats(folder / "model.safetensors", "a")
     check_architecture(read_model_folder(folder))
     (folder / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
-    with pytest.raises(ModelError, match="'mamba'") as caught:
+    with refused(ModelError, "reference.path", "'mamba'", folder) as caught:
         check_architecture(read_model_folder(folder), field="reference.path")
-    assert caught.value.field == "reference.path" and "qwen3" in str(caught.value.hint)
+    assert "qwen3" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "rwkv", "recurrent_gemma", "lfm2", "granitemoehybrid"])
 def test_an_architecture_whose_state_crosses_samples_is_refused_with_that_reason(folder: Path, model_type: str):
     write_floats(folder / "model.safetensors", "a")
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 8}))
-    with pytest.raises(ModelError, match=f"'{model_type}' .* carries a recurrent state .* from sample to sample"):
+    with refused(ModelError, "model.path", repr(model_type), folder) as caught:
         check_architecture(read_model_folder(folder))
+    config = {"model_type": "llava", "vocab_size": 8}  # of another fault: supported by nobody, but without a state
+    (folder / "config.json").write_text(json.dumps(config))
+    with refused(ModelError, "model.path", "'llava'", folder) as unknown:
+        check_architecture(read_model_folder(folder))
+    assert caught.value.message.replace(model_type, "") != unknown.value.message.replace("llava", "")
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("qwen3_5", "recurrent state"), ("llava", "not supported")])
+@pytest.mark.parametrize("model_type", ["qwen3_5", "llava"])
 def test_a_model_of_several_parts_is_refused_for_its_type_though_its_vocabulary_lies_deeper(
-    folder: Path, model_type: str, reason: str
+    folder: Path, model_type: str
 ):
     config = {"model_type": model_type, "text_config": {"vocab_size": 8}}
     (folder / "config.json").write_text(json.dumps(config))  # and no weights: those come second
-    with pytest.raises(ModelError, match=reason) as caught:
+    with refused(ModelError, "reference.path", repr(model_type), folder):
         read_model_folder(folder, field="reference.path")
-    assert caught.value.field == "reference.path"
 
 
 def test_stateful_architectures_exist_and_none_is_supported_or_one_of_attention_alone():
@@ -92,7 +96,7 @@ def test_stateful_architectures_exist_and_none_is_supported_or_one_of_attention_
 
 
 def test_without_weights_a_folder_needs_its_configuration_alone(folder: Path):
-    with pytest.raises(ModelError, match=r"no \.safetensors file"):
+    with refused(ModelError, "model.path", folder, ".safetensors"):
         read_model_folder(folder)
     (folder / "model.safetensors").write_bytes(b"no header")  # and is not looked at
     model = read_model_folder(folder, with_weights=False)
@@ -109,7 +113,7 @@ def test_only_gpt2_has_a_last_position(folder: Path):
 
     assert longest(model_type="gpt2", n_positions=77) == 77 and longest(model_type="gpt2") == 1024
     assert longest(max_position_embeddings=77) is None
-    with pytest.raises(ModelError, match="n_positions = '77'"):
+    with refused(ModelError, "model.path", folder / "config.json", "n_positions", "'77'"):
         longest(model_type="gpt2", n_positions="77")
 
 
@@ -172,14 +176,13 @@ def test_errors_name_the_field_that_the_caller_gives(tmp_path: Path):
 
 
 def test_a_hub_id_is_refused_with_the_way_to_download_it():
-    error = refusal(Path("no-such-owner/no-such-model"))
-    assert "'no-such-owner/no-such-model' does not exist" in error.message
-    assert error.hint is not None and "local folder" in error.hint and "hf download" in error.hint
+    error = refusal(Path("no-such-owner/no-such-model"), "'no-such-owner/no-such-model'")
+    assert "hf download" in str(error.hint)
 
 
 def test_a_file_is_refused_as_a_folder(folder: Path):
     write_floats(folder / "model.safetensors", "a")
-    assert "model.safetensors is a file" in refusal(folder / "model.safetensors").message
+    refusal(folder / "model.safetensors", folder / "model.safetensors")
 
 
 def test_an_unknown_home_or_an_impossible_name_is_a_model_error():
@@ -189,17 +192,17 @@ def test_an_unknown_home_or_an_impossible_name_is_a_model_error():
 
 def test_a_folder_without_config_is_refused(tmp_path: Path):
     write_floats(tmp_path / "model.safetensors", "a")
-    assert "has no config.json" in refusal(tmp_path).message
+    refusal(tmp_path, tmp_path, "config.json")
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("content", "value"),
     [
-        (b"{", "valid JSON"),
-        (b"\xff\xfe{}", "valid JSON"),
-        (b'{"a": ' * 100_000, "valid JSON"),
-        (b"[1]", "list instead of an object"),
-        (b'{"model_type": "a", "model_type": "b"}', "'model_type' occurs twice"),
+        (b"{", "JSON"),
+        (b"\xff\xfe{}", "JSON"),
+        (b'{"a": ' * 100_000, "JSON"),
+        (b"[1]", "list"),
+        (b'{"model_type": "a", "model_type": "b"}', "'model_type'"),
         (b"{}", "model_type = None"),
         (b'{"model_type": 3}', "model_type = 3"),
         (b'{"model_type": "a", "vocab_size": "320"}', "vocab_size = '320'"),
@@ -209,40 +212,35 @@ def test_a_folder_without_config_is_refused(tmp_path: Path):
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "Git LFS pointer"),
     ],
 )
-def test_a_malformed_config_is_refused_by_name(folder: Path, content: bytes, part: str):
+def test_a_malformed_config_is_refused_by_name(folder: Path, content: bytes, value: str):
     write_floats(folder / "model.safetensors", "a")
     (folder / "config.json").write_bytes(content)
-    error = refusal(folder)
-    assert part in error.message and str(folder / "config.json") in error.message
+    refusal(folder, folder / "config.json", value)
 
 
 def test_a_folder_without_weights_is_refused(folder: Path):
-    assert "no .safetensors file" in refusal(folder).message
+    refusal(folder, folder, ".safetensors")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])
 def test_pickle_checkpoints_are_refused_with_the_way_to_convert_them(folder: Path, name: str):
     (folder / name).write_bytes(pickle.dumps({}))
-    error = refusal(folder)
-    assert name in error.message and "pickle checkpoints are refused" in error.message
-    assert error.hint is not None and "convert" in error.hint
+    assert "convert" in str(refusal(folder, folder, repr(name)).hint)
 
 
 def test_a_dangling_link_is_refused(folder: Path):
     (folder / "model-1.safetensors").symlink_to("blobs/gone")
-    assert "model-1.safetensors is a link to nothing" in refusal(folder).message
+    refusal(folder, folder / "model-1.safetensors")
 
 
 def test_a_folder_named_like_weights_is_refused(folder: Path):
     (folder / "model.safetensors").mkdir()
-    assert "is no regular file" in refusal(folder).message
+    refusal(folder, folder / "model.safetensors")
 
 
 def test_a_git_lfs_pointer_is_refused_with_the_way_to_fetch_the_file(folder: Path):
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
-    error = refusal(folder)
-    assert "model.safetensors is a Git LFS pointer" in error.message
-    assert error.hint is not None and "git lfs pull" in error.hint
+    assert "git lfs pull" in str(refusal(folder, folder / "model.safetensors", "Git LFS").hint)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +253,13 @@ def test_an_index_that_points_outside_the_folder_is_refused_even_where_the_file_
     write_floats(folder / "x.safetensors", "a")
     (inner / "config.json").write_text(json.dumps(CONFIG))
     write_index(inner, {"a": name})
-    error = refusal(inner)
-    assert repr(name) in error.message and "outside the folder" in error.message
+    refusal(inner, inner / "model.safetensors.index.json", repr(name))
 
 
 def test_an_index_that_names_a_missing_file_is_refused(folder: Path):
     write_floats(folder / "1.safetensors", "a")
     write_index(folder, {"a": "1.safetensors", "b": "2.safetensors"})
-    assert f"{folder / '2.safetensors'} is missing" in refusal(folder).message
+    refusal(folder, folder / "2.safetensors")
 
 
 @pytest.mark.parametrize("held_elsewhere", [False, True])
@@ -270,25 +267,25 @@ def test_an_index_that_names_a_tensor_its_file_lacks_is_refused(folder: Path, he
     write_floats(folder / "1.safetensors", "a")
     write_floats(folder / "2.safetensors", *(["c", "b"] if held_elsewhere else ["c"]))
     write_index(folder, {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"})
-    assert "'b' in '1.safetensors', which does not hold it" in refusal(folder).message
+    refusal(folder, folder / "model.safetensors.index.json", "'b'", "'1.safetensors'")
 
 
 @pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 3}, {"a": None}, {"a": "model.bin"}, {"a": ""}])
 def test_an_index_without_usable_file_names_is_refused(folder: Path, weight_map: object):
     write_index(folder, weight_map)
-    assert "model.safetensors.index.json" in refusal(folder).message
+    refusal(folder, folder / "model.safetensors.index.json")
 
 
 def test_an_index_that_is_no_json_is_refused(folder: Path):
     (folder / "model.safetensors.index.json").write_text("{")
-    assert "index.json does not hold valid JSON" in refusal(folder).message
+    refusal(folder, folder / "model.safetensors.index.json", "JSON")
 
 
 def test_model_safetensors_beside_an_index_of_other_files_is_refused(folder: Path):
     write_floats(folder / "model.safetensors", "a")
     write_floats(folder / "1.safetensors", "a")
     write_index(folder, {"a": "1.safetensors"})
-    assert "an index that does not name it" in refusal(folder).message
+    refusal(folder, folder, "model.safetensors")
 
 
 @pytest.mark.parametrize("is_indexed", [False, True])
@@ -297,16 +294,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path, is_indexed: bool):
     write_floats(folder / "2.safetensors", "b", "c")
     if is_indexed:
         write_index(folder, {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"})
-    error = refusal(folder)
-    assert "'b' is in two files" in error.message and "1.safetensors" in error.message
-
-
-def test_importing_the_reader_loads_none_of_the_heavy_libraries():
-    heavy = ("torch", "transformers", "ray", "safetensors", "numpy", "pydantic")
-    code = f"import sys, slimefsdp.models.folder; print([m for m in {heavy!r} if m in sys.modules])"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    refusal(folder, "'b'", folder / "1.safetensors", folder / "2.safetensors")
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from slimefsdp.models import head
 from slimefsdp.models.head import chunk_bounds, token_log_probs
+from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
+from tests.support.tiers import examples
 
 SETTINGS = [
     pytest.param({}, id="plain"),
@@ -21,35 +22,8 @@ SETTINGS = [
 ]
 
 
-def naive_log_probs(hidden, weight, targets, temperature=1.0, softcap=None):
-    """Log-probs and entropy through [rows, vocab] tensors."""
-    logits = hidden @ weight.t()
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    log_softmax = (logits / temperature).log_softmax(-1)
-    return log_softmax.gather(1, targets[:, None]).squeeze(1), -(log_softmax.exp() * log_softmax).sum(-1)
-
-
-def random_case(rows, hidden_dim, vocab, dtype=torch.float64, seed=0, scale=1.0):
-    """hidden, weight (both leaves), targets, and one weight per output for a scalar loss."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, hidden_dim, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = (scale * torch.randn(vocab, hidden_dim, generator=generator, dtype=torch.float64)).to(dtype)
-    targets = torch.randint(0, vocab, (rows,), generator=generator)
-    loss_weights = torch.randn(2, rows, generator=generator, dtype=torch.float64)
-    return hidden, weight.requires_grad_(), targets, loss_weights
-
-
-def chunk_bytes_for(rows_per_chunk, vocab, dtype=torch.float64):
-    return rows_per_chunk * vocab * dtype.itemsize * 2
-
-
 def as_float64(*tensors: Tensor) -> list[Tensor]:
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
-
-
-def worst(one, other) -> float:
-    return (one.detach().double() - other.detach().double()).abs().max().item()
 
 
 @pytest.mark.parametrize("kwargs", SETTINGS)
@@ -128,7 +102,7 @@ def test_a_frozen_weight_costs_no_tensor_of_its_size():
     assert hidden.grad is not None and 0 < recorder.elements < weight.numel()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(rows=st.integers(0, 40), rows_per_chunk=st.integers(0, 45), seed=st.integers(0, 2**31))
 def test_chunk_size_changes_nothing_in_float64(rows, rows_per_chunk, seed):
     hidden, weight, targets, (w_log_prob, w_entropy) = random_case(rows, 5, 17, seed=seed)
@@ -242,23 +216,6 @@ def outputs_and_grads(function, hidden, weight, targets, loss_weights):
     w_log_prob, w_entropy = loss_weights.to(log_probs.dtype)
     grads = torch.autograd.grad((w_log_prob * log_probs + w_entropy * entropy).sum(), (hidden, weight))
     return log_probs.detach(), entropy.detach(), *grads
-
-
-class LargestTensor(TorchDispatchMode):
-    """Records the elements of the largest tensor that any operation makes anew: no views, nothing in place."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage().data_ptr() for leaf in tensors_in((args, kwargs))}
-        made = [leaf for leaf in tensors_in(result) if leaf.untyped_storage().data_ptr() not in given]
-        self.elements = max([self.elements, *(leaf.numel() for leaf in made)])
-        return result
-
-
-def tensors_in(tree) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class CountedLogits(TorchDispatchMode):

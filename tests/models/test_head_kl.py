@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slimefsdp.models.head import HeadInputs, token_log_probs, token_log_probs_and_kl
-from tests.models.test_head import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
+from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
+from tests.support.tiers import examples
 
 SETTINGS = [
     pytest.param(1.0, None, None, id="plain"),
@@ -150,7 +151,7 @@ def test_the_reference_changes_no_bit_of_log_probs_entropy_and_their_gradients(d
     assert all(map(torch.equal, *grads))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=st.integers(0, 40), rows_per_chunk=st.integers(0, 45), seed=st.integers(0, 2**31))
 def test_chunk_size_changes_nothing_in_float64(rows, rows_per_chunk, seed):
     hidden, weight, targets, _ = random_case(rows, 5, 17, seed=seed)

@@ -26,8 +26,9 @@ from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.weights.gather import full_weights
 from slimefsdp.weights.receive import WeightReceiver
-from tests.rank_pool import RankPool
-from tests.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
+from tests.support.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
 
 CPU = torch.device("cpu")
 MIXTURES = ("mixtral", "qwen3_moe")  # whose experts have tensors of their own in folders
@@ -128,7 +129,7 @@ def test_an_expert_with_nan_is_named_on_the_ranks_that_do_not_read_it_too(tmp_pa
     tensors[bad][3, 3] = float("nan")
     save_file(tensors, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
     messages = ranks.run(2, message_of_rank, tmp_path)
-    assert messages[0] == messages[1] and f"tensor '{bad}' holds NaN" in messages[0]
+    assert messages[0] == messages[1] and repr(bad) in messages[0] and "NaN" in messages[0]
 
 
 @pytest.mark.parametrize("edit", ["missing", "shape", "surplus"])
@@ -145,7 +146,7 @@ def test_a_tensor_of_an_expert_that_does_not_fit_is_named_as_the_folder_names_it
         tensors[name] = torch.zeros(24, 32)
     save_file(tensors, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
     folder = read_model_folder(tmp_path)
-    with pytest.raises(read.ModelError, match=f"'{name}'"):
+    with refused(read.ModelError, "model.path", repr(name)):
         read.check_tensor_names(build_policy(folder, torch.float32), folder)
 
 

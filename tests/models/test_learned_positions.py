@@ -13,8 +13,8 @@ from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
 
 POSITIONS = 16
 
@@ -52,8 +52,8 @@ def calls_of_rank(rank: int, path: Path) -> tuple[list[str], int, float]:
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_gpt2_refuses_the_sample_by_name_before_any_forward(tmp_path: Path, ranks: RankPool, cp: int) -> None:
-    path = save_tiny_model(tmp_path, "gpt2", max_position_embeddings=POSITIONS)
+def test_gpt2_refuses_the_sample_by_name_before_any_forward(tiny_folder: TinyFolder, ranks: RankPool, cp: int) -> None:
+    path = tiny_folder("gpt2", max_position_embeddings=POSITIONS)
     for refusals, runs_before, norm in ranks.run(cp, calls_of_rank, path):
         assert all("sample 1 has 17 tokens, the model learned 16 positions" in refusal for refusal in refusals)
         assert len(refusals) == 2 and runs_before == 0 and norm > 0

@@ -23,9 +23,10 @@ from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.update import evaluate, micro_batches
-from tests.float64 import KeepFloat64
-from tests.rank_pool import RankPool
-from tests.tiny_models import ARCHITECTURES, SIZES, plain_model, save_tiny_model
+from tests.support.float64 import KeepFloat64
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
+from tests.support.tiny_models import ARCHITECTURES, SIZES, TinyFolder, plain_model
 
 CPU = torch.device("cpu")
 # (tokens, response tokens): the shortest there is, around the window of 8, and longer than a band of 64
@@ -141,9 +142,9 @@ def test_every_supported_architecture_is_tested_here() -> None:
 @TIES
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
 def test_float32_log_probs_and_gradients_of_a_pack_equal_separate_plain_ones(
-    tmp_path: Path, ranks: RankPool, kind: str, tie: bool, checkpointing: bool
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, tie: bool, checkpointing: bool
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, tie_word_embeddings=tie)
+    path = tiny_folder(kind, tie_word_embeddings=tie)
     (found,) = ranks.run(1, differences_of_rank, path, torch.float32, checkpointing, 1.0)
     assert found["log_probs"] <= 1e-5 and found["gradients"] <= 1e-4 and found["buffers"] == 0, found
 
@@ -151,9 +152,9 @@ def test_float32_log_probs_and_gradients_of_a_pack_equal_separate_plain_ones(
 @KINDS
 @TIES
 def test_float64_log_probs_and_gradients_of_a_pack_equal_separate_plain_ones(
-    tmp_path: Path, ranks: RankPool, kind: str, tie: bool
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, tie: bool
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, tie_word_embeddings=tie, dtype=torch.float64)
+    path = tiny_folder(kind, tie_word_embeddings=tie, dtype=torch.float64)
     # nothing is recomputed: a function mode is off inside the calls it sees, and backward is one
     (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 0.7)
     assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
@@ -165,12 +166,12 @@ FOUR_RANKS = ("qwen3", "qwen3_moe", "gemma3_text")  # plain, experts, windows; t
 @pytest.mark.parametrize("kind, cp", [*((kind, 2) for kind in ARCHITECTURES), *((kind, 4) for kind in FOUR_RANKS)])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "all_gather"])
 def test_float64_log_probs_and_gradients_of_a_pack_shared_by_cp_ranks_equal_separate_plain_ones(
-    tmp_path: Path, ranks: RankPool, kind: str, strategy: str, cp: int
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, strategy: str, cp: int
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, dtype=torch.float64)
+    path = tiny_folder(kind, dtype=torch.float64)
     run = (cp, differences_of_rank, path, torch.float64, False, 0.7, cp, strategy)
     if strategy == "ring" and kind in WITH_WINDOWS:
-        with pytest.raises(ConfigError, match="the ring cannot express sliding windows"):
+        with refused(ConfigError, "attention.strategy", "ring", f"mesh.cp={cp}"):
             ranks.run(*run)
         return
     found = ranks.run(*run)[0]
@@ -189,36 +190,36 @@ def test_float64_log_probs_and_gradients_of_a_pack_shared_by_cp_ranks_equal_sepa
     ],
 )
 def test_a_model_without_its_windows_can_use_the_ring(
-    tmp_path: Path, ranks: RankPool, kind: str, changes: dict[str, Any]
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, changes: dict[str, Any]
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, dtype=torch.float64, **changes)
+    path = tiny_folder(kind, dtype=torch.float64, **changes)
     found = ranks.run(2, differences_of_rank, path, torch.float64, False, 1.0, 2, "ring")[0]
     assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
 
 
 @KINDS
 def test_float32_log_probs_and_gradients_of_a_recomputed_pack_shared_by_cp_ranks_equal_separate_plain_ones(
-    tmp_path: Path, ranks: RankPool, kind: str
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, tie_word_embeddings=True)
+    path = tiny_folder(kind, tie_word_embeddings=True)
     found = ranks.run(2, differences_of_rank, path, torch.float32, True, 1.0, 2)[0]
     assert found["log_probs"] <= 1e-5 and found["gradients"] <= 1e-4 and found["buffers"] == 0, found
 
 
-def test_the_final_soft_cap_of_gemma_is_applied(tmp_path: Path, ranks: RankPool) -> None:
-    path = save_tiny_model(tmp_path, "gemma3_text", final_logit_softcapping=2.0, dtype=torch.float64)
+def test_the_final_soft_cap_of_gemma_is_applied(tiny_folder: TinyFolder, ranks: RankPool) -> None:
+    path = tiny_folder("gemma3_text", final_logit_softcapping=2.0, dtype=torch.float64)
     (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 0.7)
     assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12, found
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "yarn", "llama3"])
-def test_scaled_rotary_frequencies_equal_plain_ones(tmp_path: Path, ranks: RankPool, rope_type: str) -> None:
+def test_scaled_rotary_frequencies_equal_plain_ones(tiny_folder: TinyFolder, ranks: RankPool, rope_type: str) -> None:
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
     if rope_type != "linear":
         rope["original_max_position_embeddings"] = 32  # shorter than the longest sample
     if rope_type == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    path = save_tiny_model(tmp_path, "llama", rope_parameters=rope, dtype=torch.float64)
+    path = tiny_folder("llama", rope_parameters=rope, dtype=torch.float64)
     (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 1.0)
     assert found["log_probs"] <= 1e-12 and found["buffers"] == 0, found
 
@@ -226,10 +227,10 @@ def test_scaled_rotary_frequencies_equal_plain_ones(tmp_path: Path, ranks: RankP
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @KINDS
 def test_ranks_without_a_token_and_experts_that_none_visits_have_gradients_of_zeros(
-    tmp_path: Path, ranks: RankPool, kind: str, dtype: torch.dtype
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, dtype: torch.dtype
 ) -> None:
     # two tokens over four ranks; each layer's two tokens visit at most four of its five experts
-    path, shapes = save_tiny_model(tmp_path, kind, dtype=dtype), ((2, 1),)
+    path, shapes = tiny_folder(kind, dtype=dtype), ((2, 1),)
     found = ranks.run(4, differences_of_rank, path, dtype, True, 1.0, 4, "auto", shapes)[0]
     bound = 1e-12 if dtype == torch.float64 else 1e-4
     assert found["log_probs"] <= bound and found["gradients"] <= bound, found
@@ -255,9 +256,9 @@ def test_ranks_without_a_token_and_experts_that_none_visits_have_gradients_of_ze
     ],
 )
 def test_variants_of_an_architecture_equal_plain_ones(
-    tmp_path: Path, ranks: RankPool, kind: str, changes: dict[str, Any]
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, changes: dict[str, Any]
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, dtype=torch.float64, **changes)
+    path = tiny_folder(kind, dtype=torch.float64, **changes)
     (found,) = ranks.run(1, differences_of_rank, path, torch.float64, False, 1.0)
     assert found["log_probs"] <= 1e-12 and found["gradients"] <= 1e-12 and found["buffers"] == 0, found
 
@@ -279,8 +280,8 @@ def bfloat16_errors_of_rank(rank: int, path: Path) -> tuple[float, float]:
 
 
 @KINDS
-def test_bfloat16_errs_no_more_than_plain_bfloat16(tmp_path: Path, ranks: RankPool, kind: str) -> None:
-    ((ours, plain),) = ranks.run(1, bfloat16_errors_of_rank, save_tiny_model(tmp_path, kind))
+def test_bfloat16_errs_no_more_than_plain_bfloat16(tiny_folder: TinyFolder, ranks: RankPool, kind: str) -> None:
+    ((ours, plain),) = ranks.run(1, bfloat16_errors_of_rank, tiny_folder(kind))
     assert 0 < ours <= 1.25 * plain, (ours, plain)
 
 
@@ -306,8 +307,10 @@ def isolation_of_rank(rank: int, path: Path) -> list[tuple[bool, bool]]:
 
 
 @KINDS
-def test_changing_one_sample_of_a_pack_changes_no_bit_of_the_others(tmp_path: Path, ranks: RankPool, kind: str) -> None:
-    (found,) = ranks.run(1, isolation_of_rank, save_tiny_model(tmp_path, kind))
+def test_changing_one_sample_of_a_pack_changes_no_bit_of_the_others(
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str
+) -> None:
+    (found,) = ranks.run(1, isolation_of_rank, tiny_folder(kind))
     assert found == [(True, False)] * len(SHAPES)
 
 
@@ -324,7 +327,7 @@ def test_the_document_lists_the_supported_architectures_and_tests_that_exist() -
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, "grouped_mm"), (torch.float64, "eager")])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts_are_one_grouped_product_where_torch_has_one(
-    tmp_path: Path, kind: str, dtype: torch.dtype, expected: str
+    tiny_folder: TinyFolder, kind: str, dtype: torch.dtype, expected: str
 ) -> None:
-    policy = build_policy(read_model_folder(save_tiny_model(tmp_path, kind)), dtype)
+    policy = build_policy(read_model_folder(tiny_folder(kind)), dtype)
     assert policy.hf.config._experts_implementation == expected

@@ -18,9 +18,9 @@ from slimefsdp.models import read
 from slimefsdp.models.folder import SINGLE_FILE
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
-from tests.test_trainer import CPU, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder, save_tiny_model
+from tests.support.trainers import CPU, fresh_batch, settings
 
 
 def shards(policy: PolicyModel) -> dict[str, bytes]:
@@ -96,9 +96,9 @@ def test_weights_from_rank_0_are_those_of_the_folder_and_the_others_need_no_copy
     ],
 )
 def test_experts_and_ties_come_from_rank_0_too(
-    tmp_path: Path, ranks: RankPool, kind: str, changes: dict[str, Any]
+    tiny_folder: TinyFolder, ranks: RankPool, kind: str, changes: dict[str, Any]
 ) -> None:
-    config = settings(save_tiny_model(tmp_path, kind, **changes), mesh={"dp": 2})
+    config = settings(tiny_folder(kind, **changes), mesh={"dp": 2})
     expected = ranks.run(2, weights_of_rank, config, False)
     assert [w for w, _ in ranks.run(2, weights_of_rank, config, True)] == [w for w, _ in expected]
 

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from slimefsdp.errors import ModelError
 from slimefsdp.models.safetensors_header import read_header
+from tests.support.refusals import refused
+from tests.support.tiers import examples
 
 TWO_FLOATS = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -24,11 +26,11 @@ def write_raw(file: Path, header: object, data: bytes = b"") -> None:
     file.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
 
 
-def refusal(file: Path) -> ModelError:
-    with pytest.raises(ModelError) as caught:
+def refusal(file: Path, *values: object) -> str:
+    """What reading the header says, which names the file and each of `values`."""
+    with refused(ModelError, None, file, *values) as caught:
         read_header(file)
-    assert str(file) in caught.value.message and caught.value.hint
-    return caught.value
+    return caught.value.message
 
 
 def test_dtype_shape_and_bytes_agree_with_the_safetensors_library(tmp_path: Path):
@@ -57,19 +59,19 @@ def test_dtype_shape_and_bytes_agree_with_the_safetensors_library(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("content", "value"),
     [
-        (b"", "has 0 bytes"),
-        (b"1234567", "has 7 bytes"),
-        ((9).to_bytes(8, "little") + b"{}", "claims a header of 9 bytes"),
-        ((2**63).to_bytes(8, "little") + b"{}", f"claims a header of {2**63} bytes"),
-        ((0).to_bytes(8, "little"), "valid JSON"),
+        (b"", 0),
+        (b"1234567", 7),
+        ((9).to_bytes(8, "little") + b"{}", 9),
+        ((2**63).to_bytes(8, "little") + b"{}", 2**63),
+        ((0).to_bytes(8, "little"), "JSON"),
     ],
 )
-def test_a_file_with_an_impossible_header_length_is_refused(tmp_path: Path, content: bytes, part: str):
+def test_a_file_with_an_impossible_header_length_is_refused(tmp_path: Path, content: bytes, value: object):
     file = tmp_path / "model.safetensors"
     file.write_bytes(content)
-    assert part in refusal(file).message
+    refusal(file, value)
     with pytest.raises(SafetensorError):
         safe_open(file, "pt")
 
@@ -79,7 +81,7 @@ def test_a_header_over_the_limit_is_refused_even_where_the_file_is_long_enough(t
     with file.open("wb") as stream:
         stream.write((100_000_001).to_bytes(8, "little"))
         stream.truncate(100_000_100)  # sparse
-    assert "the limit is 100000000" in refusal(file).message
+    refusal(file, 100_000_001, 100_000_000)
 
 
 def pair(**second: object) -> dict[str, object]:
@@ -87,39 +89,41 @@ def pair(**second: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("header", "part"),
+    ("header", "values"),
     [
-        (b"{]", "valid JSON"),
-        (b'{"a": 1', "valid JSON"),
-        (b"\xff{}", "valid JSON"),
-        (b"[]", "list instead of an object"),
-        (pair(data_offsets=[4, 8]), "'b' starts at byte"),
-        (pair(data_offsets=[9, 13]), "leaves a gap"),
-        (pair(data_offsets=[12, 8]), "data_offsets [12, 8]"),
-        (pair(data_offsets=[8]), "data_offsets [8]"),
-        (pair(data_offsets=[-4, 0]), "data_offsets [-4, 0]"),
-        (pair(data_offsets=[8, 12.0]), "data_offsets [8, 12.0]"),
-        (pair(data_offsets=[8, 2**64 + 8]), "data_offsets [8, "),
-        (pair(data_offsets=None), "data_offsets None"),
-        (pair(shape=[2]), "shape [2] and dtype F32 does not fill the 4 bytes"),
-        (pair(shape=[2**62, 2**62]), "does not fill the 4 bytes"),
-        (pair(shape=[-1]), "shape [-1]"),
-        (pair(shape=[True]), "shape [True]"),
-        (pair(shape=[1.0]), "shape [1.0]"),
-        (pair(shape="1"), "shape '1'"),
-        (pair(dtype="F33"), "dtype 'F33'"),
-        (pair(dtype=None), "dtype None"),
-        (pair(dtype=["F32"]), "dtype ['F32']"),
-        (pair(dtype="F64"), "does not fill the 4 bytes"),
-        ({"a": TWO_FLOATS, "b": [1]}, "'b' is described by [1]"),
-        ({"a": TWO_FLOATS}, "tensors end at byte"),
-        (pair(shape=[2], data_offsets=[8, 16]), "tensors end at byte"),
+        (b"{]", ["JSON"]),
+        (b'{"a": 1', ["JSON"]),
+        (b"\xff{}", ["JSON"]),
+        (b"[]", ["list"]),
+        (pair(data_offsets=[4, 8]), ["'b'", "byte"]),
+        (pair(data_offsets=[9, 13]), ["'b'", "byte"]),
+        (pair(data_offsets=[12, 8]), ["'b'", "data_offsets", [12, 8]]),
+        (pair(data_offsets=[8]), ["'b'", "data_offsets", [8]]),
+        (pair(data_offsets=[-4, 0]), ["'b'", "data_offsets", [-4, 0]]),
+        (pair(data_offsets=[8, 12.0]), ["'b'", "data_offsets", [8, 12.0]]),
+        (pair(data_offsets=[8, 2**64 + 8]), ["'b'", "data_offsets", "[8, "]),
+        (pair(data_offsets=None), ["'b'", "data_offsets", None]),
+        (pair(shape=[2]), ["'b'", [2], "F32", 4]),
+        (pair(shape=[2**62, 2**62]), ["'b'", 4]),
+        (pair(shape=[-1]), ["'b'", "shape", [-1]]),
+        (pair(shape=[True]), ["'b'", "shape", [True]]),
+        (pair(shape=[1.0]), ["'b'", "shape", [1.0]]),
+        (pair(shape="1"), ["'b'", "shape", "'1'"]),
+        (pair(dtype="F33"), ["'b'", "dtype", "'F33'"]),
+        (pair(dtype=None), ["'b'", "dtype", None]),
+        (pair(dtype=["F32"]), ["'b'", "dtype", ["F32"]]),
+        (pair(dtype="F64"), ["'b'", "F64", 4]),
+        ({"a": TWO_FLOATS, "b": [1]}, ["'b'", [1]]),
+        ({"a": TWO_FLOATS}, [81, 77]),
+        (pair(shape=[2], data_offsets=[8, 16]), [143, 147]),
     ],
 )
-def test_a_header_that_breaks_the_format_is_refused_by_us_and_by_the_library(tmp_path: Path, header: object, part: str):
+def test_a_header_that_breaks_the_format_is_refused_by_us_and_by_the_library(
+    tmp_path: Path, header: object, values: list[object]
+):
     file = tmp_path / "model.safetensors"
     write_raw(file, header, bytes(12))
-    assert part in refusal(file).message
+    refusal(file, *values)
     with pytest.raises(SafetensorError):
         safe_open(file, "pt")
 
@@ -128,17 +132,17 @@ def test_a_tensor_named_twice_in_one_header_is_refused(tmp_path: Path):
     entry = json.dumps(TWO_FLOATS).encode()
     file = tmp_path / "model.safetensors"
     write_raw(file, b'{"a": ' + entry + b', "a": ' + entry + b"}", bytes(8))
-    assert "'a' occurs twice" in refusal(file).message
+    refusal(file, "'a'")
 
 
 def test_a_header_full_of_absurd_values_makes_a_short_message(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     for absurd in ({"shape": [2**62] * 100_000}, {"dtype": "F" * 10**6}, {"shape": ["9" * 10**6]}):
         write_raw(file, pair(**absurd), bytes(12))
-        assert len(refusal(file).message) < 1000
+        assert len(refusal(file)) < 1000
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(position=st.integers(0, 10**6), value=st.integers(0, 255), cut=st.booleans())
 def test_a_damaged_file_is_refused_or_read_as_the_library_reads_it(
     tmp_path_factory: pytest.TempPathFactory, position: int, value: int, cut: bool

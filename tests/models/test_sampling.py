@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors.rollout.sampler import sample
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 PROMPTS = [[5, 6, 7], [9] * 12, [3, 4]]  # the windows of 8 are shorter than the longest
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForTokenClassification
 
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ModelError
@@ -22,9 +21,11 @@ from slimefsdp.models.value import ValueModel
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.update import evaluate, micro_batches
-from tests.float64 import KeepFloat64
-from tests.rank_pool import RankPool
-from tests.tiny_models import SIZES, save_tiny_model, tiny_model
+from tests.support.classifiers import plain_classifier, save_classifier, separate_values
+from tests.support.float64 import KeepFloat64
+from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
+from tests.support.tiny_models import SIZES, TinyFolder, save_tiny_model
 
 CPU = torch.device("cpu")
 SHAPES = ((30, 10), (2, 1), (9, 3), (70, 60), (8, 7), (7, 1))
@@ -32,44 +33,11 @@ WITH_CLASSIFIER = ("qwen3", "llama", "qwen2", "mistral", "gemma2", "phi3", "glm4
 WITHOUT = ("gpt2", "gemma3_text", "olmo2")
 
 
-def save_classifier(path: Path, kind: str = "qwen3", labels: int = 1) -> Path:
-    """A random token classifier of transformers' own, as a folder."""
-    config = tiny_model(kind).config
-    config.num_labels = labels
-    torch.manual_seed(1)
-    model = AutoModelForTokenClassification.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    model.save_pretrained(path)
-    return path
-
-
-def plain_classifier(path: Path, **options: Any) -> Any:
-    """The definition of what a folder computes, every number in float64."""
-    model = AutoModelForTokenClassification.from_pretrained(
-        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", **options
-    ).eval()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.double()
-    return model
-
-
 def some_batch() -> RolloutBatch:
     rng = np.random.default_rng(0)
     return RolloutBatch.from_samples(
         [{"tokens": rng.integers(0, SIZES["vocab_size"], n).tolist(), "response_length": r} for n, r in SHAPES]
     )
-
-
-def separate_values(hf: Any, batch: RolloutBatch) -> torch.Tensor:
-    """[R], one plain forward a sample; the value of a response token stands in the row before it."""
-    parts = []
-    for sample in batch.to_samples():
-        rows = hf(torch.as_tensor(np.array(sample["tokens"]))[None]).logits[0, :, 0]
-        parts.append(rows[-sample["response_length"] - 1 : -1])
-    return torch.cat(parts)
 
 
 def load_value_model(path: Path, dtype: torch.dtype = torch.float64, **options: Any) -> ValueModel:
@@ -134,9 +102,9 @@ def values_from_a_causal_lm(rank: int, path: Path, random_seed: int | None) -> t
 @pytest.mark.parametrize("seed", [None, 5], ids=["read", "drawn"])
 @pytest.mark.parametrize("kind", ["qwen3", *WITHOUT])
 def test_on_a_causal_lm_every_value_begins_at_exactly_zero(
-    tmp_path: Path, ranks: RankPool, tie: bool, seed: int | None, kind: str
+    tiny_folder: TinyFolder, ranks: RankPool, tie: bool, seed: int | None, kind: str
 ) -> None:
-    path = save_tiny_model(tmp_path, kind, tie_word_embeddings=tie)
+    path = tiny_folder(kind, tie_word_embeddings=tie)
     for largest, names in ranks.run(2, values_from_a_causal_lm, path, seed):
         assert largest == 0.0
         assert {"score.weight", "score.bias"} <= set(names) and "lm_head.weight" not in names
@@ -157,41 +125,40 @@ def test_the_decoder_is_the_folders_own_whether_or_not_a_tied_head_was_saved(tmp
         assert all(torch.equal(found[name], stored[name]) for name in stored if name != "lm_head.weight")
 
 
-def refusal(path: Path) -> str:
+def check_refusal(path: Path, field: str, *values: object) -> None:
     folder = read_model_folder(path)
-    with pytest.raises(ModelError) as caught:
+    with refused(ModelError, field, *values):
         check_tensor_names(build_model(ValueModel, folder, torch.float32), folder)
-    return str(caught.value)
 
 
 def test_a_classifier_of_two_labels_is_no_critic(tmp_path: Path) -> None:
-    assert "a head of 2 labels" in refusal(save_classifier(tmp_path, labels=2))
+    check_refusal(save_classifier(tmp_path, labels=2), "critic.path", tmp_path / SINGLE_FILE, 2)
 
 
 def test_a_classifiers_head_is_wanted_whole_and_alone(tmp_path: Path) -> None:
     path = save_classifier(tmp_path)
     stored = load_file(path / SINGLE_FILE)
-    for broken, word in (
-        ({name: tensor for name, tensor in stored.items() if name != "score.bias"}, "'score.bias' is missing"),
-        (stored | {"lm_head.weight": torch.zeros(96, 32)}, "'lm_head.weight' is in"),
-        (stored | {"extra": torch.zeros(1)}, "'extra' is in"),
+    for broken, name in (
+        ({name: tensor for name, tensor in stored.items() if name != "score.bias"}, "score.bias"),
+        (stored | {"lm_head.weight": torch.zeros(96, 32)}, "lm_head.weight"),
+        (stored | {"extra": torch.zeros(1)}, "extra"),
     ):
         save_file(broken, path / SINGLE_FILE, metadata={"format": "pt"})
-        assert word in refusal(path)
+        check_refusal(path, "model.path", repr(name))
 
 
 def test_a_head_under_another_name_is_refused(tmp_path: Path) -> None:
-    assert "'classifier.bias' is in" in refusal(save_classifier(tmp_path, "gpt2"))
+    check_refusal(save_classifier(tmp_path, "gpt2"), "model.path", "'classifier.bias'")
 
 
 def test_a_policy_is_not_read_from_a_token_classifier(tmp_path: Path) -> None:
     folder = read_model_folder(save_classifier(tmp_path))
-    with pytest.raises(ModelError, match=r"'lm_head\.weight' is missing"):
+    with refused(ModelError, "model.path", "'lm_head.weight'"):
         check_tensor_names(build_policy(folder, torch.float32), folder)
 
 
 @pytest.mark.parametrize("kind", WITHOUT)
-def test_an_architecture_without_a_token_classifier_is_not_exported(tmp_path: Path, kind: str) -> None:
-    folder = read_model_folder(save_tiny_model(tmp_path, kind))
-    with pytest.raises(ModelError, match=f"no token classifier of {kind}"):
+def test_an_architecture_without_a_token_classifier_is_not_exported(tiny_folder: TinyFolder, kind: str) -> None:
+    folder = read_model_folder(tiny_folder(kind))
+    with refused(ModelError, "critic.path", kind):
         build_model(ValueModel, folder, torch.float32).exported_config(folder.config)

@@ -16,10 +16,10 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.optim.build import build_optimizer, undecayed_names
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.plain_step import make_batch, settings
-from tests.rank_pool import RankPool
-from tests.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
 
 # the modules that multiply by a weight, by the names that the architectures give them
 PRODUCTS = re.compile(

@@ -15,19 +15,14 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import StateError
 from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.trainer import Trainer
-from tests.float64 import KeepFloat64
-from tests.rank_pool import RankPool
-from tests.test_trainer import fingerprint, fresh_batch, settings
-from tests.tiny_models import save_tiny_model
+from tests.support.float64 import KeepFloat64
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
+from tests.support.trainers import fingerprint, fresh_batch, settings
 
 CPU = torch.device("cpu")
 SPEEDS = ("train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank")
 FLOAT16 = {"compute_dtype": "float16"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=97, intermediate_size=55)
 
 
 def gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -131,9 +126,9 @@ def test_float16_learns_what_float32_learns(folder: Path, ranks: RankPool) -> No
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2", "gpt_oss"])  # soft-cap, sinks and experts take paths of their own
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 1, "cp": 2}], ids=["dp", "cp"])
 def test_float16_gradients_are_those_of_float32_for_other_models_and_under_cp(
-    ranks: RankPool, tmp_path: Path, kind: str, mesh: dict[str, int]
+    ranks: RankPool, tiny_folder: TinyFolder, kind: str, mesh: dict[str, int]
 ) -> None:
-    path, batch = save_tiny_model(tmp_path, kind), fresh_batch()
+    path, batch = tiny_folder(kind), fresh_batch()
     truth, _ = ranks.run(1, gradients, settings(path), batch)[0]
     precision = FLOAT16 | {"loss_scale_init": 256}
     ours, _ = ranks.run(2, gradients, settings(path, mesh=mesh, precision=precision), batch)[0]

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from slimefsdp.optim.health import gradient_health, layer_group, scale_gradients, squared_norms
-from tests.rank_pool import RankPool
-from tests.tiny_models import ARCHITECTURES, tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
 SHAPES = [(5, 3), (1, 4), (7,), (2, 2, 2)]  # fewer rows than ranks, and rows that no number of ranks divides
 LAYOUTS: dict[tuple[int, ...], list[Placement]] = {

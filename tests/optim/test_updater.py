@@ -21,7 +21,7 @@ from slimefsdp.optim.build import build_optimizer
 from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.schedule import learning_rate
 from slimefsdp.optim.updater import Updater
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 SHAPES = {"model.layers.0.mlp.weight": (5, 3), "model.layers.1.mlp.weight": (7,), "lm_head.weight": (2, 2)}
 

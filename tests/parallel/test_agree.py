@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.parallel.agree import all_equal, run_on_first, run_together
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 
 def group() -> dist.ProcessGroup:

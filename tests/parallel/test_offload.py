@@ -11,6 +11,7 @@ import torch
 
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.parallel.offload import CHUNK_BYTES, HostArena, Sleeper, prefer_expandable_segments
+from tests.support.refusals import refused
 
 
 def make_tensors() -> list[torch.Tensor]:
@@ -148,9 +149,9 @@ def test_without_host_memory_everything_stays_awake(
     copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper(chunk_bytes=128)
     with monkeypatch.context() as patched:
         patched.setattr("slimefsdp.parallel.offload.torch.empty", Failing(torch.empty, error, after))
-        with pytest.raises(ResourceError, match=f"{STORAGE_BYTES} bytes are needed on the host") as caught:
+        with refused(ResourceError, "tags", STORAGE_BYTES, "host") as caught:
             sleeper.sleep(tensors)
-    assert caught.value.hint is not None and "fewer" in caught.value.hint and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert not sleeper.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
     assert sleeper.sleep(tensors).device_bytes_before == STORAGE_BYTES  # and with memory it works
     sleeper.wake_up()
@@ -188,9 +189,8 @@ def test_without_device_memory_everything_stays_asleep(monkeypatch: pytest.Monke
     storage, size = sleeper._asleep[2]
     last = Unresizable(storage)
     sleeper._asleep[2] = last, size  # type: ignore[assignment]
-    with pytest.raises(ResourceError, match=f"{STORAGE_BYTES} bytes are needed on the device") as caught:
+    with refused(ResourceError, "tags", STORAGE_BYTES, "device"):
         sleeper.wake_up()
-    assert caught.value.hint is not None and "call again" in caught.value.hint
     assert sleeper.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
     sleeper._asleep[2] = storage, size
     sleeper.wake_up()
@@ -200,7 +200,7 @@ def test_without_device_memory_everything_stays_asleep(monkeypatch: pytest.Monke
 def test_memory_that_numpy_has_seen_is_refused_before_anything_is_freed() -> None:
     tensors = make_tensors()
     array, sleeper = tensors[4].numpy(), Sleeper()
-    with pytest.raises(StateError, match="shared with numpy"):
+    with refused(StateError, "tags"):
         sleeper.sleep(tensors)
     assert not sleeper.is_asleep and array.tolist() == tensors[4].tolist() == [0, 1, 2, 3, 4]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from slimefsdp.errors import PeerFailed
 from slimefsdp.parallel.peers import lost_a_peer, peer_failed
-from tests.fresh_ranks import run_fresh
+from tests.support.fresh_ranks import run_fresh
 
 
 def errors_of(calls: list[Callable[[], object]]) -> list[tuple[bool, str, str]]:

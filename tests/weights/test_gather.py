@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from slimefsdp.weights.gather import full_weights
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 SHAPES = {"a": (5, 3), "b": (1, 4), "c": (7,), "d": (2, 2, 3), "e": (12, 1)}  # some ranks hold fewer rows, or none
 BUCKET_BYTES = [1, 60, 120, 10**9]

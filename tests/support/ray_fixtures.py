@@ -13,9 +13,9 @@ import pytest
 from actors.cluster import connect, disconnect
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
-from tests.ragged import ragged_batch
+from tests.support.ragged import ragged_batch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 320  # of the example's model
 MakeConfig = Callable[..., RunConfig]
 

@@ -14,9 +14,11 @@ import ray
 
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
-from tests.ragged import ragged_batch
+from tests.support.ragged import ragged_batch
 
-VOCAB_SIZE = 96  # of tests.tiny_models
+VOCAB_SIZE = 96  # of tests.support.tiny_models
+MATRIX = {"steps": 5, "save_every": 2}  # of the jobs in which ranks fail at the phases of a step
+SAVES = {"steps": 6, "save_every": 1}  # of those in which saves fail, or what they wrote
 TIMES = {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
 
 

@@ -25,9 +25,10 @@ from typing import Any
 
 import ray.cloudpickle
 
+from actors.supervisor import SupervisedGroup
 from actors.train_worker import TrainWorker
-from tests import process_resources
-from tests.process_resources import held_by_the_process
+from tests.support import process_resources
+from tests.support.process_resources import held_by_the_process
 
 PHASES = (
     "init",
@@ -231,3 +232,11 @@ def hold_the_gil() -> None:
     mutex = ctypes.create_string_buffer(256)  # zeros are what an unlocked one is made of
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A group under a supervisor, and the plan of its ranks' faults."""
+
+    group: SupervisedGroup
+    faults: FaultPlan

@@ -27,9 +27,13 @@ class RankPool:
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             self._ranks.append((process, here))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
-        for rank, (_, connection) in enumerate(self._ranks[:world_size]):
+        self._ranks[0][1].send((0, world_size, None, function, args))
+        try:
+            port = self._ranks[0][1].recv()  # rank 0 listens there by now: nobody else can get it
+        except EOFError:
+            self.end()
+            raise RuntimeError("a rank's process ended") from None
+        for rank, (_, connection) in enumerate(self._ranks[1:world_size], start=1):
             connection.send((rank, world_size, port, function, args))
         results: dict[int, Any] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
@@ -82,10 +86,16 @@ def _serve(connection: Connection) -> None:
     is_frozen = False
     while (call := connection.recv()) is not None:
         rank, world_size, port, function, args = call
+        listener = None
+        if rank == 0:
+            listener = socket.create_server(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            connection.send(port)
         try:
             start_process_group(
-                torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=120
-            )
+                torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=120,
+                listener=listener,
+            )  # fmt: skip
             result = function(rank, *args)
             dist.barrier()
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+TinyFolder = Callable[..., Path]  # of the fixture `tiny_folder`
 ABSENT = object()  # a size that an architecture has no field for
 ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {}),
@@ -132,3 +134,9 @@ def plain_model(path: Path, dtype: torch.dtype) -> Any:
     for parameter in model.parameters():  # buffers stay as they are: rotary frequencies are float32 in any model
         parameter.data = parameter.data.to(dtype)
     return model
+
+
+def save_pair(path: Path, **changes: Any) -> tuple[Path, Path]:
+    """Policy and reference of one architecture."""
+    changes = {"vocab_size": 97, "intermediate_size": 55, **changes}
+    return save_tiny_model(path / "policy", **changes), save_tiny_model(path / "reference", seed=1, **changes)

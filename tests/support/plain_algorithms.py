@@ -17,8 +17,8 @@ from torch import Tensor
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
-from tests.float64 import KeepFloat64
-from tests.tiny_models import plain_model
+from tests.support.float64 import KeepFloat64
+from tests.support.tiny_models import plain_model
 
 
 class PlainPolicy:
@@ -52,7 +52,7 @@ class PlainPolicy:
 
         Args:
             said: what this policy says of the batch; its graph stays.
-            updates: sample indices of each; None: one, of all samples that train.
+            updates: sample indices of each, without fully masked ones; None: one, of all that have a token.
         """
         parameters = dict(self.model.named_parameters())
         start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
@@ -60,11 +60,11 @@ class PlainPolicy:
         for number, indices in enumerate([None] if updates is None else updates):
             now = self.says(batch) if number else said
             samples = trained_samples(config, batch, now, said)
-            trained = [one for one in samples if trains(config, one, samples)]
-            chosen = trained if indices is None else [samples[i] for i in indices]
+            chosen = [one for one in samples if len(one)] if indices is None else [samples[i] for i in indices]
             loss = update_loss(config, chosen)
             done.losses.append(loss.item())
-            done.corrections.append(torch.cat([correction(config, sample) for sample in chosen]))
+            computed = [one for one in chosen if trains(config, one, samples)]
+            done.corrections.append(torch.cat([correction(config, sample) for sample in computed]))
             gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
             for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
                 done.moved[name] += gradient
@@ -80,7 +80,7 @@ class PlainPhase:
 
     losses: list[float]
     moved: dict[str, Tensor]  # what they took off the weights, over the rate
-    corrections: list[Tensor]  # of each update's trained tokens
+    corrections: list[Tensor]  # of each update's tokens, but for groups of equal rewards that nothing trains
 
 
 @dataclass
@@ -329,7 +329,7 @@ def pair_loss(config: RunConfig, sample: Sample, samples: list[Sample]) -> Tenso
 
 
 def trains(config: RunConfig, sample: Sample, samples: list[Sample]) -> bool:
-    """Whether a sample of a phase takes part: it has a token, and its group is not one of equal rewards."""
+    """Whether anything moves a sample of a phase: it has a token, and its group is not one of equal rewards."""
     others = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
     compares = config.advantage.estimator in (None, "grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k")
     group = [other for other in samples if other.fields["group_id"] == sample.fields["group_id"]]

@@ -12,7 +12,7 @@ import torch
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
-from tests.tiny_models import plain_model
+from tests.support.tiny_models import plain_model
 
 LENGTHS = [(31, 9), (12, 11), (7, 1), (40, 25), (2, 1), (9, 3), (18, 6), (23, 17)]
 TEMPERATURE = 0.8
@@ -105,7 +105,7 @@ class PlainStep:
         """All updates of a plan, one after the other; returns their losses."""
         losses = []
         for update in range(len(plan.updates)):
-            losses.append(self.backward(batch, plan.samples_of(update)))
+            losses.append(self.backward(batch, plan.counted_of(update)))  # with those that nothing trains
             self.step()
         return losses
 

@@ -21,7 +21,7 @@ from actors.supervisor import SupervisedGroup
 from actors.worker_group import WorkerGroup
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
-from tests.tiny_models import save_tiny_model
+from tests.support.tiny_models import save_tiny_model
 
 STEPS, LOST_AT = 4, 2
 

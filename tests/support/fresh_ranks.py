@@ -14,7 +14,12 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["slimefsdp.trainer", "transformers.models.qwen3.modeling_qwen3", "tests.test_trainer", "tests.fresh_ranks"]
+    [
+        "slimefsdp.trainer",
+        "transformers.models.qwen3.modeling_qwen3",
+        "tests.support.trainers",
+        "tests.support.fresh_ranks",
+    ]
 )
 
 
@@ -23,15 +28,17 @@ def run_fresh(world_size: int, function: Callable[..., None], *args: Any) -> lis
 
     0: as it should; -9: killed; 1: an exception, for instance because a peer was killed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))  # rank 0 gets it as it is: nobody else can take its port
+    port = listener.getsockname()[1]
     started = []
     for rank in range(world_size):
         here, there = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_run, args=(there, rank, world_size, port, function, args))
+        store = listener if rank == 0 else None
+        process = _CONTEXT.Process(target=_run, args=(there, rank, world_size, port, store, function, args))
         process.start()
         there.close()
         started.append((process, here))
+    listener.close()
     results = []
     for process, connection in started:
         sent = []
@@ -48,7 +55,15 @@ def run_fresh(world_size: int, function: Callable[..., None], *args: Any) -> lis
     return results
 
 
-def _run(connection: Connection, rank: int, world_size: int, port: int, function: Any, args: tuple[Any, ...]) -> None:
+def _run(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    listener: socket.socket | None,
+    function: Any,
+    args: tuple[Any, ...],
+) -> None:
     import torch
 
     from slimefsdp.parallel.mesh import start_process_group
@@ -57,8 +72,9 @@ def _run(connection: Connection, rank: int, world_size: int, port: int, function
     code = 1
     try:
         start_process_group(
-            torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=60
-        )
+            torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=60,
+            listener=listener,
+        )  # fmt: skip
         function(rank, connection.send, *args)
         torch.distributed.barrier()
         code = 0

@@ -1,0 +1,129 @@
+"""What a step of the rollout loop asks of engines, policy and critic, and when."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.loop import RolloutLoop
+from actors.rollout.engine import Sampled
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.reports import SyncReport
+
+STEPS = 6
+
+
+def parity(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    return {"reward": float(len(response) % 2)}
+
+
+class Engines:
+    """Two tokens for every prompt, of which nothing depends on the weights."""
+
+    version = -1
+
+    def update_from(self, group: Any) -> int:
+        self.version = group.update_weights([]).version
+        return self.version
+
+    def generate(
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+    ) -> tuple[int, list[Sampled]]:
+        samples = [
+            Sampled(index, [5, 6, 7], 2, [-1.0, -1.0], "x" * number, True)
+            for index in range(len(prompts))
+            for number in range(samples_per_prompt)
+        ]
+        return self.version, samples
+
+
+class Critic:
+    """Notes what it is trained with."""
+
+    def __init__(self) -> None:
+        self.lambdas: list[float | None] = []
+
+    def compute_values(self, batch: RolloutBatch) -> np.ndarray:
+        return np.zeros(batch.num_response_tokens, dtype=np.float32)
+
+    def train_step(self, batch: RolloutBatch, gae_lambda: float | None = None) -> dict[str, float]:
+        assert batch.values is not None
+        self.lambdas.append(gae_lambda)
+        return {"updates": 1.0, "loss": 0.5}
+
+    def sleep(self) -> None:
+        """It has no device to leave."""
+
+
+class Group:
+    """Counts its updates, which are its version."""
+
+    reference_group = None
+
+    def __init__(self, critic: Critic | None = None) -> None:
+        self.critic, self.updates = critic, 0
+
+    def train_step(self, batch: RolloutBatch) -> dict[str, float]:
+        self.updates += 1
+        return {"updates": 1.0, "loss": 0.5}
+
+    def update_weights(self, receivers: Sequence[Any]) -> SyncReport:
+        return SyncReport(version=self.updates, bytes=0, seconds=0.0)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": f"p{n}"}) + "\n" for n in range(4)))
+
+    def config(**sections: Any) -> RunConfig:
+        tree: dict[str, Any] = {
+            "run": {"steps": STEPS},
+            "model": {"path": "m"},
+            "optim": {"total_updates": 100},
+            "data": {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "heldout")},
+            "rollout": {
+                "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": f"{__name__}:parity",
+            },
+        }  # fmt: skip
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+        return config_from_dict(tree)
+
+    return config
+
+
+def rows_of_run(config: RunConfig, group: Any) -> list[dict[str, float]]:
+    engines: Any = Engines()
+    loop = RolloutLoop(config, group, engines)
+    loop.before_training(evaluates=False)
+    return [loop.step(step) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize(
+    ("every", "evaluates_every", "versions"),
+    [(1, None, [1, 2, 3, 4, 5, 6]), (2, None, [0, 2, 2, 4, 4, 6]), (4, 3, [0, 0, 3, 4, 4, 6])],
+)
+def test_engines_take_the_weights_when_they_are_due_or_evaluated(
+    make: Any, every: int, evaluates_every: int | None, versions: list[int]
+) -> None:
+    config = make(rollout={"sync_interval_steps": every}, evaluation={"interval_steps": evaluates_every})
+    rows = rows_of_run(config, Group())
+    assert [row["weight_version"] for row in rows] == versions
+    evaluated = [step + 1 for step, row in enumerate(rows) if "eval/reward" in row]
+    assert evaluated == ([] if evaluates_every is None else [3, 6])
+
+
+def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later_on(make: Any) -> None:
+    critic = Critic()
+    group = Group(critic)
+    rows = rows_of_run(make(algorithm="ppo", critic={"pretrain_steps": 2, "warmup_steps": 1}), group)
+    assert [row["updates"] for row in rows] == [0, 0, 0, 1, 1, 1] and group.updates == 3
+    assert critic.lambdas == [1.0, 1.0, None, None, None, None]
+    assert all(row["critic/updates"] == 1 for row in rows)

@@ -1,0 +1,50 @@
+"""The stages of a start: a line each in a log file, one that is rewritten on a terminal, nothing where nobody asked."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from actors import startup
+from actors.startup import reporting, stage
+from tests.support.waiting import wait_until
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_file_gets_a_line_a_stage_and_one_now_and_then_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "HEARTBEAT_S", 0.05)
+    written = io.StringIO()
+    with reporting(written):
+        with stage("starting ranks", lambda: "1 of 2 ready"):
+            assert wait_until(lambda: "1 of 2 ready" in written.getvalue())
+        monkeypatch.setattr(startup, "HEARTBEAT_S", 600.0)
+        with stage("starting engines"):
+            pass
+        with stage("checking", is_short=True):
+            pass
+    lines = written.getvalue().splitlines()
+    assert "starting ranks" in lines[0] and "ready" not in lines[0]
+    assert "starting ranks" in lines[1] and "starting engines" in lines[-1]
+    assert not any("checking" in line or "\x1b" in line for line in lines)
+
+
+def test_a_terminal_has_one_line_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "REFRESH_S", 0.05)
+    written = Terminal()
+    with pytest.raises(KeyError), reporting(written), stage("starting ranks", lambda: "1 of 2 ready"):
+        assert wait_until(lambda: "1 of 2 ready" in written.getvalue())
+        raise KeyError
+    assert written.getvalue().count("\n") == 1 and written.getvalue().endswith("\n"), "an error begins on its own line"
+
+
+def test_a_program_of_ones_own_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:
+    with reporting(io.StringIO()):
+        pass
+    with stage("starting ranks"):
+        pass
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,39 @@
+"""What tests of whole runs share: a reward, the rows that a run left, what of them must not differ."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from slimefsdp.config import RunConfig
+
+TIMES = {"time", "train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
+calls_left = 10**9  # of `variety`, before it breaks
+
+
+class Untouchable:
+    """Stands for a rank that must not be called."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a rank was called: {name}")
+
+
+def variety(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    """A reward that a random model gets some of."""
+    global calls_left
+    calls_left -= 1
+    if calls_left < 0:
+        raise OSError("the judge's disk is full")
+    return {"reward": len(set(response)) / 10, "exact": float(response == record["answer"])}
+
+
+def rows_of(config: RunConfig) -> list[dict[str, float]]:
+    """The metrics of a run's steps."""
+    assert config.run.dir is not None
+    return [json.loads(line) for line in (config.run.dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def bits(row: dict[str, float]) -> dict[str, str]:
+    """Every metric that is not a time, to the last bit."""
+    names = {name: name.removeprefix("critic/") for name in row}
+    return {name: float(row[name]).hex() for name, own in names.items() if own not in TIMES and "seconds/" not in own}

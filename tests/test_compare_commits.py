@@ -1,0 +1,201 @@
+"""scripts/compare_commits.py: what counts as a difference, what its jobs cover, and two commits compared for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import compare_commits
+from scripts.compare_commits import compare, compare_jobs
+from slimefsdp.config import config_from_dict
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.loss import names
+
+ROOT = Path(__file__).parents[1]
+JOBS = {job.name: job for job in compare_jobs.jobs()}
+LOSS = {"1 train: metric loss": (0.1).hex(), "end: weight a": "00 float32 [2]"}
+ONE_BIT_MORE = {**LOSS, "1 train: metric loss": (0.1 + 2**-56).hex()}
+
+
+# ---------------------------------------------------------------------- what counts as a difference
+
+
+def test_equal_records_differ_in_nothing_and_one_bit_is_a_difference() -> None:
+    assert compare({"j": LOSS}, {"j": dict(LOSS)}) == []
+    (found,) = compare({"j": LOSS}, {"j": ONE_BIT_MORE})
+    assert (found.job, found.what) == ("j", "1 train: metric loss")
+    assert (found.old, found.new) == (LOSS[found.what], ONE_BIT_MORE[found.what])
+    assert found.size == pytest.approx(2**-56 / 0.1) and not found.is_expected
+
+
+def test_what_one_commit_alone_has_is_a_difference() -> None:
+    (value,) = compare({"j": LOSS}, {"j": {"end: weight a": LOSS["end: weight a"]}})
+    assert value.what == "1 train: metric loss" and value.new is None
+    assert {found.old for found in compare({}, {"j": LOSS})} == {None}
+
+
+def test_numbers_within_the_tolerance_are_equal_and_digests_are_not_numbers() -> None:
+    assert compare({"j": LOSS}, {"j": ONE_BIT_MORE}, tolerance=1e-12) == []
+    assert compare({"j": LOSS}, {"j": ONE_BIT_MORE}, tolerance=1e-18)
+    other = {**LOSS, "end: weight a": "01 float32 [2]"}
+    assert compare({"j": LOSS}, {"j": other}, tolerance=0.5), "how far they are apart is not known"
+    sizes = {("j", "end: weight a"): 1e-13}
+    assert compare({"j": LOSS}, {"j": other}, tolerance=1e-12, sizes=sizes) == []
+    assert compare({"j": LOSS}, {"j": other}, tolerance=1e-14, sizes=sizes)[0].size == 1e-13
+
+
+def test_expected_differences_are_marked() -> None:
+    found = compare({"j": LOSS, "k": LOSS}, {"j": ONE_BIT_MORE, "k": ONE_BIT_MORE}, expected=["k: *metric*"])
+    assert [(one.job, one.is_expected) for one in found] == [("j", False), ("k", True)]
+
+
+def test_a_run_with_a_killed_rank_must_equal_the_other_commits_undisturbed_one() -> None:
+    old = {"calm": LOSS, "killed": LOSS}
+    new = {"calm": LOSS, "killed": ONE_BIT_MORE}
+    found = compare(old, new, equals={"killed": "calm"})
+    assert [one.job for one in found] == ["killed", "calm | killed"]
+
+
+def lines(loss: float, **changes: Any) -> list[dict[str, Any]]:
+    record = {"j": {"1 train: metric loss": loss.hex()}}
+    return [{"job": "j", "records": record, "problem": "", "unread": [], "folder": "/none", "seconds": 1.0, **changes}]
+
+
+@pytest.mark.parametrize(
+    ("new", "arguments", "status"),
+    [
+        (lines(0.5), [], 0),
+        (lines(0.25), [], 1),
+        (lines(0.25), ["--expect", "j: *"], 0),
+        (lines(0.5, problem="Traceback"), [], 2),
+    ],
+)
+def test_the_exit_status_says_what_came_out(new: Any, arguments: list[str], status: int, tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = compare_commits.arguments_of(["a", "b", "--json", str(record), *arguments])
+    request = compare_jobs.Request("", "", "", ("j",), ())
+    commits = {"old": "a", "new": "b"}
+    outcome = {"old": lines(0.5), "new": new}
+    assert (
+        compare_commits.report(outcome, dict.fromkeys(commits, request), options, seconds=1, commits=commits) == status
+    )
+    written = json.loads(record.read_text())
+    assert written["commits"] == commits and bool(written["failures"]) == (status == 2)
+
+
+def test_a_setting_that_no_job_reads_is_refused() -> None:
+    options = compare_commits.arguments_of(["a", "b", "--set", "loss.nothing=1"])
+    request = compare_jobs.Request("", "", "", ("j",), tuple(options.set))
+    outcome = {side: lines(0.5, unread=["loss.nothing=1"]) for side in compare_commits.SIDES}
+    with pytest.raises(compare_commits.Unusable):
+        compare_commits.report(outcome, dict.fromkeys(outcome, request), options, seconds=1, commits={})
+
+
+# ---------------------------------------------------------------------- the jobs
+
+
+def test_the_names_that_jobs_take_from_a_commit_are_where_they_look() -> None:
+    for name in compare_jobs.NAMES:
+        assert callable(compare_jobs.taken(name)), name
+
+
+def test_there_is_a_job_for_every_name_that_an_algorithm_can_be_made_of() -> None:
+    assert {f"policy/{name}" for name in names.POLICY_LOSSES} <= JOBS.keys()
+    assert {f"estimator/{name}" for name in names.ESTIMATORS} <= JOBS.keys()
+    assert {f"correction/{name}" for name in names.CORRECTIONS} <= JOBS.keys()
+    assert {f"reduction/{name}" for name in names.REDUCTIONS} <= JOBS.keys()
+    assert {f"kl/{name} in loss" for name in names.KL_ESTIMATORS} <= JOBS.keys()
+
+
+def test_every_job_but_those_drawn_at_random_has_settings_that_are_accepted() -> None:
+    for job in JOBS.values():
+        if not job.name.startswith("mixed/"):
+            config = config_from_dict(compare_jobs.merged(job.settings, {"model": {"path": "model"}}))
+            assert config.ranks == job.ranks, job.name
+    assert 60 <= sum(job.is_quick for job in JOBS.values()) <= 120 < len(JOBS)
+
+
+@pytest.mark.parametrize("kind", sorted({job.batches for job in JOBS.values()}))
+def test_batches_are_the_same_ones_whenever_they_are_made(kind: str) -> None:
+    first, again, next_one = (RolloutBatch.from_samples(compare_jobs.samples_of(kind, n)) for n in (1, 1, 2))
+    assert first.same_as(again) and not first.same_as(next_one)
+    if first.rewards is not None and first.group_ids is not None:
+        spreads = [first.rewards[first.group_ids == group].std() for group in set(first.group_ids.tolist())]
+        assert (min(spreads) == 0) == (kind == "level groups")
+
+
+# ---------------------------------------------------------------------- for real
+
+
+@pytest.fixture
+def checkout() -> Iterator[Path]:
+    """The repository; its worktrees are afterwards what they were."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    yield ROOT
+
+
+def comparing_worktrees(folder: Path) -> list[str]:
+    listing = compare_commits.git("worktree", "list", "--porcelain").splitlines()
+    return [line for line in listing if str(folder) in line]
+
+
+def test_a_commit_that_is_none_and_a_pattern_without_jobs_are_refused(
+    checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare_commits.main(["HEAD", "no-such-commit", "--keep", str(tmp_path / "a")]) == 2
+    assert "no-such-commit" in capsys.readouterr().err
+    assert compare_commits.main(["HEAD", "HEAD", "--only", "nothing/*"]) == 2
+    assert not comparing_worktrees(tmp_path)
+
+
+def commit_with(folder: Path, pattern: str, replacement: str) -> str:
+    """HEAD with one text replaced in the only file that has it; on no branch."""
+    (name,) = compare_commits.git("grep", "--files-with-matches", "--fixed-strings", pattern, "--", "slimefsdp").split()
+    file = folder / "changed"
+    file.write_text((ROOT / name).read_text().replace(pattern, replacement))
+    index = {"GIT_INDEX_FILE": str(folder / "index")}
+    compare_commits.git("read-tree", "HEAD", **index)
+    blob = compare_commits.git("hash-object", "-w", str(file))
+    compare_commits.git("update-index", "--cacheinfo", f"100644,{blob},{name}", **index)
+    author = {f"GIT_{who}_{what}": "test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    return compare_commits.git("commit-tree", compare_commits.git("write-tree", **index), "-m", "changed", **author)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_a_commit_equals_itself_and_one_with_another_constant_differs_where_that_is_read(
+    checkout: Path, tmp_path: Path
+) -> None:
+    changed = commit_with(tmp_path, "epsilon: float = 1e-6", "epsilon: float = 1e-3")
+    for new, status in (("HEAD", 0), (changed, 1)):
+        record = tmp_path / f"{status}.json"
+        only = ["estimator/grpo", "estimator/rloo", "mesh/dp2 full float32", "correction/tis"]
+        command = [sys.executable, "scripts/compare_commits.py", "HEAD", new, "--json", str(record)]
+        for pattern in only:
+            command += ["--only", pattern]
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        written = json.loads(record.read_text())
+        assert written["records"]["old"].keys() == set(only) and not written["refused"]
+        differing = {found["job"] for found in written["differences"]}
+        assert differing == (set() if status == 0 else set(only) - {"estimator/rloo"})
+        kinds = {found["what"].split(": ")[1].split()[0] for found in written["differences"]}
+        assert kinds == (set() if status == 0 else {"metric", "weight"})
+        left = [path.name for path in tmp_path.iterdir() if path.name.startswith("compare_commits_")]
+        assert not left and not comparing_worktrees(tmp_path)

@@ -1,0 +1,100 @@
+"""What must start fast imports nothing heavy: one bare process asks it of every part, each in a fork of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RAY = {"torch", "ray", "transformers"}
+ANY = {*RAY, "numpy", "pydantic"}
+
+# of every command, as the help above it lists them
+HELP = """
+import contextlib, io, re
+from actors.cli import main
+waiting, seen = [[]], []
+while waiting:
+    words = waiting.pop()
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            main([*words, '--help'])
+    except SystemExit as end:
+        assert end.code == 0, words
+    assert 'usage: slimefsdp' in said.getvalue(), words
+    seen.append(' '.join(words))
+    listed = re.search(r'^  (?:COMMAND|KIND)\\n((?: {4}.*\\n)+)', said.getvalue(), re.MULTILINE)
+    waiting += [[*words, name] for name in re.findall(r'^ {4}(\\S+)', listed[1], re.MULTILINE)] if listed else []
+assert {'train', 'replay', 'plan', 'calibrate', 'check', 'convert dcp-to-hf', 'bench'} <= set(seen), seen
+"""
+
+PARTS: dict[str, tuple[str, set[str]]] = {
+    "batches": ("import slimefsdp.data.rollout", RAY),
+    "judging a batch": ("import slimefsdp.credit", RAY),
+    "planning": ("import slimefsdp.phase", RAY),
+    "simulating": ("import slimefsdp.simulate", {*RAY, "pydantic"}),
+    "reading a model folder": ("import slimefsdp.models.folder", {*ANY, "safetensors"}),
+    "settings": (
+        "import slimefsdp; slimefsdp.load_config(settings, ['optim.lr=1e-3'])",
+        {*RAY, "numpy", "matplotlib", "tensorboard"},
+    ),
+    "settings that are refused": (
+        "import slimefsdp\ntry: slimefsdp.load_config(settings, ['optim.lrr=1'])\n"
+        "except slimefsdp.errors.ConfigError: pass\nelse: raise SystemExit('accepted')",
+        {*RAY, "numpy", "matplotlib", "tensorboard"},
+    ),
+    "finding a reward": (
+        "from actors.rollout.rewards import load_reward; load_reward('actors.rollout.rewards:sorted_digits')",
+        ANY,
+    ),
+    "reading prompts": (
+        "from actors.rollout.prompts import read_jsonl; read_jsonl(prompts, field='x')",
+        {*RAY, "numpy"},
+    ),
+    "help of every command": (HELP, RAY),
+    "finding a filter": ("from actors.rollout.filters import load_filter; load_filter('mixed_groups')", RAY),
+}
+
+BARE = """
+import json, os, sys, traceback
+codes, names = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+for part, code in codes.items():
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        continue
+    answer = {}
+    try:
+        exec(code, dict(names))
+        answer["imported"] = sorted(name for name in sys.modules if "." not in name)
+    except BaseException:
+        answer["error"] = traceback.format_exc()
+    print(json.dumps([part, answer]), flush=True)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    """By part, the modules that it brings into a bare process."""
+    folder = tmp_path_factory.mktemp("files")
+    settings, prompts = folder / "settings.yaml", folder / "prompts.jsonl"
+    settings.write_text("model: {path: unread}\nbatch: {max_tokens_per_rank: 64}\noptim: {total_updates: 10}\n")
+    prompts.write_text('{"prompt": "a"}\n')
+    codes = {part: code for part, (code, _) in PARTS.items()}
+    names = {"settings": str(settings), "prompts": str(prompts)}
+    command = [sys.executable, "-c", BARE, json.dumps(codes), json.dumps(names)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.default_tier
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_starts_fast_imports_nothing_heavy(part: str, imported: dict[str, dict[str, list[str]]]) -> None:
+    assert "error" not in imported[part], imported[part]["error"]
+    assert not PARTS[part][1] & set(imported[part]["imported"])

@@ -1,0 +1,93 @@
+"""The default tier leaves out what it may, and nothing of the product."""
+
+from __future__ import annotations
+
+import ast
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import tiers
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("slimefsdp", "actors")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Modules that a file of the product imports, wherever in it; `from a import b` gives a and a.b."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_the_default_tier_touches_every_module(default_tier: list[pytest.Item]) -> None:
+    """Each is named by one of its tests, or imported by a module that is."""
+    named = set()
+    for thing in {id(thing): thing for item in default_tier for thing in tiers.used(item)}.values():
+        named.add(thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None))
+    paths = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    # a command is imported by the command line when it is called
+    named |= {name for name in imports_of(paths["actors.cli"]) if name.endswith("_command")}
+    touched = named | {name for module in named & paths.keys() for name in imports_of(paths[module])}
+    assert sorted(paths.keys() - touched) == []
+
+
+class Item:
+    """A test with these fixtures and parameters."""
+
+    def __init__(
+        self, fixtures: list[str], marks: list[str], parameters: dict[str, Any], function: str = "test_x"
+    ) -> None:
+        self.fixturenames, self.marks = fixtures, marks
+        self.nodeid = f"{function}[{parameters}]"
+        self.callspec = types.SimpleNamespace(params=parameters)
+        self._fixtureinfo = types.SimpleNamespace(name2fixturedefs={})
+        self.obj = lambda: None
+
+    def get_closest_marker(self, name: str) -> str | None:
+        return name if name in self.marks else None
+
+
+@pytest.mark.parametrize(
+    ("fixtures", "marks", "parameters", "reason"),
+    [
+        (["tmp_path"], [], {}, None),
+        (["cluster"], [], {}, "ray"),
+        (["cluster"], ["default_tier"], {}, None),
+        ([], ["slow"], {}, "slow"),
+        ([], [], {"kind": "gemma2"}, "architecture"),
+        ([], [], {"kind": "qwen3"}, None),
+        (["ranks"], [], {"dp": 2}, None),
+        (["ranks"], [], {"dp": 4}, "ranks"),
+        (["ranks"], [], {"dp": 2, "cp": 2}, "ranks"),
+        (["ranks"], [], {"sections": {"mesh": {"dp": 2, "cp": 2}}}, "ranks"),
+        (["ranks"], [], {"axes": (1, 2, 2)}, "ranks"),
+        (["ranks"], [], {"max_tokens": 64}, None),
+    ],
+)
+def test_what_a_test_uses_tells_its_tier(
+    fixtures: list[str], marks: list[str], parameters: dict[str, Any], reason: str | None
+) -> None:
+    assert tiers.left_because(Item(fixtures, marks, parameters)) == reason  # type: ignore[arg-type]
+
+
+def test_of_many_cases_on_ranks_the_first_and_the_last_are_of_the_default_tier() -> None:
+    cases: list[dict[str, Any]] = [{"dp": dp, "tied": tied, "x": x} for dp in (1, 2) for tied in (0, 1) for x in "ab"]
+    items: Any = [Item(["ranks"], [], case, "test_many") for case in cases]
+    others: Any = [Item(["ranks"], [], {"dp": dp}, "test_few") for dp in (1, 2, 4)]
+    chosen, left, why = tiers.divide([*items, *others])
+    assert chosen == [items[0], items[7], *others[:2]]
+    assert len(left) == 7 and why == {"cases": 6, "ranks": 1}
+    by_hand: Any = [Item(["ranks"], ["default_tier"], case, "test_many") for case in cases]
+    assert tiers.divide(by_hand)[0] == by_hand
