@@ -14,6 +14,9 @@ from actors import EnginePool, WorkerGroup, connect
 from actors.rollout.prompts import PromptStream, read_jsonl
 from slimefsdp import RolloutBatch, load_config
 
+if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+    print("usage: python examples/own_loop.py CONFIG.yaml [SETTING=VALUE ...]", file=sys.stderr)
+    sys.exit(2)
 config = load_config(sys.argv[1], sys.argv[2:])
 connect(config)  # a local Ray cluster, or the one at cluster.address
 group = WorkerGroup.launch(config)  # one process a rank, the model loaded and sharded
