@@ -101,14 +101,17 @@ def summary(ranks: int, state_bytes: int, rounds: list[Times]) -> dict[str, Any]
 def measured(folder: Path, ranks: int, rounds: int) -> tuple[list[Times], int]:
     """The times of each round, and the bytes that all ranks hold together."""
     context = mp.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))  # of rank 0
+    port = listener.getsockname()[1]
     pipes, processes = [], []
     for rank in range(ranks):
         here, there = context.Pipe()
-        processes.append(context.Process(target=serve, args=(rank, ranks, folder, port, rounds, there), daemon=True))
+        store = listener if rank == 0 else None
+        arguments = (rank, ranks, folder, port, store, rounds, there)
+        processes.append(context.Process(target=serve, args=arguments, daemon=True))
         processes[-1].start()
         pipes.append(here)
+    listener.close()
     per_rank = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join(timeout=30)
@@ -119,12 +122,12 @@ def measured(folder: Path, ranks: int, rounds: int) -> tuple[list[Times], int]:
     return merged, sum(size for _, size in per_rank)
 
 
-def serve(rank: int, ranks: int, folder: Path, port: int, rounds: int, pipe: Any) -> None:
+def serve(rank: int, ranks: int, folder: Path, port: int, store: socket.socket | None, rounds: int, pipe: Any) -> None:
     """One rank: takes part in every round, and sends its times."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cpu = torch.device("cpu")
-    start_process_group(cpu, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=600)
+    start_process_group(cpu, rank=rank, world_size=ranks, address="127.0.0.1", port=port, timeout_s=600, listener=store)
     trainers = {name: make_trainer(folder, ranks, name) for name in ("sync", "async")}
     state = state_of(trainers["sync"])
     local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()}

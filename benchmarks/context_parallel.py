@@ -85,16 +85,19 @@ class Group:
 
     def __init__(self, folder: Path, cp: int, strategy: str, tokens: int) -> None:
         context = mp.get_context("spawn")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        listener = socket.create_server(("127.0.0.1", 0))  # of rank 0
+        port = listener.getsockname()[1]
         self._pipes = []
         self._processes = []
         for rank in range(cp):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, folder, cp, strategy, tokens, port, there), daemon=True)
+            store = listener if rank == 0 else None
+            arguments = (rank, folder, cp, strategy, tokens, port, store, there)
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
+        listener.close()
 
     def step(self) -> tuple[float, float]:
         """Seconds and CPU seconds of one step, the slowest rank's of each."""
@@ -109,12 +112,14 @@ class Group:
             process.join(timeout=30)
 
 
-def serve(rank: int, folder: Path, cp: int, strategy: str, tokens: int, port: int, pipe: Any) -> None:
+def serve(
+    rank: int, folder: Path, cp: int, strategy: str, tokens: int, port: int, store: socket.socket | None, pipe: Any
+) -> None:
     from slimefsdp.trainer import Trainer
 
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
-    start_process_group(cpu, rank=rank, world_size=cp, address="127.0.0.1", port=port, timeout_s=600)
+    start_process_group(cpu, rank=rank, world_size=cp, address="127.0.0.1", port=port, timeout_s=600, listener=store)
     config = config_from_dict(
         {
             "algorithm": "sft",

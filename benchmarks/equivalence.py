@@ -2,13 +2,13 @@
 
     python benchmarks/equivalence.py --json benchmarks/results/equivalence.json [--all-meshes]
 
-The reference is written from the formulas in plain PyTorch (tests/plain_step.py): one process, one forward a sample, no
-packing, no FSDP. Every row is `Trainer.train_step` on real gloo ranks over the same batch, three updates. The bounds
-are: float64, 1e-12; float32 under SGD with momentum, 2 ulp of the parameter + 1e-5 of the largest update. AdamW divides
-by the size of the gradient: a parameter whose true gradient is zero (a key bias under softmax) takes full-size steps in
-the direction of rounding noise. Such parameters, or elements of them, are found by their float64 gradient and named; of
-the others the difference is shown, and in float64 bounded. In float32 small gradients are half noise, whoever computes
-them: there the difference under AdamW is shown only.
+The reference is written from the formulas in plain PyTorch (tests/support/plain_step.py): one process, one forward a
+sample, no packing, no FSDP. Every row is `Trainer.train_step` on real gloo ranks over the same batch, three updates.
+The bounds are: float64, 1e-12; float32 under SGD with momentum, 2 ulp of the parameter + 1e-5 of the largest update.
+AdamW divides by the size of the gradient: a parameter whose true gradient is zero (a key bias under softmax) takes
+full-size steps in the direction of rounding noise. Such parameters, or elements of them, are found by their float64
+gradient and named; of the others the difference is shown, and in float64 bounded. In float32 small gradients are half
+noise, whoever computes them: there the difference under AdamW is shown only.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from benchmarks.record import write_record
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.phase import plan_training
-from tests.float64 import KeepFloat64
-from tests.plain_step import PlainStep, make_batch, settings
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import PlainStep, make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import save_tiny_model
 
 WHAT = (
     "Trainer.train_step, three optimiser steps on gloo ranks, against plain PyTorch and Hugging Face in one process; "
@@ -171,6 +171,7 @@ def train(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
         named = trainer.policy.named_weights()
         gradients = {name: p.grad.full_tensor() for name, p in named}  # type: ignore[union-attr]
         gradient_bytes = sum(p.grad.to_local().nbytes for _, p in named)  # type: ignore[union-attr]
+        trainer.zero_grad()
         metrics = trainer.train_step(batch)
     buffers = sum(buffer.nbytes for buffer in trainer.policy.buffers())
     return {

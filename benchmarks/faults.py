@@ -37,9 +37,9 @@ from actors.supervisor import SupervisedGroup  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig  # noqa: E402
 from slimefsdp.errors import SlimeError  # noqa: E402
-from tests.faults.faulty_worker import HANGS, PHASES, Fault, FaultPlan, faulty_worker  # noqa: E402
-from tests.faults.recorded_job import Outcome, begin, job, settings, start_receiver  # noqa: E402
-from tests.tiny_models import save_tiny_model  # noqa: E402
+from tests.support.faulty_worker import HANGS, PHASES, Fault, FaultPlan, faulty_worker  # noqa: E402
+from tests.support.recorded_job import Outcome, begin, job, settings, start_receiver  # noqa: E402
+from tests.support.tiny_models import save_tiny_model  # noqa: E402
 
 PING_TIMEOUT_S = 5.0
 CRASH_S, HANG_S, RECOVERY_S = 1.0, PING_TIMEOUT_S + 2.0, 15.0  # what must be met
@@ -106,7 +106,7 @@ class Arena:
         return group
 
     def job(self, group: Any, **how: Any) -> Outcome:
-        """As `tests.faults.recorded_job.job`."""
+        """As `tests.support.recorded_job.job`."""
         return job(group, self.receiver, self.folder / f"exported_{next(self._exports)}", **how)
 
 

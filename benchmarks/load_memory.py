@@ -86,23 +86,26 @@ def save_model(folder: Path, dtype: str, **changes: Any) -> None:
 def measure(folder: Path, dp: int, read_by: str) -> list[dict[str, float]]:
     """Of each rank, in MiB: model, shard, growth of the resident set at its peak, and what is allowed."""
     context = multiprocessing.get_context("spawn")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))  # of rank 0
+    port = listener.getsockname()[1]
     pipes = [context.Pipe(duplex=False) for _ in range(dp)]
     processes = [
-        context.Process(target=load_rank, args=(rank, dp, port, folder, read_by, pipe[1]), daemon=True)
-        for rank, pipe in enumerate(pipes)
+        context.Process(target=load_rank, args=(rank, dp, port, store, folder, read_by, pipe[1]), daemon=True)
+        for rank, (pipe, store) in enumerate(zip(pipes, [listener] + [None] * (dp - 1), strict=True))
     ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
         process.start()
         theirs.close()
+    listener.close()
     found = [ours.recv() for ours, _ in pipes]
     for process in processes:
         process.join()
     return found
 
 
-def load_rank(rank: int, dp: int, port: int, folder: Path, read_by: Any, pipe: Any) -> None:
+def load_rank(
+    rank: int, dp: int, port: int, store: socket.socket | None, folder: Path, read_by: Any, pipe: Any
+) -> None:
     """One rank's process: loads the model and sends what it took."""
     import torch
 
@@ -114,7 +117,7 @@ def load_rank(rank: int, dp: int, port: int, folder: Path, read_by: Any, pipe: A
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    start_process_group(device, rank=rank, world_size=dp, address="127.0.0.1", port=port, timeout_s=300)
+    start_process_group(device, rank=rank, world_size=dp, address="127.0.0.1", port=port, timeout_s=300, listener=store)
     mesh, source = build_mesh(dp, 1, device), read_model_folder(folder / "model")
     model_bytes = sum(p.numel() * 4 for _, p in build_policy(source, torch.float32).named_weights())
     torch.distributed.all_reduce(torch.ones(1), group=mesh.group)  # gloo comes up here

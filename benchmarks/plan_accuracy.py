@@ -38,7 +38,7 @@ from slimefsdp.estimate import Candidate, Workload, candidate
 from slimefsdp.expected import beside_of, byte_sizes_of, computing_of, simulate_settings, workload_of
 from slimefsdp.rates import Rates, guessed_rates
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
+from tests.support.rank_pool import RankPool
 
 WHAT = (
     "Estimates of `slimefsdp plan` against Trainer.train_step. Memory: live tensor bytes of the fullest rank at its "

@@ -148,16 +148,18 @@ class BareRanks:
 
     def __init__(self, config: RunConfig, batch: RolloutBatch) -> None:
         context = mp.get_context("spawn")
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = probe.getsockname()[1]
+        listener = socket.create_server(("127.0.0.1", 0))  # of rank 0
+        port = listener.getsockname()[1]
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
         for rank in range(RANKS):
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(rank, config, batch, port, there), daemon=True)
+            store = listener if rank == 0 else None
+            process = context.Process(target=serve, args=(rank, config, batch, port, store, there), daemon=True)
             process.start()
             self._pipes.append(here)
             self._processes.append(process)
+        listener.close()
         for pipe in self._pipes:
             pipe.recv()
 
@@ -177,10 +179,12 @@ class BareRanks:
             process.join(timeout=30)
 
 
-def serve(rank: int, config: RunConfig, batch: RolloutBatch, port: int, pipe: Any) -> None:
+def serve(rank: int, config: RunConfig, batch: RolloutBatch, port: int, store: socket.socket | None, pipe: Any) -> None:
     torch.set_num_threads(1)
     device = torch.device("cpu")
-    start_process_group(device, rank=rank, world_size=RANKS, address="127.0.0.1", port=port, timeout_s=600)
+    start_process_group(
+        device, rank=rank, world_size=RANKS, address="127.0.0.1", port=port, timeout_s=600, listener=store
+    )
     trainer = Trainer(config, device=device)
     pipe.send("ready")
     while pipe.recv():

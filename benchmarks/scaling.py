@@ -41,8 +41,8 @@ from slimefsdp.config_sections import FsdpSettings
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.profiling import Shares, UpdateProfiler, shares_of_trace
 from slimefsdp.trainer import Trainer
-from tests.rank_pool import RankPool
-from tests.tiny_models import save_tiny_model
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import save_tiny_model
 
 RECORD = Path(__file__).resolve().parent / "results" / "scaling.json"
 LEVELS = [level for level in get_args(FsdpSettings.model_fields["sharding"].annotation) if level != "auto"]

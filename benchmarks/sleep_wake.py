@@ -37,7 +37,7 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.parallel.mesh import choose_device, start_process_group_from_environment
 from slimefsdp.trainer import Trainer
-from tests.process_resources import held_by_the_process
+from tests.support.process_resources import held_by_the_process
 
 WHAT = (
     "Trainer.sleep() and wake_up() of parameters, optimiser state and reference; bytes of rank 0, medians over cycles; "

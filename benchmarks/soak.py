@@ -29,9 +29,9 @@ import ray  # noqa: E402
 from actors.cluster import disconnect  # noqa: E402
 from benchmarks.faults import Arena, software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
-from tests.faults.faulty_worker import CRASHES, HANGS, PHASES, Fault  # noqa: E402
-from tests.faults.recorded_job import recorded_batch  # noqa: E402
-from tests.process_resources import held_by_the_process  # noqa: E402
+from tests.support.faulty_worker import CRASHES, HANGS, PHASES, Fault  # noqa: E402
+from tests.support.process_resources import held_by_the_process  # noqa: E402
+from tests.support.recorded_job import recorded_batch  # noqa: E402
 
 RANKS = 2
 SAVE_EVERY = 5

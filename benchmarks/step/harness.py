@@ -16,8 +16,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ SLIME = "benchmarks/peers/slime_semantics.py"
 RELATIVE_TOLERANCE = 1e-3  # of losses and gradient norms in float32
 ABSOLUTE_TOLERANCE = 1e-5  # of advantages of about 1, whose mean, the loss, may be 0
 ANSWER_TIMEOUT_S = 1800
+MOST_ROUNDS = 10_000
 MIB = 2**20
 CHOOSING_STEPS, CHOOSING_S = 3, 20.0  # timed steps of each micro-batch size at most, and seconds after which no more
 WHAT = (
@@ -223,24 +226,31 @@ def run(
         peers: the folder of the peers' virtual environments.
         device: auto, cpu or cuda.
         settings: overrides of slimefsdp's, as on the command line.
-        note: is told how far it is.
+        note: is told what runs next, as lines with the time since the start, while no system is at work.
         save: is given what there is after each workload.
 
     Returns:
         As JSON: `workloads` and `results`, one of each system on each workload.
 
     Raises:
-        ConfigError: a name that is not known; rounds or threads below 1.
+        ConfigError: a name that is not known; rounds or threads below 1, or too many.
     """
     check_names("--systems", systems, SYSTEMS)
     check_names("--workloads", workloads, WORKLOADS)
-    for number, option in ((rounds, "--rounds"), (threads, "--threads")):
-        if number < 1:
-            raise ConfigError(f"{option}={number} measures nothing", field=option, hint="give a number from 1 on")
+    for number, option, most in ((rounds, "--rounds", MOST_ROUNDS), (threads, "--threads", os.cpu_count() or 1)):
+        if not 1 <= number <= most:
+            raise ConfigError(
+                f"{option}={number} cannot be measured here", field=option, hint=f"give a number from 1 to {most:,}"
+            )
     described: dict[str, Any] = {}
     results: list[dict[str, Any]] = []
     record = {"rounds": rounds, "seed": seed, "settings": list(settings), "workloads": described, "results": results}
-    for name in dict.fromkeys(workloads):
+    began, chosen = time.monotonic(), list(dict.fromkeys(workloads))
+
+    def say(line: str) -> None:
+        note(f"{timedelta(seconds=int(time.monotonic() - began))} {line}")
+
+    for number, name in enumerate(chosen, 1):
         batch = build_batch(WORKLOADS[name], seed)
         described[name] = {
             "title": WORKLOADS[name].title,
@@ -255,12 +265,12 @@ def run(
             path = Path(folder)
             batch.save(path / "batch.safetensors")
             write_model(path / "model", WORKLOADS[name].vocab, seed)
-            note(f"{name}: {batch.num_samples} samples, {batch.num_tokens:,} tokens")
+            say(f"{name} ({number} of {len(chosen)}): {batch.num_samples} samples, {batch.num_tokens:,} tokens")
             try:
                 for one in competitors:
                     command = _command(one.name, path, device, threads, settings)
                     _start(one, command, peers, threads=threads, stderr=path / f"{one.name}.err")
-                _measure(competitors, rounds, note)
+                _measure(competitors, rounds, name, say)
             finally:
                 for one in competitors:
                     one.close()
@@ -304,16 +314,22 @@ def _start(one: Competitor, command: Sequence[str], peers: Path, *, threads: int
     one.process = Process([python, *command], threads=threads, stderr=stderr)
 
 
-def _measure(competitors: Sequence[Competitor], rounds: int, note: Callable[[str], None]) -> None:
+def _measure(competitors: Sequence[Competitor], rounds: int, workload: str, note: Callable[[str], None]) -> None:
     """Fills the competitors in; those that fail drop out, the others go on."""
-    for one in competitors:
+    for place, one in enumerate(competitors, 1):
+        system = f"{workload}, {one.name} ({place} of {len(competitors)})"
+        if one.runs:
+            note(f"{system}: first steps")
         one.attempt(one.warm_up)
-        note(f"  {one.name}: " + (f"micro-batch {one.micro_batch}" if one.runs else f"{one.status}: {one.reason}"))
+        note(f"{system}: " + (f"micro-batch {one.micro_batch}" if one.runs else f"{one.status}: {one.reason}"))
     for number in range(rounds):
-        for one in competitors[:: -1 if number % 2 else 1]:  # nobody always follows the same neighbour
+        turns = competitors[:: -1 if number % 2 else 1]  # nobody always follows the same neighbour
+        for place, one in enumerate(turns, 1):
+            if one.runs:
+                note(f"{workload}, round {number + 1} of {rounds}: {one.name} ({place} of {len(turns)})")
             one.attempt(one.take_step)
         seconds = ", ".join(f"{one.name} {seconds_of(one.steps[-1]):.2f}" for one in competitors if one.runs)
-        note(f"  round {number + 1} of {rounds}, seconds: {seconds}")
+        note(f"{workload}, round {number + 1} of {rounds}, seconds: {seconds}")
 
 
 def _result(workload: str, one: Competitor, competitors: Sequence[Competitor], tokens: int) -> dict[str, Any]:

@@ -1,0 +1,163 @@
+"""How much of the product the tests reach: line coverage, and which typed errors they raise about which fields.
+
+    python benchmarks/suite_coverage.py run --out NEW.json [-- ARGUMENTS FOR PYTEST]
+    python benchmarks/suite_coverage.py compare OLD.json NEW.json [--out FILE]
+
+`run` needs the package `coverage` and the current folder to be a checkout with its tests. Every Python process that the
+tests start is counted (ranks, Ray's workers, the command line), but for those that are killed. It exits with pytest's
+status. `compare` exits with 1 where the newer suite covers a smaller share of lines, or never raises an error class
+about a field that the older one raised it about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.record import environment
+
+PACKAGES = ("slimefsdp", "actors")
+# ranks end in os._exit, Ray's workers by a signal; without `patch` and `sigterm` neither would leave its counts
+COVERAGE = """\
+[run]
+source = {packages}
+data_file = {folder}/.coverage
+parallel = true
+concurrency = thread,multiprocessing
+patch = subprocess,_exit
+sigterm = true
+disable_warnings = no-data-collected,module-not-imported,module-not-measured,couldnt-parse
+"""
+# imported by every Python process that finds it on its path; notes each error of the product when it is made
+SITECUSTOMIZE = """\
+import importlib.abc, importlib.util, os, sys
+
+class _Recorder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "slimefsdp.errors":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            base = module.SlimeError
+            made = base.__init__
+            def __init__(self, *args, **kwargs):
+                made(self, *args, **kwargs)
+                with open(os.environ["RECORD_ERRORS"], "a") as file:
+                    file.write(f"{type(self).__name__}\\t{self.field}\\n")
+            base.__init__ = __init__
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, _Recorder())
+"""
+
+
+def run(out: Path, pytest_arguments: list[str]) -> int:
+    """Runs the tests and writes what they reached as JSON; returns pytest's exit status."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = folder / "coveragerc"
+        settings.write_text(COVERAGE.format(packages=",".join(PACKAGES), folder=folder))
+        (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        errors = folder / "errors.tsv"
+        errors.touch()
+        surroundings = {
+            **os.environ,
+            "COVERAGE_RCFILE": str(settings),
+            "RECORD_ERRORS": str(errors),
+            "PYTHONPATH": os.pathsep.join([name, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        coverage = [sys.executable, "-m", "coverage"]
+        tests = subprocess.run([*coverage, "run", "-m", "pytest", *pytest_arguments], env=surroundings)
+        subprocess.run([*coverage, "combine", "--quiet", f"--rcfile={settings}", name], check=True)
+        report = folder / "report.json"
+        subprocess.run([*coverage, "json", "--quiet", f"--rcfile={settings}", "-o", report], check=True)
+        write_result(out, report, errors, pytest_arguments, tests.returncode)
+    return tests.returncode
+
+
+def write_result(out: Path, report: Path, errors: Path, pytest_arguments: list[str], status: int) -> None:
+    """Writes lines per file out of coverage's JSON report, and the sorted pairs of error class and field."""
+    files = {name: file["summary"] for name, file in sorted(json.loads(report.read_text())["files"].items())}
+    lines = {name: [summary["covered_lines"], summary["num_statements"]] for name, summary in files.items()}
+    covered, statements = (sum(counts[i] for counts in lines.values()) for i in (0, 1))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    result = {
+        "what": "lines of the product that the tests ran [covered, statements], and typed errors that they raised",
+        **environment(threads=int(os.environ.get("OMP_NUM_THREADS", "1"))),
+        "commit": commit,
+        "pytest": pytest_arguments,
+        "exit_status": status,
+        "share": covered / statements,
+        "lines": lines,
+        "errors": sorted({plain_pair(line) for line in errors.read_text().splitlines()}),
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{covered:,} of {statements:,} lines covered: {covered / statements:.2%}; {len(result['errors'])} errors")
+
+
+def plain_pair(line: str) -> str:
+    """`BatchError tokens[3]` as `BatchError tokens[N]`: which sample or file it was differs from run to run."""
+    name, _, field = line.partition("\t")
+    field = re.sub(r"\S*/\S+", "PATH", re.sub(r"\d+", "N", field))
+    return f"{name} {field}"
+
+
+def _share(counts: list[int]) -> float:
+    return counts[0] / counts[1] if counts[1] else 1.0
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """What the newer suite lost."""
+    return {
+        "commits": [old["commit"], new["commit"]],
+        "share": [old["share"], new["share"]],
+        "statements": [sum(counts[1] for counts in result["lines"].values()) for result in (old, new)],
+        "errors": [len(old["errors"]), len(new["errors"])],
+        "errors_lost": sorted(set(old["errors"]) - set(new["errors"])),
+        "files_covered_less": {
+            name: [old["lines"][name], new["lines"][name]]
+            for name in sorted(old["lines"].keys() & new["lines"].keys())
+            if _share(new["lines"][name]) < _share(old["lines"][name])
+        },
+        "exit_status": [old["exit_status"], new["exit_status"]],
+        "is_worse": new["share"] < old["share"] or not set(old["errors"]) <= set(new["errors"]),
+    }
+
+
+def main() -> int:
+    """The command line; see the top of the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    measuring = commands.add_parser("run")
+    measuring.add_argument("--out", type=Path, required=True)
+    measuring.add_argument("pytest_arguments", nargs="*")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    comparing.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        return run(arguments.out, arguments.pytest_arguments)
+    difference = compare(*(json.loads(path.read_text()) for path in (arguments.old, arguments.new)))
+    text = json.dumps(difference, indent=1)
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
+    return int(difference["is_worse"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
