@@ -51,13 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:], left, why = tiers.divide(items)
         config.hook.pytest_deselected(items=left)
         config.stash[left_to_the_whole] = dict(why)
-    # modules on a Ray cluster first, which wait the most (each process of pytest-xdist starts a cluster); then those on
-    # ranks, which compute the most, so that no process is left alone with either at the end
-    modules: dict[str, set[Path]] = {
-        fixture: {Path(item.path) for item in items if fixture in getattr(item, "fixturenames", ())}
-        for fixture in ("cluster", "ranks")
-    }
-    items.sort(key=lambda item: (Path(item.path) not in modules["cluster"], Path(item.path) not in modules["ranks"]))
+    # by turns a module on a Ray cluster, which waits the most, and one on ranks, which computes the most: the processes
+    # of pytest-xdist share the cores best so. All others come last, in whose small parts both end together
+    turns: dict[Path, int] = {}
+    for fixture in ("cluster", "ranks"):
+        found = dict.fromkeys(item.path for item in items if fixture in getattr(item, "fixturenames", ()))
+        turns |= {path: turn for turn, path in enumerate(path for path in found if path not in turns)}
+    items.sort(key=lambda item: turns.get(item.path, len(turns)))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -265,7 +265,7 @@ def rms_errors(rank: int, config: RunConfig, path: Path, seeds: int) -> list[dic
 
 
 def test_bfloat16_over_ranks_is_as_close_to_float64_as_on_one_process(folder: Path, ranks: RankPool) -> None:
-    seeds = 20 if tiers.is_whole else 4
+    seeds = 10 if tiers.is_whole else 4
     truth = [
         plain_gradients(folder, settings(folder), make_batch(folder, seed=seed), torch.float64) for seed in range(seeds)
     ]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ConfigError
-from slimefsdp.parallel.residency import TAGS
+from slimefsdp.parallel.residency import TAGS, Tag
 from slimefsdp.trainer import Trainer
 from slimefsdp.weights.receive import WeightReceiver
 from tests.support import tiers
@@ -35,7 +35,7 @@ from tests.support.trainers import (
     settings,
 )
 
-SUBSETS = [subset for size in range(4) for subset in itertools.combinations(TAGS, size)]
+SUBSETS = [subset for size in range(3) for subset in itertools.combinations(TAGS, size)]  # all but all of them
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,15 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def a_cycle_for_every_subset(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[str, Any]:
+def a_cycle_for_every_subset(
+    rank: int, config: RunConfig, batches: list[RolloutBatch], subsets: list[tuple[Tag, ...]]
+) -> dict[str, Any]:
     trainer = Trainer(config, device=CPU)
     trainer.wake_up()
     parameters = list(trainer.policy.parameters())
     awake = {tag: storage_bytes(tensors_of(trainer, tag)) for tag in TAGS}
     metrics, freed, idempotent, restored, host = [], [], [], [], []
-    for cycle, tags in enumerate(SUBSETS + SUBSETS[-1:]):
+    for cycle, tags in enumerate([*subsets, TAGS, TAGS]):
         trainer.wake_up()
         report = trainer.sleep(tags)
         expected = {tag: 0 if tag in tags else awake[tag] for tag in TAGS}
@@ -101,13 +103,17 @@ def a_cycle_for_every_subset(rank: int, config: RunConfig, batches: list[Rollout
             "host": host[-2:]}  # fmt: skip
 
 
-@pytest.mark.parametrize("situation", SITUATIONS)
-def test_training_is_bit_identical_with_sleeps_in_between(tied_folder: Path, ranks: RankPool, situation: str) -> None:
+@pytest.mark.parametrize(("number", "situation"), enumerate(SITUATIONS), ids=SITUATIONS)
+def test_training_is_bit_identical_with_sleeps_in_between(
+    tied_folder: Path, ranks: RankPool, number: int, situation: str
+) -> None:
     config = settings(tied_folder, **SITUATIONS[situation], loss={"kl_coefficient": 0.1})
     batches = [fresh_batch(seed) for seed in range(2)]
-    order = [batches[cycle % 2] for cycle in range(len(SUBSETS) + 1)]
+    # every subset where shards differ most; two of them wherever else
+    subsets = SUBSETS if situation in ("two shards", "float16") else SUBSETS[number % 3 :: 3]
+    order = [batches[cycle % 2] for cycle in range(len(subsets) + 2)]
     metrics, weights = ranks.run(config.ranks, phases_then_weights, config, order)[0]
-    for result in ranks.run(config.ranks, a_cycle_for_every_subset, config, batches):
+    for result in ranks.run(config.ranks, a_cycle_for_every_subset, config, batches, subsets):
         assert result["losses"] == hex_losses(metrics) and result["weights"] == weights
         assert result["freed"] and result["idempotent"] and result["restored"] and result["same_objects"]
         assert len(set(result["host"])) == 1  # host memory is taken once and used again

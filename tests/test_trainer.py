@@ -362,7 +362,7 @@ NOTHING = fresh_batch(seed=1).replace(rewards=np.ones(8))
 
 PPO: dict[str, Any] = {"loss": {"policy": "ppo"}}
 GSPO = {"loss": {"policy": "gspo"}, "batch": {"samples_per_update": 3}}
-CISPO = {"loss": {"policy": "cispo", "epochs": 3}, "batch": {"samples_per_update": 2}}
+CISPO = {"loss": {"policy": "cispo", "epochs": 2}, "batch": {"samples_per_update": 3}}
 MAX_KL = {"loss": {"policy": "gspo_token", "epochs": 2, "max_kl": 10.0}, "batch": {"samples_per_update": 3}}
 SHARED = {"loss": {"policy": "reinforce"}, "batch": {"samples_per_update": 3, "share_prefixes": "always"}}
 

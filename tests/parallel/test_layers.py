@@ -127,7 +127,7 @@ def compiled_step(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[di
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on a CPU")
 def test_compiled_layers_that_are_recomputed_compute_the_same(folder: Path, ranks: RankPool) -> None:
-    batch, world = make_batch(folder), 2
+    batch, world = make_batch(folder), 1  # every rank compiles for itself
     sections: dict[str, dict[str, Any]] = {
         "mesh": {"dp": world},
         "precision": {"compute_dtype": "float32"},
