@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[1]
 SOUND = {"name": "numpy", "version": "1", "vulns": []}
 VULNERABLE = {"name": "pip", "version": "1", "vulns": [{"id": "CVE-1", "fix_versions": ["2"]}]}
@@ -40,7 +42,7 @@ def audit(folder: Path, *, pins: str, report: str | None, pip_check: int = 0) ->
     )
     python.chmod(0o755)
     command = ["bash", str(folder / "scripts" / "audit.sh"), str(python)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 PINNED = f"numpy=={version('numpy').partition('+')[0]}\nnot-installed-here==1\n"

@@ -18,6 +18,7 @@ from scripts.compare_commits import compare, compare_jobs
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.loss import names
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 JOBS = {job.name: job for job in compare_jobs.jobs()}
@@ -188,7 +189,7 @@ def test_a_commit_equals_itself_and_one_with_another_constant_differs_where_that
             env={**os.environ, "TMPDIR": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == status, done.stdout + done.stderr
         written = json.loads(record.read_text())

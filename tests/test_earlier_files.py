@@ -31,6 +31,7 @@ from tests.fixtures.write import (
 )
 from tests.support.rank_pool import RankPool
 from tests.support.runs import rows_of
+from tests.support.waiting import PATIENCE_S
 
 COMMITS = ["a1f4bc5"]
 ROOT = Path(__file__).parents[1]
@@ -138,7 +139,6 @@ def test_an_exported_folder_is_a_model_again(written: Path, ranks: RankPool, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_that_was_killed_goes_on_to_the_same_numbers(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     expected = {row["step"]: row for row in expected_of(written)["rows"]}
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(written: Path, monkey
     calls = written / "judge.calls"
     done = subprocess.run(  # in the folder, since the paths in the settings are relative, as when it began
         train_command("checkpoint.resume=true"), cwd=written, env=with_judge({"JUDGE_CALLS": str(calls)}),
-        capture_output=True, text=True, timeout=500,
+        capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = {row["step"]: row for row in rows_of(config_of(written))}

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from slimefsdp.attention.wire import Wire
 from slimefsdp.progress import IDLE, LAUNCH, Progress
 from tests.support.rank_pool import RankPool
+from tests.support.waiting import PATIENCE_S
 
 
 class Clock:
@@ -103,7 +104,7 @@ def test_a_phase_that_failed_is_no_measure() -> None:
 def in_another_thread(work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -164,10 +165,10 @@ def test_the_place_is_that_of_the_thread_that_entered_the_phase() -> None:
 
     thread = threading.Thread(target=spins_here)
     thread.start()
-    assert entered.wait(timeout=20)
+    assert entered.wait(timeout=PATIENCE_S)
     found = progress.standing()
     released.set()
-    thread.join(timeout=20)
+    thread.join(timeout=PATIENCE_S)
     assert found.place.startswith("spins_here (tests/test_progress.py:") and not found.waits
     assert progress.standing().place == "nowhere in Python", "the thread is gone"
 
@@ -211,7 +212,7 @@ def waits_until_joined(rank: int, collective: Callable[[], None]) -> bool:
     while not (seen := progress.standing().waits) and time.monotonic() < deadline:
         time.sleep(0.01)
     store.set(collective.__name__, "")
-    thread.join(timeout=60)
+    thread.join(timeout=PATIENCE_S)
     return seen
 
 

@@ -21,6 +21,7 @@ from slimefsdp.trainer import Trainer
 from tests.support.plain_step import make_batch
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import save_tiny_model
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,7 +33,7 @@ def replay(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
     )
 
 

@@ -21,6 +21,7 @@ from actors.calls import GRACE_S, CallFuture, CallQueue
 from actors.train_worker import EXIT_AFTER_S
 from slimefsdp.errors import BatchError, PeerFailed, WorkerDied, WorkerHung
 from tests.support.refusals import refused
+from tests.support.waiting import PATIENCE_S
 
 HOUR = 3600.0  # longer than any test may take
 
@@ -47,7 +48,7 @@ def rank_pair(cluster: None) -> Iterator[list[Any]]:
             return seconds
 
     actors = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(2)]
-    ray.get([actor.act.remote() for actor in actors], timeout=60)
+    ray.get([actor.act.remote() for actor in actors], timeout=PATIENCE_S)
     yield actors
     for actor in actors:
         ray.kill(actor)

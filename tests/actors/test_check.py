@@ -23,6 +23,7 @@ from actors.environment import is_within, supported_packages
 from actors.rollout.rewards import exact_match
 from slimefsdp.config import RunConfig
 from slimefsdp.loss import names
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 # what the console script does, and then a look at what that has imported
@@ -62,7 +63,12 @@ def checked(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0
 def test_it_says_what_is_installed_without_importing_ray_or_transformers() -> None:
     command = [sys.executable, "-c", WATCHED, "check", "--json"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=100
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["environment"]

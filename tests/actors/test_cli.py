@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError
 from slimefsdp.rates import Rates, write_calibration
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -43,7 +44,7 @@ def run(*arguments: Any, watched: bool = False, folder: Path | None = None) -> s
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
     )
 
 
@@ -382,7 +383,7 @@ def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
     while started.poll() is None:
         most = max(most, len(processes_with(f"SLIMEFSDP_TEST={tmp_path}")))
         time.sleep(0.5)
-    output, errors = started.communicate(timeout=100)
+    output, errors = started.communicate(timeout=PATIENCE_S)
     assert started.returncode == 0, errors
     assert most >= 5, "the driver, Ray's own and two ranks were there to be seen"
     assert not processes_with(f"SLIMEFSDP_TEST={tmp_path}")

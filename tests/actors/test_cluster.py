@@ -26,6 +26,7 @@ from actors.cluster import (
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ResourceError
 from tests.support.refusals import refused
+from tests.support.waiting import PATIENCE_S
 
 # in the import order of a user's own loop: starts a local cluster with two ranks and an engine, lets them train and
 # sample, and reports where they listen meanwhile, where the token can be read, and whom the cluster lets in
@@ -120,7 +121,7 @@ places = [path for root in (config.run.dir, pathlib.Path(ray._private.worker._gl
 leaks = [str(path) for path in places if token in text(path)]
 leaks += [f"/proc/{pid}/cmdline" for pid in ours if token in text(pathlib.Path(f"/proc/{pid}/cmdline"))]
 for name, driver in strangers.items():
-    output, errors = driver.communicate(timeout=200)
+    output, errors = driver.communicate(timeout=PATIENCE_S)
     strangers[name] = [driver.returncode, output.strip(), errors[-2000:]]
 print(json.dumps({
     "processes": len(ours), "ranks": ranks, "niceness": niceness, "own_niceness": os.getpriority(os.PRIO_PROCESS, 0),
@@ -157,7 +158,8 @@ def seen_inside(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     environment |= {"HOME": str(folder / "home"), "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", INSIDE, folder / "c.yaml", folder],
-        capture_output=True, text=True, cwd=root, env=environment, timeout=280, check=False, start_new_session=True,
+        capture_output=True, text=True, cwd=root, env=environment, timeout=PATIENCE_S, check=False,
+        start_new_session=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -379,7 +381,7 @@ def test_the_launch_script_keeps_the_token_in_a_private_file_and_off_every_comma
     for role in ("head", "worker"):
         done = subprocess.run(
             ["bash", tmp_path / "scripts" / "launch_cluster.sh", role, "10.0.0.1"],
-            env=environment, capture_output=True, text=True, timeout=60, check=True,
+            env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True,
         )  # fmt: skip
         # what `ray start` prints is the stand-in's; before it nothing is said of the token
         assert done.stdout.removesuffix("secret").count("secret") == 0 and "secret" not in done.stderr

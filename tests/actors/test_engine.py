@@ -16,6 +16,7 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, StateError, SyncError
 from tests.support.refusals import assert_refusal, names, refused
 from tests.support.runs import bits
+from tests.support.waiting import PATIENCE_S
 
 PROMPTS = ["sort 31", "sort 2718", "sort 90210", "sort 5", "sort 777"]
 SHAPES = {"weight": (2, 2)}
@@ -64,11 +65,11 @@ def test_an_engine_without_weights_refuses_to_sample(two_engines: tuple[EnginePo
 
 def test_an_engine_between_two_versions_refuses_to_sample(engines: EnginePool, group: Any, small_batch: Any) -> None:
     manifest = {name: tuple(shape) for name, shape in weight_shapes(group).items()}
-    ray.get(engines.receivers[1].begin.remote(9, manifest), timeout=30)
+    ray.get(engines.receivers[1].begin.remote(9, manifest), timeout=PATIENCE_S)
     with refused(StateError, "update_weights"):
         engines.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
     with pytest.raises(SyncError) as caught:  # as Ray raises it, of a class that is both
-        ray.get(engines.receivers[1].commit.remote(9), timeout=30)
+        ray.get(engines.receivers[1].commit.remote(9), timeout=PATIENCE_S)
     assert caught.value.field == "update_weights" and names(caught.value.message, len(manifest))
     assert engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[0] == 0, "the other engine still holds 0"
     group.train_step(small_batch)
@@ -88,7 +89,7 @@ def weight_shapes(group: Any) -> dict[str, Any]:
 
 def test_a_model_of_other_shapes_is_refused(engines: EnginePool) -> None:
     with pytest.raises(SyncError) as caught:
-        ray.get(engines.receivers[0].begin.remote(1, SHAPES), timeout=30)
+        ray.get(engines.receivers[0].begin.remote(1, SHAPES), timeout=PATIENCE_S)
     assert caught.value.field == "update_weights" and caught.value.hint
     assert engines.generate(PROMPTS[:1], samples_per_prompt=1, seed=(0,))[0] == 0
 
@@ -178,7 +179,7 @@ def test_a_dead_engine_is_a_sync_error_and_the_trainer_works_on(
     assert bits(group.train_step(batch)) == expected[0]
     pids = [health.pid for health in group.health()]
     dead = ray.remote(Engine).options(num_cpus=0).remote()
-    ray.get(dead.begin.remote(0, {}), timeout=60)
+    ray.get(dead.begin.remote(0, {}), timeout=PATIENCE_S)
     ray.kill(dead)
     with pytest.raises(SyncError) as failed:
         group.update_weights([*two_engines[0].receivers, dead])

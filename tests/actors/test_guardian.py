@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from actors.guardian import Family, Guardian, running_processes
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_signals_to_the_guardian_leave_it_at_its_post(start: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.kill(driver.guardian, number)
     os.killpg(driver.process.pid, signal.SIGTERM)  # the driver's group, in which the guardian is not
-    driver.process.wait(timeout=60)
+    driver.process.wait(timeout=PATIENCE_S)
     assert wait_until(lambda: not any(map(is_running, [*driver.cluster, driver.guardian])))
 
 
@@ -157,7 +157,7 @@ def test_another_process_with_the_pid_of_one_that_is_gone_is_left_alone() -> Non
         assert process.poll() is None
         family.adopt([process.pid], running_processes())  # the control: this one is meant
         family.end()
-        assert process.wait(timeout=60) == -signal.SIGKILL
+        assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
 
 
 def test_a_child_is_ended_though_its_parent_ended_first() -> None:
@@ -171,7 +171,7 @@ def test_a_child_is_ended_though_its_parent_ended_first() -> None:
         family.adopt([mother.pid], running_processes())
         family.update(running_processes())
         mother.stdin.close()
-        mother.wait(timeout=60)
+        mother.wait(timeout=PATIENCE_S)
         assert is_running(child)
         family.end()
         assert not is_running(child) and not family

@@ -116,7 +116,6 @@ def test_a_broken_run_ends_its_processes_and_resumes_without_a_trace(
     assert [bits(row) for row in rows_of(broken)] == expected
 
 
-@pytest.mark.timeout(900)
 def test_a_supervised_run_is_extended_as_if_it_had_been_longer(
     cluster: None, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,7 +226,6 @@ def accuracy_after(
     return before, held_out_accuracy(engines, held_out)
 
 
-@pytest.mark.timeout(600)
 def test_accuracy_rises_with_rewards_and_falls_when_they_are_permuted(
     warm_model: Path, example: Path, tmp_path: Path
 ) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 # the processes of the first attempt are there when its node "times out", by the exception of Ray's own; then an actor
 # prints, and dies of a signal
@@ -62,7 +64,7 @@ def test_ray_is_started_again_after_a_failure_and_its_messages_go_into_a_file(tm
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, log],
-        capture_output=True, text=True, env=environment, timeout=400, check=False, start_new_session=True,
+        capture_output=True, text=True, env=environment, timeout=PATIENCE_S, check=False, start_new_session=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = done.stdout.splitlines()  # nothing of Ray's beside it

@@ -26,7 +26,7 @@ from slimefsdp.errors import CheckpointError, ConfigError, SlimeError
 from slimefsdp.reports import Restored
 from tests.support.refusals import names, refused
 from tests.support.runs import bits, rows_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 STEPS, INTERVAL, BROKEN_IN = 7, 3, 5  # the process dies in step 5, counted from 0: steps 3 and 4 are on record
@@ -120,7 +120,7 @@ def straight(cluster: None, runs: Runs, doomed: subprocess.Popen[str]) -> list[d
 def killed(runs: Runs, doomed: subprocess.Popen[str]) -> Path:
     """The folder of a run whose processes were killed while a batch was being judged."""
     stopped = runs.folder / "killed.stopped"
-    wait_until(lambda: stopped.exists() or doomed.poll() is not None, timeout_s=250)
+    wait_until(lambda: stopped.exists() or doomed.poll() is not None)
     os.killpg(doomed.pid, signal.SIGKILL)
     printed = doomed.communicate()[0]
     assert stopped.exists(), printed
@@ -135,7 +135,6 @@ def after(step: int, rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [row for row in rows if row["step"] > step]
 
 
-@pytest.mark.timeout(400)
 def test_a_killed_run_goes_on_to_the_same_losses_and_the_same_model(
     runs: Runs, straight: list[dict[str, float]], killed: Path
 ) -> None:
@@ -147,7 +146,7 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_the_same_model(
     assert sorted(path.name for path in (killed / "checkpoints").glob("step_*")) == ["step_00000000", "step_00000003"]
     copy_of(killed, "resumed")
     process = runs.start("resumed", "checkpoint.resume=true")
-    printed = process.communicate(timeout=300)[0]
+    printed = process.communicate(timeout=PATIENCE_S)[0]
     assert process.returncode == 0, printed
     assert f"resuming at step {INTERVAL} of {STEPS}" in printed and "step_00000003" in printed
     assert [bits(row) for row in rows_of(runs.config("resumed"))] == expected
@@ -159,7 +158,6 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_the_same_model(
     assert [path.name for path in (runs.folder / "resumed" / "batches").glob("step_*")] == ["step_00000006"]
 
 
-@pytest.mark.timeout(400)
 def test_another_mesh_trains_on_the_same_batches(runs: Runs, straight: list[dict[str, float]], killed: Path) -> None:
     copy_of(killed, "elsewhere")
     config = runs.config("elsewhere", "mesh.dp=1", "mesh.cp=2", "checkpoint.resume=true", f"run.steps={BROKEN_IN}")
@@ -172,7 +170,6 @@ def test_another_mesh_trains_on_the_same_batches(runs: Runs, straight: list[dict
     assert any(row["loss"] != same["loss"] for row, same in zip(found, expected, strict=True)), "another mesh indeed"
 
 
-@pytest.mark.timeout(400)
 def test_what_is_damaged_is_passed_over_and_sampled_anew_to_the_same_losses(
     runs: Runs, straight: list[dict[str, float]], killed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 LEAST = {"model": {"path": "a: 'model' # \u00e9"}, "optim": {"total_updates": 10}}
@@ -104,7 +105,7 @@ def test_a_second_run_is_refused_before_ray_is_loaded_until_the_first_is_killed(
     command = [sys.executable, "-m", "actors.cli", "train", ROOT / "configs/sort_digits_sft.yaml", *overrides]
 
     def start() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, env=environment(without_ray), capture_output=True, text=True, timeout=100)
+        return subprocess.run(command, env=environment(without_ray), capture_output=True, text=True, timeout=PATIENCE_S)
 
     second = start()
     assert second.returncode == CheckpointError.exit_code and "run.dir" in second.stderr, second.stderr
@@ -135,7 +136,7 @@ def test_the_lock_ends_with_the_block(tmp_path: Path) -> None:
         folder.batches.write(0, small_batch(), NOTES)
     other = HOLDER.replace("time.sleep(600)", "FolderLock(Path(sys.argv[1]) / 'batches').acquire()")
     other = "from slimefsdp.checkpoint.lock import FolderLock" + other
-    subprocess.run([sys.executable, "-c", other, str(tmp_path)], env=environment(), check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", other, str(tmp_path)], env=environment(), check=True, timeout=PATIENCE_S)
 
 
 # ---------------------------------------------------------------------- batches

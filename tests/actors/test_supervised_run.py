@@ -16,6 +16,7 @@ from actors.recovery import RECOVERIES
 from actors.rollout.supervised import SupervisedEngines
 from actors.supervisor import SupervisedGroup
 from tests.support.runs import bits, rows_of
+from tests.support.waiting import PATIENCE_S
 
 STEPS, SAMPLES = 5, 8  # of a step
 judged: list[str] = []
@@ -45,12 +46,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def pid_of(engine: Any) -> int:
-    return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
+    return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid()), timeout=PATIENCE_S))
 
 
 # with the run of test_loop.py that is extended: a group, engines, a recovery from the journal, a resume, an export
 @pytest.mark.default_tier
-@pytest.mark.timeout(900)
 def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
     cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
 ) -> None:

@@ -27,7 +27,7 @@ from slimefsdp.errors import WorkerHung
 from slimefsdp.progress import IDLE, LAUNCH, Standing
 from tests.support.ray_fixtures import MakeConfig
 from tests.support.refusals import names, refused
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 LIMIT_S = 4.0  # without an answer, and without a tick
 SEEN_S = 3.0  # in a phase before a fault: the watchdog asks once a second
@@ -81,7 +81,7 @@ def processes(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Process)  # type: ignore[call-overload]
     started = [actor.remote() for _ in range(2)]
-    ray.get([one.keep_stacks.remote(run_dir, f"rank_{i}") for i, one in enumerate(started)], timeout=60)
+    ray.get([one.keep_stacks.remote(run_dir, f"rank_{i}") for i, one in enumerate(started)], timeout=PATIENCE_S)
     yield started
     for one in started:
         ray.kill(one)
@@ -104,7 +104,7 @@ def hang_of(future: CallFuture) -> tuple[WorkerHung, float]:
 
 def end(processes: list[Any]) -> None:
     """Waits until faults are over and calls have ended: each process takes them in their order."""
-    ray.get([process.act.remote("end", []) for process in processes], timeout=60)
+    ray.get([process.act.remote("end", []) for process in processes], timeout=PATIENCE_S)
 
 
 def since(file: Path, now: float) -> float:
@@ -126,7 +126,7 @@ def test_a_stopped_process_is_named_with_its_phase_and_is_not_asked_for_a_stack(
     try:
         error, now = hang_of(future)
     finally:
-        timer.join(timeout=20)
+        timer.join(timeout=PATIENCE_S)
         os.kill(pids[1], signal.SIGCONT)
     assert (error.rank, error.phase, error.field) == (1, "spin", "cluster.ping_timeout_s")
     assert now - stopped_at[0] >= LIMIT_S - 1
@@ -243,7 +243,7 @@ def test_stacks_are_written_on_another_node_by_a_task_there(
 def test_a_stopped_process_can_be_ended_at_once(cluster: None) -> None:
     actor = ray.remote(num_cpus=0, concurrency_groups={"control": 1})(Watched)  # type: ignore[call-overload]
     stopped, well = both = [actor.remote() for _ in range(2)]
-    pulses = ray.get([one.progress.remote() for one in both], timeout=60)
+    pulses = ray.get([one.progress.remote() for one in both], timeout=PATIENCE_S)
     os.kill(pulses[0].pid, signal.SIGSTOP)
     assert wait_until(lambda: state_and_start(pulses[0].pid)[0] == "T")
     earlier = replace(pulses[0], started=pulses[0].started - 1)  # another process with this pid
@@ -251,8 +251,8 @@ def test_a_stopped_process_can_be_ended_at_once(cluster: None) -> None:
     assert state_and_start(pulses[0].pid)[0] == "T"
     guard_that_knows(*pulses).kill_stopped()
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(stopped.progress.remote(), timeout=100)
-    assert ray.get(well.progress.remote(), timeout=100).pid == pulses[1].pid
+        ray.get(stopped.progress.remote(), timeout=PATIENCE_S)
+    assert ray.get(well.progress.remote(), timeout=PATIENCE_S).pid == pulses[1].pid
     ray.kill(well)
 
 
@@ -285,7 +285,7 @@ def test_a_process_with_the_pid_of_one_that_is_gone_is_not_signalled(tmp_path: P
         assert told is not None and names(told, other.pid) and other.poll() is None
         # the control: the one that is meant gets the signal, which ends it
         write_stacks([replace(pulse_of(other.pid, started), stacks=str(tmp_path / "stacks.txt"))])
-        assert other.wait(timeout=60) == -signal.SIGUSR1
+        assert other.wait(timeout=PATIENCE_S) == -signal.SIGUSR1
 
 
 # ---------------------------------------------------------------------- judging, from answers made up
@@ -465,7 +465,7 @@ def faulty_group(cluster: None, make_config: MakeConfig, tmp_path_factory: pytes
 
 def well(group: Any) -> None:
     """Waits until calls have ended on both ranks, which take them in their order, and there is no fault."""
-    ray.get([worker.inject.remote(None) for worker in group.receivers], timeout=60)
+    ray.get([worker.inject.remote(None) for worker in group.receivers], timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -527,7 +527,7 @@ def test_the_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_i
     measured_group: Any, small_batch: RolloutBatch, tmp_path: Path, make_fault: Any, rank: int
 ) -> None:
     began, released = tmp_path / "began", tmp_path / "released"
-    ray.get(measured_group.receivers[rank].inject.remote(make_fault(began, released)), timeout=60)
+    ray.get(measured_group.receivers[rank].inject.remote(make_fault(began, released)), timeout=PATIENCE_S)
     future = measured_group.train_step_async(small_batch)
     error, now = hang_of(future)
     with pytest.raises(WorkerHung) as next_call:
@@ -554,20 +554,21 @@ def test_a_rank_in_a_collective_that_no_other_joins_is_named_with_the_collective
     first, second = measured_group.receivers
     guard = Watchdog([first, second], Limits.of(measured_group.config))
     alone = CallFuture(
-        [first.call.remote(name, args, kwargs)], name=name, timeout_s=60, first_only=True, watchdog=guard
+        [first.call.remote(name, args, kwargs)], name=name, timeout_s=PATIENCE_S, first_only=True, watchdog=guard
     )
     error, _ = hang_of(alone)
     assert (error.rank, error.phase, error.field) == (0, "train_step", "cluster.hang_timeout_s")
     assert error.stack is not None and "all_gather_object" in Path(error.stack).read_text()
     assert "torch/distributed" in Path(error.stack).read_text() and "distributed_c10d.py" in error.message
-    ray.get(second.call.remote(name, args, kwargs), timeout=60)  # it joins
+    ray.get(second.call.remote(name, args, kwargs), timeout=PATIENCE_S)  # it joins
     assert alone.result()["updates"] == 1
 
 
 def test_a_rank_that_is_slower_than_the_limit_in_all_is_not_reported(
     measured_group: Any, small_batch: RolloutBatch
 ) -> None:
-    ray.get(measured_group.receivers[1].inject.remote(lambda: time.sleep(1.5)), timeout=60)  # of each micro-batch
+    slow = measured_group.receivers[1].inject.remote(lambda: time.sleep(1.5))  # each micro-batch
+    ray.get(slow, timeout=PATIENCE_S)
     began = time.monotonic()
     for _ in range(3):
         assert measured_group.train_step(small_batch)["updates"] == 1
@@ -579,7 +580,7 @@ def test_an_engine_that_hangs_is_named(measured_group: Any) -> None:
     try:
         measured_group.update_weights(pool.receivers)
         (engine,) = pool.receivers
-        pulse = ray.get(engine.progress.remote(), timeout=100)
+        pulse = ray.get(engine.progress.remote(), timeout=PATIENCE_S)
         assert pulse.standing.phase == IDLE
         assert pool.are_alive()  # whose questions were answered
         os.kill(pulse.pid, signal.SIGSTOP)

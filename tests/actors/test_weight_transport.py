@@ -18,7 +18,7 @@ from actors.weight_transport import ObjectStoreReceiver, pack_bucket, unpack_buc
 from actors.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
 from tests.support.refusals import refused
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -68,7 +68,7 @@ def notebooks(cluster: None) -> Iterator[list[Any]]:
             self.seen.append((name, *what))
 
     actors = [ray.remote(Notebook).options(num_cpus=0).remote() for _ in range(2)]
-    ray.get([actor.notes.remote() for actor in actors], timeout=60)
+    ray.get([actor.notes.remote() for actor in actors], timeout=PATIENCE_S)
     yield actors
     for actor in actors:
         ray.kill(actor)
@@ -124,7 +124,7 @@ def test_a_dead_receiver_is_a_sync_error(notebooks: list[Any]) -> None:
 
     def is_dead() -> bool:
         try:
-            ray.get(notebooks[0].__ray_ready__.remote(), timeout=60)
+            ray.get(notebooks[0].__ray_ready__.remote(), timeout=PATIENCE_S)
         except ray.exceptions.RayActorError:
             return True
         return False
@@ -159,7 +159,7 @@ def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(
         report = group.update_weights([engine])
         group.export_hf(tmp_path / "exported")
         masters = load_file(tmp_path / "exported" / "model.safetensors")
-        arrived = ray.get(engine.weights.remote(), timeout=60)
+        arrived = ray.get(engine.weights.remote(), timeout=PATIENCE_S)
         assert report.version == 1 and report.bytes == sum(2 * master.numel() for master in masters.values())
         assert arrived.keys() == masters.keys()
         start = load_file(example / "model" / "model.safetensors")

@@ -44,7 +44,7 @@ from slimefsdp.surface import RPCS
 from slimefsdp.trainer import Trainer
 from tests.support.refusals import refused
 from tests.support.runs import TIMES, Untouchable, bits
-from tests.support.waiting import is_alive, wait_until
+from tests.support.waiting import PATIENCE_S, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,7 +75,7 @@ def replayed(
         subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True)
         for command in commands
     ]
-    two, one = (json.loads(process.communicate(timeout=200)[0]) for process in started)
+    two, one = (json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in started)
     assert [process.returncode for process in started] == [0, 0]
     return two, folder / "two", one
 
@@ -390,7 +390,7 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     done, _ = ray.wait(refs, num_returns=2, timeout=0.75 * doomed.config.cluster.call_timeout_s)
     assert len(done) == 2
     with pytest.raises(ZeroDivisionError):  # rank 1's own, not rank 0's about a lost peer
-        CallFuture(refs, name="train_step", timeout_s=60.0, first_only=True).result()
+        CallFuture(refs, name="train_step", timeout_s=PATIENCE_S, first_only=True).result()
     pid = health[0].pid
     assert wait_until(lambda: isinstance(doomed.health()[1], WorkerDied))
     assert isinstance(doomed.health()[0], Health) and doomed.health()[0].pid == pid

@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from benchmarks.rpc_overhead import cpu_seconds, descendants, interval_of_median, of_those_alive
+from tests.support.waiting import PATIENCE_S
 
 
 def test_children_and_theirs_are_found_and_their_time_is_counted_until_they_end() -> None:
@@ -24,7 +25,7 @@ def test_children_and_theirs_are_found_and_their_time_is_counted_until_they_end(
         assert of_those_alive([parent.pid, grandchild]).keys() == {parent.pid, grandchild}
         parent.stdin.write(b"\n")
         parent.stdin.close()
-        parent.wait(timeout=30)
+        parent.wait(timeout=PATIENCE_S)
     deadline = time.monotonic() + 30
     while of_those_alive([grandchild]) and time.monotonic() < deadline:
         time.sleep(0.01)

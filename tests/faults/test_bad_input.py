@@ -46,6 +46,7 @@ from slimefsdp.errors import (
 )
 from slimefsdp.models.folder import SINGLE_FILE
 from slimefsdp.phase import check_batch, plan_training
+from tests.support.waiting import PATIENCE_S
 
 MOST_SECONDS = 2.0
 KEPT_STEP = 7  # of a checkpoint that cases damage, each for itself
@@ -567,7 +568,7 @@ def test_the_command_line_prints_three_lines_within_two_seconds_of_the_processor
     began = os.times()
     done = subprocess.run(
         [sys.executable, "-m", "actors.cli", *words],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=100, check=False,
+        capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     ended = os.times()
     lines = done.stderr.splitlines()

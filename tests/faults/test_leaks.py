@@ -14,7 +14,7 @@ import ray
 from tests.support.faulty_worker import Fault, Supervised
 from tests.support.process_resources import held_by_the_process
 from tests.support.recorded_job import recorded_batch
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 MEGABYTE = 2**20
 
@@ -64,7 +64,7 @@ def test_calls_leave_no_file_thread_or_memory_behind_in_driver_and_ranks(supervi
             group.wake_up()
             group.save(1)
             group.update_weights([receiver])
-        return [*ray.get([rank.held.remote() for rank in ranks], timeout=60), held_by_the_process()]
+        return [*ray.get([rank.held.remote() for rank in ranks], timeout=PATIENCE_S), held_by_the_process()]
 
     before, after = held(range(1, 9)), held(range(9, 25))
     for early, late in zip(before, after, strict=True):

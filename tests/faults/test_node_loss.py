@@ -9,12 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 def test_ranks_of_a_lost_node_start_on_another_and_give_the_same_bits(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.support.node_loss", str(tmp_path)]
@@ -23,7 +22,7 @@ def test_ranks_of_a_lost_node_start_on_another_and_give_the_same_bits(tmp_path: 
         start_new_session=True,
     ) as script:  # fmt: skip
         try:
-            output, said = script.communicate(timeout=280)
+            output, said = script.communicate(timeout=PATIENCE_S)
         finally:
             if script.poll() is None:
                 os.killpg(script.pid, signal.SIGKILL)

@@ -42,6 +42,7 @@ from tests.support.process_resources import files_up_to
 from tests.support.refusals import assert_refusal, refused
 from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import CPU, fresh_batch, settings
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 IMPOSSIBLE = 2**60  # bytes that no machine has
@@ -138,7 +139,6 @@ def starve(worker: Any) -> None:
     update.evaluate = greedy
 
 
-@pytest.mark.timeout(300)
 def test_a_job_goes_on_after_a_rank_had_no_memory_and_after_its_places_were_taken_away(
     cluster: None, make_config: Any, batch: RolloutBatch, tmp_path: Path
 ) -> None:
@@ -147,7 +147,7 @@ def test_a_job_goes_on_after_a_rank_had_no_memory_and_after_its_places_were_take
     try:
         group.save(0)
         found = [bits(group.train_step(batch))]
-        ray.get(group.receivers[1].__ray_call__.remote(starve), timeout=30)
+        ray.get(group.receivers[1].__ray_call__.remote(starve), timeout=PATIENCE_S)
         with pytest.raises(ResourceError, match=r"\d+ tokens") as caught:
             group.train_step(batch)
         error = caught.value
@@ -227,7 +227,7 @@ def lone_rank(cluster: None, make_config: Any) -> Iterator[Any]:
     try:
         kind: Any = ray.remote(concurrency_groups={"control": 1})(Lasting)
         actor = kind.options(num_cpus=0).remote(0, 1)
-        ray.get(actor.prepared.remote(make_config(mesh={"dp": 1})), timeout=60)
+        ray.get(actor.prepared.remote(make_config(mesh={"dp": 1})), timeout=PATIENCE_S)
         yield actor
         ray.kill(actor)
     finally:
@@ -237,13 +237,13 @@ def lone_rank(cluster: None, make_config: Any) -> Iterator[Any]:
 def failure(actor: Any, how: str) -> Exception:
     with pytest.raises(Exception) as caught:
         CallFuture(
-            [actor.call.remote("train_step", (how,), {})], name="train_step", timeout_s=60.0, first_only=True
+            [actor.call.remote("train_step", (how,), {})], name="train_step", timeout_s=PATIENCE_S, first_only=True
         ).result()
     return caught.value
 
 
 def test_the_port_of_a_rank_that_is_asked_for_one_is_nobody_elses(lone_rank: Any) -> None:
-    address = tuple(ray.get(lone_rank.free_address.remote(), timeout=60))
+    address = tuple(ray.get(lone_rank.free_address.remote(), timeout=PATIENCE_S))
     with pytest.raises(OSError, match="in use"):
         socket.create_server(address)
 
@@ -256,7 +256,7 @@ def test_the_port_of_a_rank_that_is_asked_for_one_is_nobody_elses(lone_rank: Any
         )
         return torch.distributed.get_world_size()
 
-    assert ray.get(lone_rank.__ray_call__.remote(join), timeout=60) == 1
+    assert ray.get(lone_rank.__ray_call__.remote(join), timeout=PATIENCE_S) == 1
 
 
 @pytest.mark.parametrize(
@@ -328,12 +328,12 @@ def limit_files(worker: Any, size: int) -> None:
 
 def test_a_checkpoint_that_one_ranks_disk_refuses_names_that_rank(actor_group: Any) -> None:
     second = actor_group.receivers[1]
-    ray.get(second.__ray_call__.remote(limit_files, 50_000), timeout=30)
+    ray.get(second.__ray_call__.remote(limit_files, 50_000), timeout=PATIENCE_S)
     try:
         with refused(CheckpointError, "run.dir", os.strerror(errno.EFBIG)) as caught:
             actor_group.save(99)
     finally:
-        ray.get(second.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=30)
+        ray.get(second.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=PATIENCE_S)
     assert (caught.value.rank, caught.value.phase) == (1, "save")
 
 
@@ -344,12 +344,12 @@ def test_an_export_that_the_disk_refuses_leaves_nothing_and_the_group_as_it_was(
     expected = bits(actor_group.train_step(batch))
     actor_group.load(0)
     first, pids = actor_group.receivers[0], [answer.pid for answer in actor_group.health()]
-    ray.get(first.__ray_call__.remote(limit_files, 50_000), timeout=30)
+    ray.get(first.__ray_call__.remote(limit_files, 50_000), timeout=PATIENCE_S)
     try:
         with refused(CheckpointError, "path", os.strerror(errno.EFBIG)):
             actor_group.export_hf(tmp_path / "model")
     finally:
-        ray.get(first.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=30)
+        ray.get(first.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=PATIENCE_S)
     assert not list(tmp_path.iterdir())
     assert actor_group.export_hf(tmp_path / "model").is_dir()
     assert bits(actor_group.train_step(batch)) == expected
@@ -447,7 +447,7 @@ attempt("large", lambda: store(np.zeros(20_000_000), "batch"))
 attempt("small", lambda: store(np.zeros(1000), "batch"))
 place = reserve(1, gpus_per_rank=0, timeout_s=30.0)
 rank = ray.remote(Rank).options(num_cpus=0).remote()
-ray.get(rank.act.remote(0.0), timeout=60)
+ray.get(rank.act.remote(0.0), timeout=300)
 running = CallFuture([rank.act.remote(60.0)], name="act", timeout_s=60.0, first_only=True)
 os.kill(victim.pid, signal.SIGKILL)
 victim.wait()
@@ -463,7 +463,6 @@ def is_ours(line: str) -> bool:
     return line.startswith("{")  # Ray prints the raylet's log when it ends
 
 
-@pytest.mark.timeout(200)
 def test_without_raylet_or_head_every_call_ends_at_once_and_a_full_store_refuses_only_what_is_too_large() -> None:
     environment = {
         **os.environ,
@@ -479,7 +478,7 @@ def test_without_raylet_or_head_every_call_ends_at_once_and_a_full_store_refuses
         for kind in ("raylet", "gcs_server")
     }  # fmt: skip
     try:
-        printed = {kind: process.communicate(timeout=150) for kind, process in started.items()}
+        printed = {kind: process.communicate(timeout=PATIENCE_S) for kind, process in started.items()}
     finally:
         for process in started.values():
             if process.poll() is None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from tests.support.waiting import PATIENCE_S
+
 
 class RankPool:
     """`pool.run(world_size, function, *args)` calls function(rank, *args) on every rank, returns a list."""
@@ -38,7 +40,7 @@ class RankPool:
         results: dict[int, Any] = {}
         waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks[:world_size])}
         while waiting:
-            answered = wait(list(waiting), timeout=240)
+            answered = wait(list(waiting), timeout=PATIENCE_S)
             if not answered:  # the ranks that hang are of no more use to anybody
                 self.end()
                 raise TimeoutError(f"ranks {sorted(waiting.values())} of {world_size} did not answer")
@@ -63,7 +65,7 @@ class RankPool:
     def close(self) -> None:
         for process, connection in self._ranks:
             connection.send(None)
-            process.join(timeout=20)
+            process.join(timeout=PATIENCE_S)
 
 
 def forget_meshes() -> None:

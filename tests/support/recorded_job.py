@@ -15,6 +15,7 @@ import ray
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from tests.support.ragged import ragged_batch
+from tests.support.waiting import PATIENCE_S
 
 VOCAB_SIZE = 96  # of tests.support.tiny_models
 MATRIX = {"steps": 5, "save_every": 2}  # of the jobs in which ranks fail at the phases of a step
@@ -126,7 +127,7 @@ def job(
         at_step: called as each step begins, counted from 1.
     """
     assert group.load(0) == {"cursor": 0}
-    ray.get(receiver.take.remote(), timeout=60)
+    ray.get(receiver.take.remote(), timeout=PATIENCE_S)
     metrics, log_probs = [], []
     saved = Path()
     for step in range(1, steps + 1):
@@ -142,7 +143,7 @@ def job(
             saved = group.save(step, {"cursor": step})
         group.update_weights([receiver])
     received: dict[int, str] = {}
-    for version, digest in ray.get(receiver.take.remote(), timeout=60):
+    for version, digest in ray.get(receiver.take.remote(), timeout=PATIENCE_S):
         assert received.setdefault(version, digest) == digest, "an update that was sent again was another one"
     assert group.check_sync().is_in_sync
     exported = group.export_hf(folder)

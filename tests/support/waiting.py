@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+PATIENCE_S = 300.0
+"""How long tests wait for what should come: for what never does, and much more than a busy machine takes."""
+
 
 def is_alive(pid: int) -> bool:
     """A zombie is not."""
@@ -13,8 +16,8 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 120.0) -> bool:
-    """Whether it became true in time; the deadline is for what never does, not for a busy machine."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
+    """Whether it became true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)
