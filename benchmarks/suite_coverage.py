@@ -54,7 +54,8 @@ class _Recorder(importlib.abc.MetaPathFinder):
             made = base.__init__
             def __init__(self, *args, **kwargs):
                 made(self, *args, **kwargs)
-                with open(os.environ["RECORD_ERRORS"], "a") as file:
+                # a file for each process: where one may write small files alone, a common one would be too large
+                with open(os.path.join(os.environ["RECORD_ERRORS"], str(os.getpid())), "a") as file:
                     file.write(f"{type(self).__name__}\\t{self.field}\\n")
             base.__init__ = __init__
         spec.loader.exec_module = exec_module
@@ -71,8 +72,8 @@ def run(out: Path, pytest_arguments: list[str]) -> int:
         settings = folder / "coveragerc"
         settings.write_text(COVERAGE.format(packages=",".join(PACKAGES), folder=folder))
         (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
-        errors = folder / "errors.tsv"
-        errors.touch()
+        errors = folder / "errors"
+        errors.mkdir()
         surroundings = {
             **os.environ,
             "COVERAGE_RCFILE": str(settings),
@@ -89,7 +90,11 @@ def run(out: Path, pytest_arguments: list[str]) -> int:
 
 
 def write_result(out: Path, report: Path, errors: Path, pytest_arguments: list[str], status: int) -> None:
-    """Writes lines per file out of coverage's JSON report, and the sorted pairs of error class and field."""
+    """Writes lines per file out of coverage's JSON report, and the sorted pairs of error class and field.
+
+    Args:
+        errors: the folder in which every process noted its own.
+    """
     files = {name: file["summary"] for name, file in sorted(json.loads(report.read_text())["files"].items())}
     lines = {name: [summary["covered_lines"], summary["num_statements"]] for name, summary in files.items()}
     covered, statements = (sum(counts[i] for counts in lines.values()) for i in (0, 1))
@@ -102,7 +107,7 @@ def write_result(out: Path, report: Path, errors: Path, pytest_arguments: list[s
         "exit_status": status,
         "share": covered / statements,
         "lines": lines,
-        "errors": sorted({plain_pair(line) for line in errors.read_text().splitlines()}),
+        "errors": sorted({plain_pair(line) for file in errors.iterdir() for line in file.read_text().splitlines()}),
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{covered:,} of {statements:,} lines covered: {covered / statements:.2%}; {len(result['errors'])} errors")

@@ -40,8 +40,10 @@ def test_compare_exits_by_whether_the_newer_suite_lost_something(tmp_path, share
 
 def test_errors_of_other_processes_are_noted_and_their_numbers_are_not(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    noted = tmp_path / "errors.tsv"
+    noted = tmp_path / "errors"
+    noted.mkdir()
     raising = "from slimefsdp.errors import BatchError; BatchError('wrong', field='tokens[31]')"
     surroundings = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "RECORD_ERRORS": str(noted)}
     subprocess.run([sys.executable, "-c", raising], env=surroundings, check=True)
-    assert [plain_pair(line) for line in noted.read_text().splitlines()] == ["BatchError tokens[N]"]
+    (file,) = noted.iterdir()
+    assert [plain_pair(line) for line in file.read_text().splitlines()] == ["BatchError tokens[N]"]
