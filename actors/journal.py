@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.calls import CallFuture
+from actors.group_calls import Request
 from slimefsdp.surface import Role
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
@@ -19,9 +20,8 @@ class Call:
     """One call of the caller's, over all the groups that had to work on it."""
 
     role: Role
-    name: str
-    args: tuple[Any, ...]  # as the ranks get them, but for a batch that is on the disk by now
-    kwargs: dict[str, Any]
+    request: Request  # as the ranks get it, but for a batch that is on the disk by now
+    has_batch: bool = False  # as the first argument
     running: CallFuture | None = None
     launch: int = 0  # which group `running` is of
     is_done: bool = False
@@ -35,6 +35,11 @@ class Call:
     reference_is_current: bool | None = None
 
     @property
+    def name(self) -> str:
+        """Of Trainer's method."""
+        return self.request.name
+
+    @property
     def changes_state(self) -> bool:
         """Whether what comes behind it depends on it."""
         return self.name in _CHANGES_STATE
@@ -42,7 +47,7 @@ class Call:
     @property
     def step(self) -> int:
         """Of a save."""
-        return int(self.kwargs["step"] if "step" in self.kwargs else self.args[0])
+        return int(self.request.args[0])
 
 
 class Journal:

@@ -185,11 +185,10 @@ class RolloutLoop:
             with timed(seconds, "train"):
                 metrics |= group.train_step(batch)
         # after the policy, whose KL coefficient may move; the values of the batch are those before either was trained
-        targets: Metrics = {"gae_lambda": 1.0} if step < settings.pretrain_steps else {}
-        if self._config.has_kl_in_reward and "kl_coefficient" in metrics:
-            targets["kl_coefficient"] = metrics["kl_coefficient"]
+        gae_lambda = 1.0 if step < settings.pretrain_steps else None
+        coefficient = metrics.get("kl_coefficient") if self._config.has_kl_in_reward else None
         with timed(seconds, "critic"):
-            found = critic.train_step(batch, **targets)
+            found = critic.train_step(batch, gae_lambda=gae_lambda, kl_coefficient=coefficient)
             self.rest_critic()
         return metrics | {f"critic/{name}": value for name, value in found.items()}
 
@@ -286,6 +285,7 @@ def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: Metrics
             hint="raise run.steps, or begin another run",
         )
     found = group.restored()
+    assert found is not None
     for reason in found.skipped:
         print(f"checkpoint passed over: {reason}", file=sys.stderr)
     for difference in found.differences:

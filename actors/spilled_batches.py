@@ -9,17 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import pickle
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import safetensors.numpy
 
 from slimefsdp.checkpoint.manifest import io_reported
-from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError
+from slimefsdp.training.prepared import PreparedBatch
 
 
 class _UnnamedFile:
@@ -60,7 +57,7 @@ class SpilledBatch:
     size: int
     sha256: str
 
-    def read(self) -> RolloutBatch:
+    def read(self) -> PreparedBatch:
         """The batch as it was written, to the bit.
 
         Raises:
@@ -75,8 +72,9 @@ class SpilledBatch:
                 hint="look at the disk, and go on from the last checkpoint with checkpoint.resume=true",
                 phase="recovery",
             )
-        fields: dict[str, Any] = safetensors.numpy.load(data)
-        return RolloutBatch(**fields)
+        found = pickle.loads(data)  # of this process's own making: the digest in its memory says so
+        assert isinstance(found, PreparedBatch)
+        return found
 
 
 class SpilledBatches:
@@ -86,14 +84,13 @@ class SpilledBatches:
         self._folder = folder
         self._file: _UnnamedFile | None = None
 
-    def write(self, batch: RolloutBatch) -> SpilledBatch:
-        """Puts a batch on the disk.
+    def write(self, batch: PreparedBatch) -> SpilledBatch:
+        """Puts a batch on the disk, with its plan and advantages.
 
         Raises:
             OSError: the disk refuses; nothing was written.
         """
-        values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-        data = safetensors.numpy.save({name: np.asarray(value) for name, value in values.items() if value is not None})
+        data = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
         if self._file is None:
             self._file = _UnnamedFile(self._folder)
         return SpilledBatch(self._file, self._file.append(data), len(data), hashlib.sha256(data).hexdigest())

@@ -12,16 +12,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
+from actors.group_calls import GroupCalls, Request
 from actors.journal import TRAINING, Call, Journal
 from actors.placement import Places
 from actors.ray_failures import fetch, store
 from actors.recovery import Recovery, differences_of
 from actors.restarts import LOST, Restarts
 from actors.spilled_batches import SpilledBatch, SpilledBatches
-from actors.worker_group import SECOND_ARGUMENT, WorkerGroup, add_calls
+from actors.worker_group import WorkerGroup
 from slimefsdp.checkpoint.atomic import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import (
@@ -51,12 +52,8 @@ class SupervisedCall:
         return self._supervisor.result(self._call)
 
 
-class SupervisedGroup:
+class SupervisedGroup(GroupCalls):
     """The methods of `WorkerGroup`, on ranks that are replaced when they are lost. Make one with `launch`."""
-
-    if TYPE_CHECKING:  # what `add_calls` adds
-
-        def __getattr__(self, name: str) -> Callable[..., Any]: ...
 
     def __init__(self, supervisor: Supervisor, role: Role) -> None:
         self.role = role
@@ -111,11 +108,8 @@ class SupervisedGroup:
     def _group(self) -> WorkerGroup:
         return self._supervisor.group(self.role)
 
-    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SupervisedCall:
-        return SupervisedCall(self._supervisor, self._supervisor.submit(self.role, name, args, kwargs))
-
-
-add_calls(SupervisedGroup)
+    def _start(self, request: Request) -> SupervisedCall:
+        return SupervisedCall(self._supervisor, self._supervisor.submit(self.role, request))
 
 
 class Supervisor:
@@ -153,7 +147,7 @@ class Supervisor:
         assert found is not None
         return found
 
-    def submit(self, role: Role, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def submit(self, role: Role, request: Request) -> Call:
         """Starts a call.
 
         Raises:
@@ -167,11 +161,11 @@ class Supervisor:
                     self._recover(self._doomed[1], self._doomed[0])
                 launch = self._launches
                 try:
-                    prepared = self.group(role).prepare(name, args, kwargs)
+                    prepared = self.group(role).prepared(request)
                     break
                 except LOST as error:  # of a reference group, which completes the batch
                     self._recover(error, launch)
-            call = Call(role, name, *prepared)
+            call = Call(role, prepared, has_batch=request.prepare is not None)
             self._note(call)
             self._begin(call)
             self._journal.append(call)  # also one that only reads, until its result is here
@@ -198,7 +192,7 @@ class Supervisor:
                     self._restarts.progress()
                     call.is_done, call.value, call.is_written = True, value, call.name == "save"
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
-                        call.args, call.kwargs, call.restored = (loaded.step,), {}, None
+                        call.request, call.restored = replace(call.request, args=(loaded.step,)), None
                     if not call.changes_state:
                         self._journal.remove(call)
                     elif call.name == "save":
@@ -225,19 +219,20 @@ class Supervisor:
         self._journal.has_critic = self._actor.critic is not None
 
     def _begin(self, call: Call) -> None:
-        group = self.group(call.role)
-        args = tuple(store(arg.read(), "batch") if isinstance(arg, SpilledBatch) else arg for arg in call.args)
-        call.running, call.launch = group.begin(call.name, args, call.kwargs), self._launches
+        group, request = self.group(call.role), call.request
+        if call.has_batch and isinstance(request.args[0], SpilledBatch):
+            request = replace(request, args=(store(request.args[0].read(), "batch"), *request.args[1:]))
+        call.running, call.launch = group.begin(request), self._launches
         if call.name == "load":
-            call.restored = group.begin("restored", (), {})
+            call.restored = group.begin(Request("restored"))
 
     def _note(self, call: Call) -> None:
         """Keeps what a recovery must know of a new call beside its arguments."""
-        if call.name == "update_weights" and self.group("actor").reference_group is not None:
-            receivers = call.kwargs.get("receivers", call.args[0] if call.args else ())
-            if any(receiver in self.group("ref").receivers for receiver in receivers):
-                problem = "update_weights to the reference group, of which a recovery would know nothing"
-                raise StateError(problem, field="receivers", hint="call update_ref instead")
+        reference = self.group("actor").reference_group
+        own = [] if reference is None else reference.receivers
+        if call.name == "update_weights" and any(receiver in own for receiver in call.request.args[0]):
+            problem = "update_weights to the reference group, of which a recovery would know nothing"
+            raise StateError(problem, field="receivers", hint="call update_ref instead")
         if call.name == "save":
             folder = self._config.run.dir
             store = None if folder is None else CheckpointStore.of_run(folder, call.role)
@@ -257,12 +252,14 @@ class Supervisor:
         """
         if self._spilled is None:
             return
-        with_batch = [call for call in self._journal if call.name in SECOND_ARGUMENT]
+        with_batch = [call for call in self._journal if call.has_batch]
         for call in with_batch[:-KEPT_IN_STORE]:
-            if isinstance(call.args[0], SpilledBatch):
+            stored, *others = call.request.args
+            if isinstance(stored, SpilledBatch):
                 continue
             try:
-                call.args = (self._spilled.write(fetch(call.args[0], "batch")), *call.args[1:])
+                spilled = self._spilled.write(fetch(stored, "batch"))
+                call.request = replace(call.request, args=(spilled, *others))
             except (OSError, ResourceError) as error:
                 if self._spills:
                     problem = f"batches for a recovery stay in Ray's object store, and more with each call: {error}"
@@ -286,7 +283,7 @@ class Supervisor:
             # an update phase that stopped on the way is part of the state; what ended ranks must not be made again
             if not is_of_all_ranks and call.name == "forward_backward":
                 # made again, those before it would gather what its error has dropped
-                self._journal.replace(call, Call(call.role, "zero_grad", (), {}, is_done=True))
+                self._journal.replace(call, Call(call.role, Request("zero_grad"), is_done=True))
             elif not (is_of_all_ranks and call.name in TRAINING):
                 self._journal.remove(call)
             if not is_of_all_ranks and launch == self._launches:
@@ -367,13 +364,13 @@ class Supervisor:
                 continue  # no checkpoint holds a reference group, and at this one it was that of an earlier step
             try:
                 for role in self._journal.starts(mark):
-                    self.group(role).begin("load", (mark.step,), {}).result()
+                    self.group(role).begin(Request("load", (mark.step,))).result()
             except CheckpointError as error:
                 print(f"checkpoint passed over: {error}", file=sys.stderr)
                 problem = error
                 continue
             if mark.reference_is_current:
-                self._awaited("update_ref", self.group("actor").begin("update_ref", (), {}))
+                self._awaited("update_ref", self.group("actor").begin(Request("update_ref")))
             return mark
         if not self._journal.reaches_launch:
             raise problem or CheckpointError(
@@ -390,7 +387,7 @@ class Supervisor:
     def _replaced(self, call: Call) -> None:
         """After a save to a step that there was: waits until it is on the disk, or which of the two would be there?"""
         if call.replaces and self._config.checkpoint.async_save:
-            self.group(call.role).begin("finish_save", (), {}).result()
+            self.group(call.role).begin(Request("finish_save")).result()
 
     def _awaited(self, name: str, running: Any) -> Any:
         """The result of a call made again; raises the loss behind an error, where there is one."""

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable
 from typing import Any
 
 import ray
 
+from actors.group_calls import Request
 from actors.watchdog import Watched
 from slimefsdp import progress
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ResourceError, SlimeError, StateError, portable
+from slimefsdp.errors import ResourceError, SlimeError, portable
 from slimefsdp.reports import Health
-from slimefsdp.surface import RPCS
 
 EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
@@ -91,29 +89,31 @@ class TrainWorker(Watched):
         progress.enter(progress.IDLE)
         return int(trainer.folder.vocab_size)
 
-    def call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], role: str = "actor") -> Any:
-        """Method `name` of the role's Trainer; None where only rank 0's result is wanted and this is another rank."""
+    def call(self, request: Request, role: str = "actor") -> Any:
+        """A method of the role's Trainer; None where only rank 0's result is wanted and this is another rank.
+
+        Args:
+            request: prepared.
+        """
         import torch
 
         trainer = self.trainers[role]
         if trainer.mesh.device.type == "cuda":
             torch.cuda.set_device(trainer.mesh.device)  # per thread
-        method = getattr(trainer, name)
+        timeout_s = trainer.config.cluster.call_timeout_s
         try:
-            _check_call(method, name, args, kwargs)
-            timeout_s = trainer.config.cluster.call_timeout_s
-            fetched = [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in args]
-            result = method(*fetched, **kwargs)
+            args = [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in request.args]
+            result = getattr(trainer, request.name)(*args, **request.kwargs)
         except Exception as error:
-            raise self._failed(error, name, trainer.config, role) from None
-        return result if RPCS[name] == "all" or self.rank == 0 else None
+            raise self._failed(error, request.name, trainer.config, role) from None
+        return result if request.of_all_ranks or self.rank == 0 else None
 
     def update_weights(self, receivers: list[Any], timeout_s: float, role: str = "actor") -> Any:
         """The Trainer's `update_weights` over Ray's object store."""
         from actors.weight_transport import ObjectStoreReceiver
 
         targets = [ObjectStoreReceiver(receivers, timeout_s)] if self.rank == 0 else []
-        return self.call("update_weights", (targets,), {}, role)
+        return self.call(Request("update_weights", (targets,)), role)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weights.receive.Receiver`; for a reference group."""
@@ -165,11 +165,3 @@ class TrainWorker(Watched):
         finally:
             if not lost_a_peer(error):  # once it is worded, which may take longer than to send it
                 threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()
-
-
-def _check_call(method: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses arguments that the method does not have: alike on all ranks, so it must not end their process group."""
-    try:
-        inspect.signature(method).bind(*args, **kwargs)
-    except TypeError as error:
-        raise StateError(f"{name}(): {error}", field=name, hint=f"see slimefsdp.Trainer.{name}") from None

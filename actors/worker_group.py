@@ -1,48 +1,37 @@
-"""The driver's handle on all ranks of one role: the Trainer's methods, called everywhere at once.
+"""The driver's handle on all ranks of one role: starting and ending them, and giving them calls.
 
-The list of methods is `slimefsdp.surface.RPCS`; each has a twin `NAME_async` that returns a future. The
-driver checks a batch and plans it before any rank sees it, so bad input never disturbs a rank.
+The driver checks a batch and plans it before any rank sees it, so bad input never disturbs a rank.
 """
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 from actors.calls import CallFuture, CallQueue
 from actors.cluster import connect, with_cluster_ranks
+from actors.group_calls import GroupCalls, Request
 from actors.placement import Places, actor_options, gpus_per_rank
 from actors.ray_failures import end_processes, require_cluster, store
 from actors.startup import answered, stage
 from actors.train_worker import TrainWorker
 from actors.watchdog import Limits, Watchdog, remote_class
-from slimefsdp.checkpoint.identity import check_loop_state
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ConfigError, ModelError, SlimeError, StateError
+from slimefsdp.errors import ModelError, SlimeError, StateError
 from slimefsdp.models.folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.phase import check_batch, check_plan, cost_model_of, plan_training, require_batch, samples_together
+from slimefsdp.phase import cost_model_of
 from slimefsdp.reports import Health
-from slimefsdp.surface import RPCS, Role, require_loss, require_receivers, require_role
+from slimefsdp.surface import Role, require_role
+from slimefsdp.training.prepared import BatchPlanner, PreparedBatch
 
-# calls that take a batch first: the name of their second argument, and its default
-SECOND_ARGUMENT: dict[str, tuple[str, Any]] = {
-    "compute_log_probs": ("model", "actor"),
-    "compute_values": ("", None),
-    "train_step": ("plan", None),
-    "forward_backward": ("loss", "policy"),
-}
 SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 
 
-class WorkerGroup:
-    """All ranks of one role. Make one with `launch`; the methods are those of `slimefsdp.Trainer`."""
-
-    if TYPE_CHECKING:  # what `add_calls` adds
-
-        def __getattr__(self, name: str) -> Callable[..., Any]: ...
+class WorkerGroup(GroupCalls):
+    """All ranks of one role. Make one with `launch`."""
 
     def __init__(
         self,
@@ -64,9 +53,8 @@ class WorkerGroup:
         self._watchdog = watchdog
         self._places = places  # to be given back at the end; None: by another group or a supervisor
         self._is_guest = is_guest  # in another group's processes
-        self._vocab_size = vocab_size
-        self._max_sample_tokens = folder.max_sample_tokens
-        self._cost = cost_model_of(config, folder.config)  # plans are balanced by it
+        cost = cost_model_of(config, folder.config)
+        self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
 
     @classmethod
@@ -145,20 +133,6 @@ class WorkerGroup:
         """What `update_weights` of another group can send to."""
         return list(self._workers)
 
-    def update_weights_async(self, receivers: Sequence[Any]) -> CallFuture:
-        """Streams the weights to Ray actors with `begin`, `receive` and `commit` (engines, a reference group).
-
-        Raises:
-            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s.
-        """
-        self._require_workers("update_weights")
-        require_role("update_weights", self.role)
-        require_receivers(receivers)
-        timeout_s = self.config.cluster.sync_timeout_s
-        return self._begin(
-            "update_weights", lambda worker: worker.update_weights.remote(list(receivers), timeout_s, self.role)
-        )
-
     def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
         futures = [
@@ -201,7 +175,7 @@ class WorkerGroup:
         """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
         try:
             self._queue.begin(
-                lambda: [worker.call.remote("finish_save", (), {}, self.role) for worker in self._workers],
+                lambda: [worker.call.remote(Request("finish_save"), self.role) for worker in self._workers],
                 name="finish_save",
                 timeout_s=SAVE_GRACE_S,
                 first_only=True,
@@ -210,95 +184,65 @@ class WorkerGroup:
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
-    def prepare(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call as the ranks get them: its batch checked, completed, planned and stored once.
+    def prepared(self, request: Request) -> Request:
+        """A call as the ranks get it: its batch checked, planned, completed, and in the object store once.
 
-        They serve any group of these settings, also one launched later.
+        It serves any group of these settings, also one launched later.
 
         Raises:
             WorkerHung: the ranks hang in an earlier call.
             SlimeError: of the class that fits; no rank has seen anything.
         """
-        self._require_workers(name)
-        require_role(name, self.role)
-        if name in SECOND_ARGUMENT:
-            return self._prepared(name, args, kwargs)
-        if name == "update_weights" and (args or "receivers" in kwargs):
-            require_receivers(args[0] if args else kwargs["receivers"])
-        if name == "save":  # what is nested too deep, or is no data, could not even be sent to the ranks
-            check_loop_state(args[1] if len(args) > 1 else kwargs.get("loop_state"))
-        return args, kwargs
+        self._require_workers(request.name)
+        require_role(request.name, self.role)
+        if request.prepare is None:
+            return request
+        work = request.prepare(self._planner)
+        if self.reference_group is not None:
+            if request.args == ("ref",):
+                problem = "the reference model is a group of its own"
+                raise StateError(problem, field="model", hint="call group.reference_group instead")
+            work = self._with_reference(work, self.reference_group)
+        return replace(request, args=(store(work, "batch"), *request.args), prepare=None)
 
-    def begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
+    def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
+        """The log-probs of a reference group, where a loss reads them and the batch has none."""
+        batch = work.batch
+        if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
+            return work
+        found = reference.compute_log_probs(batch, model="ref").log_probs
+        return replace(work, batch=batch.replace(ref_log_probs=found))
+
+    def begin(self, request: Request) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
-        if name == "update_weights":
-            return self.update_weights_async(*args, **kwargs)
-        if name == "update_ref" and self.reference_group is not None:
-            return self.update_weights_async(self.reference_group.receivers)
-        self._require_workers(name)
-        return self._begin(name, lambda worker: worker.call.remote(name, args, kwargs, self.role))
+        self._require_workers(request.name)
+        receivers = None
+        if request.name == "update_weights":
+            (receivers,) = request.args
+        elif request.name == "update_ref" and self.reference_group is not None:
+            receivers, request = self.reference_group.receivers, replace(request, name="update_weights")
+        if receivers is not None:
+            timeout_s = self.config.cluster.sync_timeout_s
+            return self._begin(request, lambda worker: worker.update_weights.remote(receivers, timeout_s, self.role))
+        return self._begin(request, lambda worker: worker.call.remote(request, self.role))
 
-    def _begin(self, name: str, start: Callable[[Any], Any]) -> CallFuture:
+    def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
         return self._queue.begin(
             lambda: [start(worker) for worker in self._workers],
-            name=name,
+            name=request.name,
             timeout_s=self.config.cluster.call_timeout_s,
-            first_only=RPCS[name] == "first",
+            first_only=not request.of_all_ranks,
             watchdog=self._watchdog,
         )
 
-    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture:
-        return self.begin(name, *self.prepare(name, args, kwargs))
+    def _start(self, request: Request) -> CallFuture:
+        return self.begin(self.prepared(request))
 
     def _require_workers(self, name: str) -> None:
         if not self._workers:
             raise StateError(f"{name}() after shutdown()", field=name, hint="launch a new group")
         require_cluster()
         self._queue.require_moving(name)
-
-    def _prepared(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a call with a batch, as the ranks get them: checked, completed, in the object store once."""
-        if "batch" in kwargs:
-            args, kwargs = (kwargs["batch"], *args), {k: v for k, v in kwargs.items() if k != "batch"}
-        batch, *rest = args or (None,)
-        require_batch(batch)
-        field, default = SECOND_ARGUMENT[name]
-        second = rest[0] if rest else kwargs.get(field, default)
-        loss: Any = None
-        if name == "train_step":
-            loss = "value" if self.role == "critic" else self.config.loss_name
-            if second is not None:
-                dp = math.prod(self.config.mesh_of(self.role))
-                together = samples_together(self.config, batch, loss)
-                check_plan(second, batch, dp=dp, max_pack_tokens=self.config.max_pack_tokens, together=together)
-        elif name == "forward_backward":
-            require_loss(second, self.role)
-            loss = second
-        elif name == "compute_log_probs" and second not in ("actor", "ref"):
-            raise ConfigError(f"{field}={second!r} is unknown", field=field, hint="use actor or ref")
-        limits: dict[str, Any] = {"max_sample_tokens": self._max_sample_tokens}
-        advantages = check_batch(self.config, batch, self._vocab_size, loss=loss, **limits)
-        if name == "compute_log_probs" and second == "ref" and self.reference_group is not None:
-            raise StateError(
-                "the reference model is a group of its own", field="model", hint="call group.reference_group instead"
-            )
-        if (
-            loss == "policy"
-            and self.config.needs_reference
-            and self.reference_group is not None
-            and batch.ref_log_probs is None
-        ):
-            batch = batch.replace(ref_log_probs=self.reference_group.compute_log_probs(batch, model="ref").log_probs)
-        if name == "train_step" and second is None:
-            rest, kwargs = (
-                [plan_training(self.config, batch, self._cost, loss=loss, advantages=advantages), *rest[1:]],
-                {k: v for k, v in kwargs.items() if k != field},
-            )
-        return (store(batch, "batch"), *rest), kwargs
 
 
 def _model_folder(config: RunConfig, role: Role) -> ModelFolder:
@@ -344,38 +288,3 @@ def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float, began: 
     return CallFuture(
         refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, began=began
     ).result()
-
-
-class Handle(Protocol):
-    """What `add_calls` completes."""
-
-    def _start(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-def add_calls(handle: type[Handle]) -> None:
-    """Gives a driver's handle every call of the surface, and an async twin of each, as its `_start` does them."""
-
-    def synchronous(name: str) -> Callable[..., Any]:
-        def method(self: Handle, *args: Any, **kwargs: Any) -> Any:
-            return self._start(name, args, kwargs).result()
-
-        return method
-
-    def asynchronous(name: str) -> Callable[..., Any]:
-        def method(self: Handle, *args: Any, **kwargs: Any) -> Any:
-            return self._start(name, args, kwargs)
-
-        return method
-
-    for name in RPCS:
-        for method_name, make in ((name, synchronous), (f"{name}_async", asynchronous)):
-            if method_name not in vars(handle):
-                method = make(name)
-                method.__name__ = method_name
-                method.__doc__ = f"As `slimefsdp.Trainer.{name}`" + (
-                    ", returning a future." if make is asynchronous else "."
-                )
-                setattr(handle, method_name, method)
-
-
-add_calls(WorkerGroup)

@@ -23,8 +23,8 @@ from slimefsdp.estimate import Beside
 from slimefsdp.expected import beside_of, with_chosen_sharding
 from slimefsdp.functions import failure_of, load_function
 from slimefsdp.loss.correction import CorrectionOptions
-from slimefsdp.loss.names import LOOKS_AT_SEQUENCES
-from slimefsdp.loss.objective import LossName, Objective
+from slimefsdp.loss.names import LOOKS_AT_SEQUENCES, LossName
+from slimefsdp.loss.objective import Objective
 from slimefsdp.loss.policy import POLICY_LOSSES, PolicyLoss, PolicyLossFunction, PolicyOptions, PolicyTokens
 from slimefsdp.loss.sequences import Sequences
 from slimefsdp.loss.value import ValueObjective

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+
+Tag = Literal["parameters", "optimizer", "reference"]
+TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
+"""What `sleep` and `wake_up` move: parameters with gradients and buffers, optimiser state, the colocated reference."""
 
 MAX_LISTED = 20  # differences that a printed ReplicaCheck names
 

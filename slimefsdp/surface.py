@@ -1,7 +1,4 @@
-"""The calls that a whole group of ranks answers, written once: each is a method of Trainer.
-
-`first`: every rank computes the same and rank 0's result is returned. `all`: a list with every rank's own result.
-"""
+"""What every call on a group of ranks is held to, on the driver and on each rank: roles, arguments, one at a time."""
 
 from __future__ import annotations
 
@@ -15,27 +12,6 @@ from slimefsdp.exclusive import Turn, exclusive
 
 Role = Literal["actor", "ref", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
-RPCS: dict[str, Literal["first", "all"]] = {
-    "compute_log_probs": "first",
-    "compute_values": "first",
-    "train_step": "first",
-    "forward_backward": "first",
-    "optimizer_step": "first",
-    "zero_grad": "first",
-    "sleep": "all",
-    "wake_up": "all",
-    "memory": "all",
-    "describe": "all",
-    "check_sync": "first",
-    "gradient_health": "first",
-    "update_weights": "first",
-    "update_ref": "first",
-    "save": "first",
-    "finish_save": "first",
-    "load": "first",
-    "restored": "first",
-    "export_hf": "first",
-}
 LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
 """Role -> the losses that `forward_backward` takes."""
 _TRAINED = ("actor", "critic")

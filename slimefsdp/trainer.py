@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,26 +16,26 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimefsdp import build, phase
+from slimefsdp import build
 from slimefsdp.config import RunConfig
 from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.exclusive import Turn
-from slimefsdp.inputs import agreed_plan, check_together
-from slimefsdp.learner import Learner
-from slimefsdp.loss.objective import LossName, TokenInputs
-from slimefsdp.metrics import mean_over_updates
+from slimefsdp.loss.names import LossName
 from slimefsdp.models.decoder import DecoderModel
+from slimefsdp.models.folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.value import ValueModel
+from slimefsdp.optim.updater import Updater
 from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.parallel.mesh import Mesh
 from slimefsdp.parallel.offload import prefer_expandable_segments
-from slimefsdp.parallel.residency import TAGS, Residency, Tag, allocator_state
+from slimefsdp.parallel.residency import Residency, allocator_state
 from slimefsdp.reports import (
+    TAGS,
     Description,
     GradientHealth,
     Health,
@@ -45,9 +45,12 @@ from slimefsdp.reports import (
     ReplicaCheck,
     Restored,
     SyncReport,
+    Tag,
 )
 from slimefsdp.state import Checkpoints, export_model
-from slimefsdp.surface import ROLES, Role, require_loss, require_receivers, require_role, rpc
+from slimefsdp.surface import ROLES, Role, require_receivers, require_role, rpc
+from slimefsdp.training import step
+from slimefsdp.training.prepared import BatchPlanner, PreparedBatch
 from slimefsdp.weights.receive import Receiver, WeightReceiver
 from slimefsdp.weights.stream import stream_weights
 
@@ -72,32 +75,61 @@ class Trainer:
         if role == "actor" or (role == "critic" and config.critic.dp is None):
             config = config.with_ranks(dist.get_world_size())
         self.turn = Turn()
-        self.role = role
-        self.mesh: Mesh = build.mesh_for(config, role, device)
-        run_together(lambda: build.check_policy_loss(config), self.mesh.group)
-        self.folder = build.folder_for(config, role, self.mesh.group)
-        self.config = config = build.with_sharding(config, role, self.folder, self.mesh)
+        mesh = build.mesh_for(config, role, device)
+        run_together(lambda: build.check_policy_loss(config), mesh.group)
+        folder = build.folder_for(config, role, mesh.group)
+        config = build.with_sharding(config, role, folder, mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
-        self.policy: DecoderModel = build.model_for(kind, config, role, self.folder, self.mesh)
-        self._residency = Residency(device, self.mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
-        self._residency.models["parameters"] = self.policy
-        self._reference = build.reference_for(config, self.folder, self.policy, self.mesh, self._residency)
-        self._learner = Learner(config, role, self.policy, self.mesh, self._reference)
-        self.receiver = WeightReceiver(self.policy.named_weights())  # of another group's weights, in a reference group
+        model: DecoderModel = build.model_for(kind, config, role, folder, mesh)
+        residency = Residency(device, mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
+        residency.models["parameters"] = model
+        reference = build.reference_for(config, folder, model, mesh, residency)
+        self._rank = step.RankState(config, role, folder, mesh, model, residency, reference, config.loss.kl_coefficient)
+        self.receiver = WeightReceiver(model.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             return
-        self.updater = build.updater_for(config, role, self.policy)
-        self._residency.optimizer = self.updater.optimizer
-        self._checkpoints = Checkpoints(config, role, self.folder, self.mesh)
-        self._throughput = build.throughput_for(config, self.folder, self.policy, self.mesh)
-        self._profiler = build.profiler_for(config, role, self.mesh)
+        self._rank.updater = build.updater_for(config, role, model)
+        residency.optimizer = self.updater.optimizer
+        self._rank.checkpoints = Checkpoints(config, role, folder, mesh)
+        self._rank.throughput = build.throughput_for(config, folder, model, mesh)
+        self._rank.profiler = build.profiler_for(config, role, mesh)
         if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
-            self._reference.load()
+            reference.load()
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings, with everything that was left to this machine as it was chosen."""
+        return self._rank.config
+
+    @property
+    def role(self) -> Role:
+        """What this rank's model is for."""
+        return self._rank.role
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place among all."""
+        return self._rank.mesh
+
+    @property
+    def folder(self) -> ModelFolder:
+        """The model folder that it began with."""
+        return self._rank.folder
+
+    @property
+    def policy(self) -> DecoderModel:
+        """The role's own model: a policy, or a critic's value model."""
+        return self._rank.model
+
+    @property
+    def updater(self) -> Updater:
+        """The optimiser, of a role that trains."""
+        return self._rank.updater
 
     @property
     def reference(self) -> PolicyModel | None:
         """The colocated reference model; None while nobody has needed it."""
-        return self._reference.model
+        return self._rank.reference.model
 
     @property
     def updates_taken(self) -> int:
@@ -107,49 +139,57 @@ class Trainer:
     # ------------------------------------------------------------------ log-probs and training
 
     @rpc
-    def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
+    def compute_log_probs(
+        self, batch: RolloutBatch | PreparedBatch, model: Literal["actor", "ref"] = "actor"
+    ) -> LogProbs:
         """Log-probs and entropies of every response token, masked ones too.
 
         Args:
+            batch: or what a `BatchPlanner` prepared of it for this call; then it is not looked at again.
             model: the actor's weights now, or the frozen reference (loaded on first use).
 
         Raises:
             BatchError: the batch does not fit the settings.
         """
-        if model not in ("actor", "ref") or (model == "actor" and self.role == "ref"):
-            problem = f"model={model!r} on a group of role {self.role!r}"
-            raise ConfigError(problem, field="model", hint="use ref, or actor on an actor")
-        self._check(batch, None)
-        plan = self._learner.plan_everything(batch)
+        work = self._prepared(batch, ("log_probs", model), lambda planner, given: planner.for_forward(given, model))
+        rank = self._rank
         if model == "ref" and self.role == "actor":
-            values = self._learner.reference_outputs(batch, plan, trained_only=False)
+            with rank.reference.awake() as reference:
+                values = step.token_outputs(rank, reference, work, trained_only=False)
         else:
-            self._residency.wake_up(("parameters",))
-            values = self._learner.outputs(batch, plan, trained_only=False)
+            rank.residency.wake_up(("parameters",))
+            values = step.token_outputs(rank, rank.model, work, trained_only=False)
         log_probs, entropy = values.float().numpy()
         return LogProbs(log_probs, entropy)
 
     @rpc
-    def compute_values(self, batch: RolloutBatch) -> np.ndarray:
+    def compute_values(self, batch: RolloutBatch | PreparedBatch) -> np.ndarray:
         """The critic's value of every response token, masked ones too: float32 [R], in the order of the batch.
+
+        Args:
+            batch: as in `compute_log_probs`.
 
         Raises:
             BatchError: the batch does not fit the settings.
         """
-        self._check(batch, None)
-        self._residency.wake_up(("parameters",))
-        plan = self._learner.plan_everything(batch)
-        (values,) = self._learner.outputs(batch, plan, trained_only=False).float().numpy()
+        work = self._prepared(batch, "values", BatchPlanner.for_forward)
+        self._rank.residency.wake_up(("parameters",))
+        (values,) = step.token_outputs(self._rank, self._rank.model, work, trained_only=False).float().numpy()
         return values
 
     @rpc
     def train_step(
-        self, batch: RolloutBatch, plan: Plan | None = None, *, gae_lambda: float | None = None,
+        self,
+        batch: RolloutBatch | PreparedBatch,
+        plan: Plan | None = None,
+        *,
+        gae_lambda: float | None = None,
         kl_coefficient: float | None = None,
-    ) -> dict[str, float]:  # fmt: skip
-        """The whole update phase over one rollout batch; returns metrics averaged over its updates.
+    ) -> dict[str, float]:
+        """All updates over one rollout batch; returns metrics averaged over them.
 
         Args:
+            batch: as in `compute_log_probs`; prepared, it has the plan and the options.
             plan: of `slimefsdp.phase.plan_training`; made here when not given.
             gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
 
@@ -160,70 +200,48 @@ class Trainer:
             StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in
                 a row.
         """
-        start = time.perf_counter()
-        loss: LossName = "value" if self.role == "critic" else self.config.loss_name
-        has_gradients = self.updater.has_gradients
-        known = self._check(batch, loss, (gae_lambda, kl_coefficient, has_gradients))
+        began, has_gradients = time.perf_counter(), self.updater.has_gradients
+        options = (gae_lambda, kl_coefficient)
+        work = self._prepared(
+            batch,
+            (*options, has_gradients),
+            lambda planner, given: planner.for_training(given, plan, *options),
+            has_more=plan is not None or options != (None, None),
+        )
         if has_gradients:
             raise StateError(
                 "train_step() with gradients of forward_backward that no optimizer_step has used",
                 field="train_step",
                 hint="call optimizer_step to use them, or zero_grad to drop them",
             )
-        cost = self.policy.attention.cost  # what plans are balanced by
-        if plan is None:
-            plan = phase.plan_training(self.config, batch, cost, loss=loss, advantages=known)
-        plan = agreed_plan(self.config, plan, batch, loss, self.mesh.group, data_ranks=self.mesh.data_ranks)
-        self._residency.wake_up(("parameters",))
-        self._learner.seed_phase(self.updates_taken)
-        inputs = self._learner.inputs(
-            batch, plan, loss, advantages=known, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient
-        )
-        reports: list[dict[str, float]] = []
-        stopped: dict[str, float] = {}
-        try:
-            with self._learner.beside_reference(loss):
-                for update in range(len(plan.updates)):
-                    with self._profiler.profiled(self.updates_taken + 1):
-                        weights = phase.update_weights_of_tokens(self.config, batch, plan.counted_of(update))
-                        metrics = self._accumulate(batch, plan, update, inputs, weights, loss)
-                        if self.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > self.config.loss.max_kl:
-                            stopped = {"kl_old_stopped": metrics["kl_old"]}
-                            break
-                        reports.append(metrics | self.optimizer_step())
-        finally:
-            self._forget_gradients()  # of an update that did not come to its end
-        taken = [update for update, report in enumerate(reports) if not report["skipped_update"]]
-        speed = self._throughput.metrics(plan, batch, time.perf_counter() - start, taken)
-        advantages = None if inputs.advantages is None else inputs.advantages.numpy()
-        metrics = phase.phase_metrics(self.config, plan, batch, cost, advantages=advantages)
-        metrics = mean_over_updates(reports) | metrics | speed | {"updates": float(len(taken))}
-        metrics |= self._learner.follow_kl_target(metrics, batch.num_samples)
-        return metrics | stopped | {"early_stopped_updates": float(len(plan.updates) - len(reports))}
+        return step.train_step(self._rank, work, began)
 
     @rpc
     def forward_backward(
-        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
+        self, batch: RolloutBatch | PreparedBatch, loss: LossName = "policy", denominator: float | None = None
     ) -> dict[str, float]:
         """Adds the gradients of one batch as (part of) one update; nothing is dropped.
 
         Args:
             loss: `policy` (needs advantages or what they are computed from) or `sft`; of a critic `value`.
-            batch: without `old_log_probs` the current ones serve, and the ratio is 1.
+            batch: as in `compute_log_probs`; without `old_log_probs` the current ones serve, and the ratio is 1.
             denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
                 denominator (`slimefsdp.loss.reduce.update_denominator`) equal one call with the whole.
 
         Raises:
             BatchError: the batch does not fit the settings; no gradient was added.
         """
-        require_loss(loss, self.role)
-        known = self._check(batch, loss, denominator)
-        self._residency.wake_up(("parameters",))
-        plan = self._learner.plan_everything(batch, loss)
-        weights = phase.update_weights_of_tokens(self.config, batch, np.arange(batch.num_samples), denominator)
-        inputs = self._learner.inputs(batch, plan, loss, advantages=known)
-        with self._learner.beside_reference(loss):
-            return self._accumulate(batch, plan, 0, inputs, weights, loss)
+        work = self._prepared(
+            batch,
+            (loss, denominator),
+            lambda planner, given: planner.for_gradients(given, loss, denominator),
+            has_more=(loss, denominator) != ("policy", None),
+        )
+        rank = self._rank
+        rank.residency.wake_up(("parameters",))
+        inputs = step.token_inputs(rank, work)
+        with step.reference_beside(rank, work):
+            return step.forward_backward(rank, work, 0, inputs)
 
     @rpc
     def optimizer_step(self) -> dict[str, float]:
@@ -232,15 +250,13 @@ class Trainer:
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
         """
-        self._residency.wake_up(("parameters", "optimizer"))
-        self._checkpoints.wait_for_copy()
-        return self.updater.step(self.mesh.group)
+        return step.optimizer_step(self._rank)
 
     @rpc
     def zero_grad(self) -> None:
         """Drops the gradients that forward_backward has gathered; idempotent."""
-        self._residency.wake_up(("parameters",))  # asleep, they have nothing to drop
-        self._forget_gradients()
+        self._rank.residency.wake_up(("parameters",))  # asleep, they have nothing to drop
+        step.drop_gradients(self._rank)
 
     # ------------------------------------------------------------------ residency
 
@@ -248,20 +264,20 @@ class Trainer:
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
         if self.role != "ref":
-            self._checkpoints.wait_for_copy()
-        return replace(self._residency.sleep(tags), **allocator_state(self.mesh.device))
+            self._rank.checkpoints.wait_for_copy()
+        return replace(self._rank.residency.sleep(tags), **allocator_state(self.mesh.device))
 
     @rpc
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
-        return replace(self._residency.wake_up(tags), **allocator_state(self.mesh.device))
+        return replace(self._rank.residency.wake_up(tags), **allocator_state(self.mesh.device))
 
     def memory(self) -> Memory:
         """Bytes held on this rank."""
-        memory = self._residency.memory()
+        memory = self._rank.residency.memory()
         if self.role == "ref":
             return memory
-        return replace(memory, host_buffers=memory.host_buffers + self._checkpoints.host_bytes)
+        return replace(memory, host_buffers=memory.host_buffers + self._rank.checkpoints.host_bytes)
 
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""
@@ -279,7 +295,7 @@ class Trainer:
     @rpc
     def check_sync(self) -> ReplicaCheck:
         """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
-        self._residency.wake_up(TAGS)
+        self._rank.residency.wake_up(TAGS)
         models = {"": self.policy} | ({} if self.reference is None else {"reference.": self.reference})
         tensors: list[tuple[str, torch.Tensor]] = []
         for prefix, model in models.items():
@@ -289,9 +305,9 @@ class Trainer:
         if self.role != "ref":
             tensors += optimizer_tensors(self.policy, self.updater.optimizer)
             numbers = {**self.updater.progress(), "next_lr": self.updater.next_lr}
-            numbers["kl_coefficient"] = self._learner.kl_coefficient
+            numbers["kl_coefficient"] = self._rank.kl_coefficient
         found = compare_replicas(tensors, numbers, self.mesh.group)
-        self._reference.rest()
+        self._rank.reference.rest()
         return found
 
     def gradient_health(self) -> GradientHealth:
@@ -319,7 +335,7 @@ class Trainer:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
         require_receivers(receivers)
-        self._residency.wake_up(("parameters",))
+        self._rank.residency.wake_up(("parameters",))
         return stream_weights(
             self.policy.named_weights(),
             receivers,
@@ -338,8 +354,8 @@ class Trainer:
                 architecture.
         """
         assert isinstance(self.policy, PolicyModel)
-        self._residency.wake_up(("parameters",))
-        self._reference.follow(self.policy)
+        self._rank.residency.wake_up(("parameters",))
+        self._rank.reference.follow(self.policy)
 
     @rpc
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
@@ -350,18 +366,18 @@ class Trainer:
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
         """
-        self._residency.wake_up(("parameters", "optimizer"))
-        with self._reference.resting():
-            folder = self._checkpoints.save(
+        self._rank.residency.wake_up(("parameters", "optimizer"))
+        with self._rank.reference.resting():
+            folder = self._rank.checkpoints.save(
                 step,
-                self.policy.named_weights() + self._reference.saved_weights(),
+                self.policy.named_weights() + self._rank.reference.saved_weights(),
                 self.updater,
-                reference_follows=self._reference.follows,
-                kl_coefficient=self._learner.kl_coefficient,
+                reference_follows=self._rank.reference.follows,
+                kl_coefficient=self._rank.kl_coefficient,
                 loop_state=loop_state,
             )
-            if self._reference.follows:
-                self._checkpoints.wait_for_copy()  # of the reference, which goes to rest
+            if self._rank.reference.follows:
+                self._rank.checkpoints.wait_for_copy()  # of the reference, which goes to rest
         return folder
 
     @rpc
@@ -371,12 +387,12 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; the earlier checkpoints stand.
         """
-        return self._checkpoints.finish()
+        return self._rank.checkpoints.finish()
 
     def restored(self) -> Restored | None:
         """What the last `load` took and passed over; None before the first one."""
         require_role("restored", self.role)
-        return self._checkpoints.restored
+        return self._rank.checkpoints.restored
 
     @rpc
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
@@ -385,16 +401,21 @@ class Trainer:
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
-        self._residency.wake_up(("parameters", "optimizer"))
-        with self._reference.resting():
-            info = self._checkpoints.load(
+        self._rank.residency.wake_up(("parameters", "optimizer"))
+        reference = self._rank.reference
+        with reference.resting():
+            info = self._rank.checkpoints.load(
                 step,
-                lambda info: self.policy.named_weights() + self._reference.weights_to_load(info["reference_follows"]),
+                lambda info: (
+                    self.policy.named_weights() + self._rank.reference.weights_to_load(info["reference_follows"])
+                ),
                 self.updater,
             )
-            self._reference.loaded(info["reference_follows"])
-            self._learner.restore_kl_coefficient(info.get("kl_coefficient"))
-        self._checkpoints.warn_of_load()
+            reference.loaded(info["reference_follows"])
+            saved = info.get("kl_coefficient")  # None: of an earlier version
+            if saved is not None and self.config.loss.kl_target is not None:
+                self._rank.kl_coefficient = saved
+        self._rank.checkpoints.warn_of_load()
         return dict(info["loop_state"])
 
     @rpc
@@ -410,21 +431,27 @@ class Trainer:
         """
         if not isinstance(path, str | Path):
             raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
-        self._residency.wake_up(("parameters",))
+        self._rank.residency.wake_up(("parameters",))
         master = build.master_dtype(self.config)
         export_model(self.policy, self.folder, Path(path), dtype=master, mesh=self.mesh, export_dtype=dtype)
         return Path(path)
 
     # ------------------------------------------------------------------ inside
 
-    def _check(self, batch: RolloutBatch, loss: LossName | None, given: object = None) -> np.ndarray | None:
-        return check_together(self.config, batch, self.folder, loss, self.mesh.group, given=given)
-
-    def _forget_gradients(self) -> None:
-        self.updater.optimizer.zero_grad(set_to_none=True)
-
-    def _accumulate(
-        self, batch: RolloutBatch, plan: Plan, update: int, inputs: TokenInputs, weights: np.ndarray, loss: LossName
-    ) -> dict[str, float]:  # fmt: skip
-        scale = self.updater.loss_scale
-        return self._learner.accumulate(batch, plan, update, inputs, weights, loss, loss_scale=scale)
+    def _prepared(
+        self,
+        batch: RolloutBatch | PreparedBatch,
+        given: object,
+        prepare: Callable[[BatchPlanner, RolloutBatch], PreparedBatch],
+        has_more: bool = False,
+    ) -> PreparedBatch:
+        if isinstance(batch, PreparedBatch):
+            if has_more:
+                problem = "a prepared batch has its plan and options already"
+                raise ConfigError(problem, field="batch", hint="give them where it is prepared")
+            return batch
+        folder = self.folder
+        planner = BatchPlanner(
+            self.config, self.role, folder.vocab_size, folder.max_sample_tokens, self.policy.attention.cost
+        )
+        return step.prepared_together(self._rank, batch, lambda: prepare(planner, batch), given)

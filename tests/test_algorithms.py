@@ -19,7 +19,6 @@ import torch
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config_loss import CORRECTION_BOUNDS
 from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.learner import Learner
 from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, PER_SEQUENCE, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.phase import plan_everything, plan_training
 from slimefsdp.trainer import Trainer
@@ -305,8 +304,7 @@ def steps(rank: int, cases: list[tuple[RunConfig, RolloutBatch]]) -> list[tuple[
         trainer = Trainer(cases[0][0], device=torch.device("cpu"))
         start = {name: parameter.clone() for name, parameter in trainer.policy.named_weights()}
         for config, batch in cases:
-            trainer.config = config
-            trainer._learner = Learner(config, "actor", trainer.policy, trainer.mesh, trainer._reference)
+            trainer._rank.config, trainer._rank.kl_coefficient = config, config.loss.kl_coefficient
             with torch.enable_grad():
                 metrics = trainer.train_step(batch)
             moved: dict[str, torch.Tensor] = {}

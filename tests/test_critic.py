@@ -13,14 +13,16 @@ from transformers import AutoModelForTokenClassification
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError
-from slimefsdp.phase import plan_training
-from slimefsdp.surface import RPCS
+from slimefsdp.phase import plan_everything, plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
+from slimefsdp.training.prepared import PreparedBatch
 from tests.support.classifiers import plain_classifier, save_classifier, separate_values
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
+from tests.support.rpcs import RPCS
 from tests.support.tiny_models import TinyFolder, save_tiny_model
 
 CPU = torch.device("cpu")
@@ -159,8 +161,8 @@ def test_values_gradients_and_a_phase_equal_a_plain_critics_in_float64(
 
 def inputs_of_critic(rank: int, config: RunConfig, batch: RolloutBatch, options: dict[str, float]) -> np.ndarray:
     trainer = Trainer(config, "critic", device=CPU)
-    learner = trainer._learner
-    found = learner.inputs(batch, learner.plan_everything(batch), "value", **options)
+    plan = plan_everything(config, batch, data_ranks=1)
+    found = step.token_inputs(trainer._rank, PreparedBatch(batch, plan, "value", **options))
     assert found.returns is not None
     return found.returns.numpy()
 
@@ -249,8 +251,8 @@ def test_calls_that_make_no_sense_on_a_role_are_refused(tiny_folder: TinyFolder,
 def save_and_export(rank: int, config: RunConfig, batch: RolloutBatch, folder: Path) -> Any:
     trainer = Trainer(config, "critic", device=CPU)
     trainer.train_step(batch)
-    for step in (1, 2, 3):
-        path = trainer.save(step, {"cursor": step})
+    for number in (1, 2, 3):
+        path = trainer.save(number, {"cursor": number})
     values = trainer.compute_values(batch)
     trainer.export_hf(folder)
     trainer.train_step(batch)

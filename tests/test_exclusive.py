@@ -14,10 +14,11 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import StateError
 from slimefsdp.exclusive import Turn, exclusive
-from slimefsdp.surface import RPCS
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal, refused
+from tests.support.rpcs import RPCS
 from tests.support.tiny_models import save_tiny_model
 from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, phases_then_weights, settings
 
@@ -75,7 +76,7 @@ def a_step_disturbed(rank: int, config: RunConfig, batches: list[RolloutBatch]) 
     """Another thread calls everything in the middle of a train step."""
     trainer = Trainer(config, device=CPU)
     found: dict[str, Any] = {}
-    accumulate = trainer._accumulate
+    forward_backward = step.forward_backward
 
     def disturb() -> None:
         for name in sorted(set(RPCS) - UNGUARDED):
@@ -85,15 +86,18 @@ def a_step_disturbed(rank: int, config: RunConfig, batches: list[RolloutBatch]) 
         found["answers"] = trainer.health().updates_taken, trainer.memory().asleep, trainer.gradient_health()
 
     def disturbed(*args: Any) -> dict[str, float]:
-        metrics = accumulate(*args)
+        metrics = forward_backward(*args)
         thread = threading.Thread(target=disturb)
         thread.start()
         thread.join()
         return metrics
 
     losses = [trainer.train_step(batches[0])["loss"]]
-    trainer._accumulate = disturbed  # type: ignore[method-assign]
-    losses += [trainer.train_step(batch)["loss"] for batch in batches[1:]]
+    step.forward_backward = disturbed
+    try:
+        losses += [trainer.train_step(batch)["loss"] for batch in batches[1:]]
+    finally:
+        step.forward_backward = forward_backward
     return {"errors": found, "losses": losses, "weights": fingerprint(trainer.policy)}
 
 

@@ -36,7 +36,7 @@ assert {'train', 'replay', 'plan', 'calibrate', 'check', 'convert dcp-to-hf', 'b
 PARTS: dict[str, tuple[str, set[str]]] = {
     "batches": ("import slimefsdp.data.rollout", RAY),
     "judging a batch": ("import slimefsdp.credit", RAY),
-    "planning": ("import slimefsdp.phase", RAY),
+    "planning": ("import slimefsdp.training.prepared", RAY),
     "simulating": ("import slimefsdp.simulate", {*RAY, "pydantic"}),
     "reading a model folder": ("import slimefsdp.models.folder", {*ANY, "safetensors"}),
     "settings": (

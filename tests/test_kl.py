@@ -20,7 +20,7 @@ from tests.support.plain_step import TEMPERATURE, make_batch
 from tests.support.plain_step import settings as float64_settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder, plain_model, save_pair
-from tests.support.trainers import CPU, MESHES, error_of, fresh_batch, ranks_of, record_updates, settings
+from tests.support.trainers import CPU, MESHES, error_of, fresh_batch, ranks_of, settings, step_and_updates
 
 every_mesh = pytest.mark.parametrize("mesh", MESHES)
 SPREADS: dict[str, dict[str, Any]] = {
@@ -253,9 +253,7 @@ def test_a_reference_that_followed_is_compared_with_its_new_weights_and_rests_be
 
 def updates_of_a_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
     trainer = Trainer(config, device=CPU)
-    recorded = record_updates(trainer)
-    trainer.train_step(batch)
-    return recorded
+    return step_and_updates(trainer, batch)[1]
 
 
 @every_mesh

@@ -18,7 +18,7 @@ from tests.support.checkpoints import forge_info
 from tests.support.plain_step import make_batch
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import save_pair
-from tests.support.trainers import CPU, MESHES, error_of, fingerprint, fresh_batch, ranks_of, record_updates, settings
+from tests.support.trainers import CPU, MESHES, error_of, fingerprint, fresh_batch, ranks_of, settings, step_and_updates
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +119,7 @@ def early_stop(folder: Path, mesh: dict[str, int], max_kl: float | None) -> RunC
 
 def whole_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[float], dict[str, float]]:
     trainer = Trainer(config, device=CPU)
-    recorded = record_updates(trainer)
-    metrics = trainer.train_step(batch)
+    metrics, recorded = step_and_updates(trainer, batch)
     return [update["kl_old"] for update in recorded], metrics
 
 

@@ -189,7 +189,8 @@ def refused_by_its_tensors(rank: int, config: RunConfig, batch: RolloutBatch) ->
     error = error_of(trainer.load)
     asleep = trainer.memory().asleep
     trainer.sleep(("reference",))
-    return {"error": error, "unchanged": state() == before, "asleep": asleep, "follows": trainer._reference.follows}
+    follows = trainer._rank.reference.follows
+    return {"error": error, "unchanged": state() == before, "asleep": asleep, "follows": follows}
 
 
 def test_a_load_that_is_refused_late_changes_neither_policy_nor_moments_nor_reference(

@@ -59,20 +59,20 @@ LAYERS = (
             "phase",
             "simulate",
         ),
-        *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "update", "weights"),
+        *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "weights"),
         *("activations", "calibrate", "estimate", "expected", "memory_errors", "out_of_memory", "rates"),
     ),
     ("reference",),
-    ("build", "inputs", "state"),
-    ("learner",),
+    ("build", "state"),
+    ("training",),
     ("trainer",),
     ("replay",),
 )
 LAYER = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
 # below the trainer functions take values, not settings; deciding a phase is where settings become values
 CONFIG_READERS = (
-    *("config", "build", "credit", "expected", "inputs", "learner", "memory_errors", "phase", "state"),
-    *("trainer", "replay"),
+    *("config", "build", "credit", "expected", "memory_errors", "phase", "state"),
+    *("training", "trainer", "replay"),
 )
 
 

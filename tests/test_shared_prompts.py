@@ -19,7 +19,7 @@ from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
-from tests.support.trainers import record_updates
+from tests.support.trainers import step_and_updates
 
 Rng = np.random.Generator
 Sample = tuple[list[int], int]  # tokens, and how many of them are the prompt
@@ -228,9 +228,7 @@ def test_phases_of_several_updates_lead_to_the_same_weights(
 
 def updates_of_a_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
     trainer = Trainer(config, device=torch.device("cpu"))
-    recorded = record_updates(trainer)
-    trainer.train_step(batch)
-    return recorded
+    return step_and_updates(trainer, batch)[1]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

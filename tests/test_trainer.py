@@ -17,6 +17,8 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError, StateError
 from slimefsdp.phase import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
+from slimefsdp.training.prepared import PreparedBatch
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
@@ -27,8 +29,8 @@ from tests.support.trainers import (
     fingerprint,
     fresh_batch,
     phases_then_weights,
-    record_updates,
     settings,
+    step_and_updates,
 )
 
 OVERFLOWING = 3e38  # a legal float32 whose gradients are not
@@ -44,9 +46,7 @@ def other_folder(tiny_folder: TinyFolder) -> Path:
 
 def updates_of_one_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
     trainer = Trainer(config, device=CPU)
-    recorded = record_updates(trainer)
-    trainer.train_step(batch)
-    return recorded
+    return step_and_updates(trainer, batch)[1]
 
 
 @pytest.mark.parametrize(("dp", "cp"), [(2, 1), (1, 2)])
@@ -76,7 +76,8 @@ def test_the_ratio_of_the_first_update_is_exactly_one(
 
 def log_probs_by_both_ways(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, Any, Any]:
     trainer = Trainer(config, device=CPU)
-    training = trainer._learner.outputs(batch, plan_training(config, batch), trained_only=True).numpy()
+    work = PreparedBatch(batch, plan_training(config, batch))
+    training = step.token_outputs(trainer._rank, trainer.policy, work, trained_only=True).numpy()
     separate = trainer.compute_log_probs(batch)
     return training, separate.log_probs, separate.entropy
 
@@ -525,7 +526,7 @@ def failing_then_stepping(rank: int, config: RunConfig, good: RolloutBatch, bad:
     """What is possible after a train_step that ended on the way, and after a load that came upon gradients."""
     trainer = Trainer(config, device=CPU)
     trainer.save(0)
-    wake_up, calls = trainer._residency.wake_up, []
+    wake_up, calls = trainer._rank.residency.wake_up, []
 
     def failing(tags: Any) -> Any:
         calls.append(tags)
@@ -533,9 +534,9 @@ def failing_then_stepping(rank: int, config: RunConfig, good: RolloutBatch, bad:
             raise ResourceError("no memory", field="test")
         return wake_up(tags)
 
-    trainer._residency.wake_up = failing  # type: ignore[method-assign]
+    trainer._rank.residency.wake_up = failing  # type: ignore[method-assign]
     failed = error_of(lambda: trainer.train_step(good))
-    trainer._residency.wake_up = wake_up  # type: ignore[method-assign]
+    trainer._rank.residency.wake_up = wake_up  # type: ignore[method-assign]
     nothing_left = error_of(trainer.optimizer_step)
     stopped = error_of(lambda: trainer.train_step(bad))  # optim.max_skipped_updates
     trainer.train_step(good)

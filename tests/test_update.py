@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimefsdp import learner
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
@@ -61,18 +61,18 @@ def _failing(name: str) -> Any:
 
 def watched_update(rank: int, config: RunConfig, batch: RolloutBatch) -> int:
     """Operations of an update's micro-batches; none of them waits."""
-    trainer, original = Trainer(config, device=torch.device("cpu")), learner.accumulate_gradients
+    trainer, original = Trainer(config, device=torch.device("cpu")), step.accumulate_gradients
     watch = FailsWhereTheHostWaits()
 
     def accumulate_gradients(*args: Any, **kwargs: Any) -> None:
         with watch:
             original(*args, **kwargs)
 
-    learner.accumulate_gradients = accumulate_gradients
+    step.accumulate_gradients = accumulate_gradients
     try:
         trainer.train_step(batch)
     finally:
-        learner.accumulate_gradients = original
+        step.accumulate_gradients = original
     return watch.operations
 
 

@@ -6,6 +6,9 @@ tables themselves.
 
 from __future__ import annotations
 
+from typing import Literal
+
+LossName = Literal["policy", "sft", "value"]
 ESTIMATORS: dict[str, str] = {
     "grpo": "(reward - group mean) / group standard deviation; arXiv 2402.03300",
     "dr_grpo": "reward - group mean; arXiv 2503.20783",

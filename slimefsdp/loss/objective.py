@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,8 +31,6 @@ from slimefsdp.loss.sequences import Sequences
 
 if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none
     from slimefsdp.metrics import MetricSums
-
-LossName = Literal["policy", "sft", "value"]
 
 
 @dataclass(frozen=True, slots=True)

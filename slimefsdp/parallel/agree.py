@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
 from slimefsdp.errors import SlimeError, portable
 
 
+def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Collective: what every rank brings, in rank order; it can be pickled."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
     """Collective: whether every rank brings the same value."""
-    values: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return len(set(values)) == 1
+    return len(set(gathered(value, group))) == 1
 
 
 def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
@@ -21,7 +27,8 @@ def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None
 
     A typed error names the rank it comes from, here and in `run_on_first`.
     """
-    _raise_together(_error_of(action), group)
+    error = error_of(action)
+    raise_first(gathered(sendable(error), group), error, group)
 
 
 def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream: Iterable[object] = ()) -> None:
@@ -31,26 +38,35 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
         stream: a collective iterable that `action` consumes. The other ranks keep step with it, and rank 0 finishes it
             if the action fails half-way.
     """
-    error = _error_of(action) if dist.get_rank(group) == 0 else None
+    error = error_of(action) if dist.get_rank(group) == 0 else None
     for _ in stream:
         pass
-    _raise_together(error, group)
+    raise_first(gathered(sendable(error), group), error, group)
 
 
-def _raise_together(error: Exception | None, group: dist.ProcessGroup) -> None:
-    errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    # what cannot be pickled would, inside of the collective, leave the peers waiting
-    dist.all_gather_object(errors, None if error is None else portable(error), group=group)
+def sendable(error: Exception | None) -> Exception | None:
+    """An error as it can be gathered: one that cannot be pickled would, in the collective, leave the peers waiting."""
+    return None if error is None else portable(error)
+
+
+def raise_first(errors: Sequence[Exception | None], own: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raises the first error in rank order, on every rank the same.
+
+    Args:
+        errors: gathered; None of a rank that has none.
+        own: this rank's.
+    """
     for rank, found in enumerate(errors):
         if found is not None:
-            if error is not None and rank == dist.get_rank(group):
-                found = error  # where it happened it keeps its traceback
+            if own is not None and rank == dist.get_rank(group):
+                found = own  # where it happened it keeps its traceback
             if isinstance(found, SlimeError) and found.rank is None:
                 found.rank = dist.get_global_rank(group, rank)
             raise found
 
 
-def _error_of(action: Callable[[], object]) -> Exception | None:
+def error_of(action: Callable[[], object]) -> Exception | None:
+    """What an action raises; None: nothing."""
     try:
         action()
     except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,10 +12,7 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.parallel.agree import run_together
 from slimefsdp.parallel.fsdp import reshard
 from slimefsdp.parallel.offload import Sleeper, distinct_storages
-from slimefsdp.reports import Memory, MemoryReport
-
-Tag = Literal["parameters", "optimizer", "reference"]
-TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
+from slimefsdp.reports import TAGS, Memory, MemoryReport, Tag
 
 
 class Residency:

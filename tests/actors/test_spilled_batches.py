@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 
 from actors.spilled_batches import SpilledBatches
+from slimefsdp.data.plan import plan_phase
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.phase import batch_digest
+from slimefsdp.training.prepared import PreparedBatch
 from tests.support.process_resources import unnamed_files
 from tests.support.rollouts import batches, three_samples
+
+
+def prepared(batch: RolloutBatch | dict[str, Any]) -> PreparedBatch:
+    found = batch if isinstance(batch, RolloutBatch) else RolloutBatch(**batch)
+    return PreparedBatch(found, plan_phase(found.lengths, dp=2, max_pack_tokens=int(found.lengths.max())))
 
 
 @given(batch=batches())
 def test_a_batch_comes_back_to_the_bit_with_every_field(
     batch: RolloutBatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    found = SpilledBatches(tmp_path_factory.getbasetemp()).write(batch).read()
-    assert found.same_as(batch) and batch_digest(found) == batch_digest(batch)
+    work = replace(prepared(batch), advantages=np.linspace(-1, 1, batch.num_response_tokens))
+    found = SpilledBatches(tmp_path_factory.getbasetemp()).write(work).read()
+    assert found.batch.same_as(batch) and batch_digest(found.batch) == batch_digest(batch)
+    assert found.plan.digest() == work.plan.digest()
+    np.testing.assert_array_equal(found.advantages, work.advantages)
 
 
 def test_a_file_is_gone_with_the_last_of_its_batches(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "of a new name"
     spilled = SpilledBatches(folder)
-    kept = {number: spilled.write(RolloutBatch(**three_samples(rewards=[number] * 3))) for number in range(3)}
+    kept = {number: spilled.write(prepared(three_samples(rewards=[number] * 3))) for number in range(3)}
     spilled.begin_file()
-    kept[3] = spilled.write(RolloutBatch(**three_samples()))
-    assert [kept[number].read().rewards[0] for number in range(3)] == [0.0, 1.0, 2.0]
+    kept[3] = spilled.write(prepared(three_samples()))
+    assert [kept[number].read().batch.rewards[0] for number in range(3)] == [0.0, 1.0, 2.0]
     assert len(unnamed_files(folder)) == 2 and not list(folder.iterdir())
     del kept[0], kept[1]
     assert len(unnamed_files(folder)) == 2
     del kept[2]
     assert len(unnamed_files(folder)) == 1
-    assert kept[3].read().rewards is None
+    assert kept[3].read().batch.rewards is None

@@ -12,6 +12,7 @@ import os
 import tempfile
 import warnings
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors import restarts, supervisor
+from actors.group_calls import Request
 from actors.recovery import RECOVERIES
 from actors.restarts import MAX_WITHOUT_PROGRESS
 from actors.supervisor import SupervisedGroup
-from actors.worker_group import SECOND_ARGUMENT
+from slimefsdp.data.plan import Plan
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ResourceError, SlimeError, StateError, SyncError, WorkerDied
+from slimefsdp.training.prepared import PreparedBatch
 from tests.support.process_resources import files_up_to, unnamed_files
 from tests.support.refusals import names, refused
 from tests.support.tiers import examples
@@ -40,6 +43,9 @@ class Ref:
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
+
+
+NO_PLAN = Plan((), 0, 0, 0, 0)
 
 
 class Scripted:
@@ -82,10 +88,23 @@ class Scripted:
         patch.setattr(
             supervisor,
             "fetch",
-            lambda ref, field: RolloutBatch(tokens=[1, 1], lengths=[2], response_lengths=[1], rewards=[ref.batch]),
+            lambda ref, field: PreparedBatch(
+                RolloutBatch(tokens=[1, 1], lengths=[2], response_lengths=[1], rewards=[ref.batch]), NO_PLAN
+            ),
         )
-        patch.setattr(supervisor, "store", lambda batch, field: self.put(int(batch.rewards[0])))
+        patch.setattr(supervisor, "store", lambda work, field: self.put(int(work.batch.rewards[0])))
         return SupervisedGroup.launch(self.config)
+
+
+class Planner:
+    """Stands for a BatchPlanner: a batch is known by its number."""
+
+    def for_training(self, batch: Any, *options: Any) -> Any:
+        if batch == "bad":
+            raise BatchError("bad", field="batch")
+        return batch
+
+    for_forward = for_gradients = for_training
 
 
 class ScriptedGroup:
@@ -101,21 +120,22 @@ class ScriptedGroup:
         is_referred_to = actor is None and script.with_reference
         self.reference_group = ScriptedGroup(script, "ref", self) if is_referred_to else None
 
-    def prepare(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args == ("bad",):
-            raise BatchError("bad", field="batch")
-        return (self.script.put(args[0]), *args[1:]) if name in SECOND_ARGUMENT else args, kwargs
+    def prepared(self, request: Request) -> Request:
+        if request.prepare is None:
+            return request
+        batch: Any = request.prepare(Planner())  # type: ignore[arg-type]
+        return replace(request, args=(self.script.put(batch), *request.args), prepare=None)
 
-    def begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def begin(self, request: Request) -> Any:
         """Runs at once, in order, as the ranks of a group do; the result waits."""
         script = self.script
         script.calls += 1
         self.actor.is_lost |= script.calls in script.losses
-        outcome: Any = WorkerDied("gone", rank=1, phase=name)
+        outcome: Any = WorkerDied("gone", rank=1, phase=request.name)
         if not self.actor.is_lost:
             try:
-                values = [arg.batch if isinstance(arg, Ref) else arg for arg in args]
-                outcome = getattr(self, f"_{name}")(*values, **kwargs)
+                values = [arg.batch if isinstance(arg, Ref) else arg for arg in request.args]
+                outcome = getattr(self, f"_{request.name}")(*values)
             except (SlimeError, ZeroDivisionError) as error:
                 outcome = error
 
@@ -144,7 +164,7 @@ class ScriptedGroup:
             raise ZeroDivisionError  # the ranks live on for a moment
         return {"loss": float(hash(self.state) + self.script.drift), "grad_norm": math.nan}
 
-    def _compute_log_probs(self, batch: int) -> int:
+    def _compute_log_probs(self, batch: int, model: str) -> int:
         return hash((self.state, batch))
 
     def _forward_backward(self, batch: int) -> dict[str, float]:
@@ -179,10 +199,12 @@ class ScriptedGroup:
     def receivers(self) -> list[Any]:
         return [self]
 
+    receive = commit = begin
+
     def _update_weights(self, receivers: list[Any]) -> tuple[Any, ...]:
         return self.state
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, loop_state: None) -> None:
         written = {(role, s) for role, s in self.script.disk if role == self.role}
         keep_last = self.script.keep_last + (self.role == "critic")  # it saves first, see Checkpoints.save
         for key in sorted(written)[:-keep_last]:

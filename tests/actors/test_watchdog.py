@@ -18,6 +18,7 @@ import ray
 
 from actors import watchdog, worker_group
 from actors.calls import CallFuture
+from actors.group_calls import Request
 from actors.rollout.engine import EnginePool
 from actors.train_worker import TrainWorker
 from actors.watchdog import COST, Limits, Pulse, Waiting, Watchdog, Watched, write_stacks
@@ -440,16 +441,16 @@ def faulty_group(cluster: None, make_config: MakeConfig, tmp_path_factory: pytes
 
     class Faulty(TrainWorker):
         def inject(self, fault: Callable[[], None] | None) -> None:
-            from slimefsdp import update
+            from slimefsdp.training import step
 
-            original = getattr(update, "original", update.evaluate)
+            original = getattr(step, "original", step.evaluate)
 
             def evaluate(*args: Any, **kwargs: Any) -> Any:
                 if fault is not None:
                     fault()
                 return original(*args, **kwargs)
 
-            update.original, update.evaluate = original, evaluate  # type: ignore[attr-defined]
+            step.original, step.evaluate = original, evaluate  # type: ignore[attr-defined]
 
     config = make_config(
         run={"dir": str(tmp_path_factory.mktemp("run"))},
@@ -550,17 +551,17 @@ def test_the_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_i
 def test_a_rank_in_a_collective_that_no_other_joins_is_named_with_the_collective(
     measured_group: Any, small_batch: RolloutBatch
 ) -> None:
-    name, (args, kwargs) = "train_step", measured_group.prepare("train_step", (small_batch,), {})
+    request = measured_group.prepared(Request("train_step", prepare=lambda planner: planner.for_training(small_batch)))
     first, second = measured_group.receivers
     guard = Watchdog([first, second], Limits.of(measured_group.config))
     alone = CallFuture(
-        [first.call.remote(name, args, kwargs)], name=name, timeout_s=PATIENCE_S, first_only=True, watchdog=guard
+        [first.call.remote(request)], name=request.name, timeout_s=PATIENCE_S, first_only=True, watchdog=guard
     )
     error, _ = hang_of(alone)
     assert (error.rank, error.phase, error.field) == (0, "train_step", "cluster.hang_timeout_s")
     assert error.stack is not None and "all_gather_object" in Path(error.stack).read_text()
     assert "torch/distributed" in Path(error.stack).read_text() and "distributed_c10d.py" in error.message
-    ray.get(second.call.remote(name, args, kwargs), timeout=PATIENCE_S)  # it joins
+    ray.get(second.call.remote(request), timeout=PATIENCE_S)  # it joins
     assert alone.result()["updates"] == 1
 
 

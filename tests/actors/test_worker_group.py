@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -9,8 +10,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from actors.calls import CallFuture
+from actors.group_calls import Request
 from actors.placement import reserve
 from actors.worker_group import WorkerGroup
 from slimefsdp.checkpoint.atomic import CheckpointStore
@@ -40,9 +43,9 @@ from slimefsdp.errors import (
 )
 from slimefsdp.phase import plan_training
 from slimefsdp.reports import Health, Memory
-from slimefsdp.surface import RPCS
 from slimefsdp.trainer import Trainer
 from tests.support.refusals import refused
+from tests.support.rpcs import RPCS
 from tests.support.runs import TIMES, Untouchable, bits
 from tests.support.waiting import PATIENCE_S, is_alive, wait_until
 
@@ -52,11 +55,19 @@ ROOT = Path(__file__).parents[2]
 # ------------------------------------------------------------------ the same as the bare Trainer
 
 
-def test_the_surface_is_on_trainer_and_group_with_async_twins() -> None:
+def test_trainer_and_group_have_the_same_calls_with_the_same_arguments_and_async_twins() -> None:
     public = {name for name, value in vars(Trainer).items() if callable(value) and not name.startswith("_")}
     assert public == {*RPCS, "health"}
     for name in RPCS:
-        assert callable(getattr(WorkerGroup, name)) and callable(getattr(WorkerGroup, f"{name}_async"))
+        call, twin = getattr(WorkerGroup, name), getattr(WorkerGroup, f"{name}_async")
+        assert call.__doc__ and twin.__doc__
+        of_rank, of_group, of_twin = (
+            {key: (one.default, one.kind) for key, one in inspect.signature(function).parameters.items()}
+            for function in (getattr(Trainer, name), call, twin)
+        )
+        assert of_rank == of_group == of_twin, name
+        hints, of_future = get_type_hints(call), get_type_hints(twin)
+        assert get_args(of_future.pop("return")) == (hints.pop("return"),) and hints == of_future, name
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +225,7 @@ BAD_BATCHES: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError
         "group_ids",
     ),
     "a dictionary": (lambda group, batch: group.train_step({"tokens": batch.tokens}), BatchError, "batch"),
-    "no batch": (lambda group, _: group.train_step(), BatchError, "batch"),
+    "no batch": (lambda group, _: group.train_step(None), BatchError, "batch"),
     "an unknown model": (lambda group, batch: group.compute_log_probs(batch, "critic"), ConfigError, "model"),
     "an unknown loss": (lambda group, batch: group.forward_backward(batch=batch, loss="ppo"), ConfigError, "loss"),
     "a plan that is none": (lambda group, batch: group.train_step(batch, plan=[[0, 1]]), BatchError, "plan"),
@@ -249,8 +260,6 @@ def test_a_group_that_saw_bad_input_goes_on_as_if_it_had_not(group: Any, batch: 
     # what only the ranks can know: they refuse it alike, and stay together
     for kind, call in [
         (StateError, group.optimizer_step),
-        (StateError, lambda: group.train_step(batch, verbose=True)),
-        (StateError, group.save),
         (ConfigError, lambda: group.sleep(("weights",))),
         (CheckpointError, lambda: group.load(99)),
         (CheckpointError, lambda: group.save(7, {"cursor": object()})),
@@ -260,6 +269,12 @@ def test_a_group_that_saw_bad_input_goes_on_as_if_it_had_not(group: Any, batch: 
         with pytest.raises(kind) as caught:
             call()
         assert caught.value.hint
+    for wrong in (
+        lambda: group.train_step(batch, verbose=True),
+        group.save,
+    ):  # Python's own, from the method's signature
+        with pytest.raises(TypeError):
+            wrong()
     assert group.health() == before
     assert bits(group.train_step(batch)) == expected
 
@@ -377,19 +392,14 @@ def test_a_killed_rank_is_named_at_once_and_the_group_can_be_shut_down(doomed: A
 
 def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatch) -> None:
     health = doomed.health()
-    good = ("train_step", (batch, plan_training(doomed.config, batch)), {})
-
-    class Unprintable:
-        def __repr__(self) -> str:
-            raise ZeroDivisionError
-
+    good = doomed.prepared(Request("train_step", prepare=lambda planner: planner.for_training(batch)))
     # only rank 1 gets it, and fails before the collective that rank 0 waits in
-    bad = ("train_step", (batch,), {"gae_lambda": Unprintable()})
-    refs = [worker.call.remote(*call) for worker, call in zip(doomed.receivers, (good, bad), strict=True)]
+    bad = replace(good, kwargs={"verbose": True})
+    refs = [worker.call.remote(call) for worker, call in zip(doomed.receivers, (good, bad), strict=True)]
     # long for a busy machine, and less than the cluster.call_timeout_s that a peer would wait for
     done, _ = ray.wait(refs, num_returns=2, timeout=0.75 * doomed.config.cluster.call_timeout_s)
     assert len(done) == 2
-    with pytest.raises(ZeroDivisionError):  # rank 1's own, not rank 0's about a lost peer
+    with pytest.raises(TypeError):  # rank 1's own, not rank 0's about a lost peer
         CallFuture(refs, name="train_step", timeout_s=PATIENCE_S, first_only=True).result()
     pid = health[0].pid
     assert wait_until(lambda: isinstance(doomed.health()[1], WorkerDied))

@@ -46,6 +46,7 @@ from slimefsdp.errors import (
 )
 from slimefsdp.models.folder import SINGLE_FILE
 from slimefsdp.phase import check_batch, plan_training
+from slimefsdp.training.prepared import PreparedBatch
 from tests.support.waiting import PATIENCE_S
 
 MOST_SECONDS = 2.0
@@ -335,7 +336,7 @@ COMMANDS: dict[str, Case] = {
     "convert nothing": (command("convert", "hf-to-dcp", "FOLDER/no", "FOLDER/out"), CheckpointError, "SRC"),
 }  # fmt: skip
 BATCHES: dict[str, Case] = {
-    "no batch": (lambda w: w.group.train_step(), BatchError, "batch"),
+    "no batch": (lambda w: w.group.train_step(None), BatchError, "batch"),
     "a dictionary": (lambda w: w.group.train_step({"tokens": [1]}), BatchError, "batch"),
     "no sample": (made(tokens=[], lengths=[], response_lengths=[]), BatchError, "lengths"),
     "fewer tokens than lengths say": (made(lengths=[4]), BatchError, "tokens"),
@@ -381,7 +382,9 @@ BATCHES: dict[str, Case] = {
     "a denominator of zero": (
         lambda w: w.group.forward_backward(w.batch, denominator=0.0), BatchError, "denominator"
     ),
-    "an unknown argument": (lambda w: w.group.train_step(w.batch, verbose=True), StateError, "train_step"),
+    "a batch that was prepared": (
+        lambda w: w.group.train_step(PreparedBatch(w.batch, w.plan)), BatchError, "batch"
+    ),
     "a step without gradients": (lambda w: w.group.optimizer_step(), StateError, "optimizer_step"),
     "values of a policy": (changed("compute_values"), StateError, "compute_values"),
     "an unknown tag": (lambda w: w.group.sleep(("weights",)), ConfigError, "tags"),

@@ -25,6 +25,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfDiskError, OutO
 from ray.util.placement_group import remove_placement_group
 
 from actors.calls import CallFuture
+from actors.group_calls import Request
 from actors.metrics_log import MetricsLog, read_metrics
 from actors.placement import is_alive
 from actors.ray_failures import explained
@@ -128,15 +129,15 @@ def test_other_errors_are_no_lack_of_memory() -> None:
 
 def starve(worker: Any) -> None:
     """In a rank's process: its next forward asks once for what no machine has, and the one after goes through."""
-    from slimefsdp import update
+    from slimefsdp.training import step
 
-    evaluate = update.evaluate
+    evaluate = step.evaluate
 
     def greedy(*args: Any, **how: Any) -> Any:
-        update.evaluate = evaluate
+        step.evaluate = evaluate
         torch.empty(IMPOSSIBLE, dtype=torch.uint8)
 
-    update.evaluate = greedy
+    step.evaluate = greedy
 
 
 def test_a_job_goes_on_after_a_rank_had_no_memory_and_after_its_places_were_taken_away(
@@ -237,7 +238,7 @@ def lone_rank(cluster: None, make_config: Any) -> Iterator[Any]:
 def failure(actor: Any, how: str) -> Exception:
     with pytest.raises(Exception) as caught:
         CallFuture(
-            [actor.call.remote("train_step", (how,), {})], name="train_step", timeout_s=PATIENCE_S, first_only=True
+            [actor.call.remote(Request("train_step", (how,)))], name="train_step", timeout_s=PATIENCE_S, first_only=True
         ).result()
     return caught.value
 

@@ -13,13 +13,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from slimefsdp import update
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import StateError
 from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.phase import plan_everything
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import make_batch, settings
@@ -108,7 +108,7 @@ def life(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, t
 
 def abandon(trainer: Trainer, batch: RolloutBatch) -> None:
     """Fails in the second micro-batch of an update, on all ranks alike; nothing of it is left."""
-    original, calls = update.evaluate, []
+    original, calls = step.evaluate, []
 
     def evaluate(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(1)
@@ -116,12 +116,12 @@ def abandon(trainer: Trainer, batch: RolloutBatch) -> None:
             raise ZeroDivisionError
         return original(*args, **kwargs)
 
-    update.evaluate = evaluate
+    step.evaluate = evaluate
     try:
         with suppress(ZeroDivisionError):
             trainer.forward_backward(batch)
     finally:
-        update.evaluate = original
+        step.evaluate = original
     assert len(calls) == 2
     if trainer.config.fsdp.sharding == "optimizer":
         modules = [module for module in trainer.policy.modules() if isinstance(module, FSDPModule)]

@@ -25,6 +25,7 @@ from typing import Any
 
 import ray.cloudpickle
 
+from actors.group_calls import Request
 from actors.supervisor import SupervisedGroup
 from actors.train_worker import TrainWorker
 from tests.support import process_resources
@@ -127,9 +128,9 @@ class FaultyWorker(TrainWorker):
             watch_phases(functools.partial(self._passed, FaultPlan(self.folder), Counter()), lambda: self.current_call)
         return super().start(config, role, *args, **kwargs)
 
-    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self.current_call = name
-        return super().call(name, *args, **kwargs)
+    def call(self, request: Request, role: str = "actor") -> Any:
+        self.current_call = request.name
+        return super().call(request, role)
 
     def held(self) -> dict[str, int]:
         """What this process holds of the machine."""
@@ -155,10 +156,10 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from slimefsdp import build, state, update
+    from slimefsdp import build, state
     from slimefsdp.checkpoint import atomic
-    from slimefsdp.learner import Learner
     from slimefsdp.parallel.offload import Sleeper
+    from slimefsdp.training import step
     from slimefsdp.weights import stream
 
     def before(owner: Any, name: str, phase: str, when: Callable[[], bool] = lambda: True) -> None:
@@ -185,10 +186,15 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
         setattr(owner, name, wrapped)
 
     before(build, "model_for", "init")
-    before(Learner, "reference_outputs", "reference log-probs")
-    before(Learner, "outputs", "actor log-probs")
-    before(update, "evaluate", "before forward", torch.is_grad_enabled)
-    after(update, "evaluate", "after forward", torch.is_grad_enabled)
+    token_outputs = step.token_outputs
+
+    def watched_outputs(rank: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        passed("actor log-probs" if model is rank.model else "reference log-probs")
+        return token_outputs(rank, model, *args, **kwargs)
+
+    step.token_outputs = watched_outputs
+    before(step, "evaluate", "before forward", torch.is_grad_enabled)
+    after(step, "evaluate", "after forward", torch.is_grad_enabled)
     after(torch.Tensor, "backward", "after backward")
     register_optimizer_step_post_hook(lambda *_: passed("after optimiser step"))
     # the reference sleeps between its uses: only what was asked for counts

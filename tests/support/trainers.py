@@ -14,6 +14,7 @@ from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import SlimeError
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
 from tests.support.plain_step import make_batch
 
 CPU = torch.device("cpu")
@@ -56,17 +57,20 @@ def fingerprint(policy: PolicyModel) -> str:
     return digest.hexdigest()
 
 
-def record_updates(trainer: Trainer) -> list[dict[str, float]]:
-    """A list that receives the metrics of every update from now on."""
+def step_and_updates(trainer: Trainer, batch: RolloutBatch) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """The metrics of a train step, and those of each of its updates before the optimiser's."""
     recorded: list[dict[str, float]] = []
-    accumulate = trainer._accumulate
+    original = step.forward_backward
 
     def recording(*args: Any) -> dict[str, float]:
-        recorded.append(accumulate(*args))
+        recorded.append(original(*args))
         return recorded[-1]
 
-    trainer._accumulate = recording  # type: ignore[method-assign]
-    return recorded
+    step.forward_backward = recording
+    try:
+        return trainer.train_step(batch), recorded
+    finally:
+        step.forward_backward = original
 
 
 def error_of(call: Any) -> SlimeError | None:

@@ -1,8 +1,9 @@
-"""What ranks agree on before a phase: all refuse a batch or none, whatever functions of the user's own do."""
+"""What ranks agree on before a step: all refuse a batch or none, whatever functions of the user's own do."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,12 @@ import numpy as np
 import torch.distributed as dist
 
 from slimefsdp.config import RunConfig
+from slimefsdp.data.cost import DEFAULT_COST_MODEL
 from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, StateError
-from slimefsdp.inputs import check_together
+from slimefsdp.phase import plan_training
+from slimefsdp.training.prepared import BatchPlanner
+from slimefsdp.training.step import prepared_together
 from tests.support.phases import VOCAB, make_batch, settings
 from tests.support.rank_pool import RankPool
 
@@ -40,12 +44,17 @@ def refusals(rank: int, folder: Path, cases: list[tuple[RunConfig, RolloutBatch,
         (folder / "elsewhere").mkdir(exist_ok=True)
         (folder / "elsewhere" / "own_inputs.py").write_text(OWN.split("def loss")[0])
         sys.path.insert(0, str(folder / "elsewhere"))
-    model: Any = SimpleNamespace(vocab_size=VOCAB, max_sample_tokens=None)
     found: list[Any] = []
     for config, batch, loss in cases:
         mine = batch.replace(weight_version=rank) if loss == "other batches" else batch
+        rank_state: Any = SimpleNamespace(config=config, mesh=SimpleNamespace(group=group))
+        planner = BatchPlanner(config, "actor", VOCAB, None, DEFAULT_COST_MODEL)
+        prepare = planner.for_gradients if loss == "policy" else planner.for_forward
+        if loss == "other plans":
+            plan = plan_training(settings(batch={"samples_per_update": 2 - rank}), mine)
+            prepare = partial(planner.for_training, plan=plan)
         try:
-            check_together(config, mine, model, None if loss == "other batches" else loss, group)
+            prepared_together(rank_state, mine, partial(prepare, mine), rank if loss == "other options" else None)
             found.append(None)
         except Exception as error:
             found.append((type(error), getattr(error, "field", None), str(error)))
@@ -64,12 +73,13 @@ def test_what_one_rank_cannot_do_all_ranks_refuse(tmp_path: Path, ranks: RankPoo
     cases: list[tuple[RunConfig, RolloutBatch, Any]] = [
         (estimator, batch, "policy"), (policy, batch, "policy"), (settings(), batch.replace(rewards=None), "policy"),
         (settings(), batch, "other batches"), (estimator, batch, None), (estimator, given, "policy"),
-        (settings(), batch, "policy"), (differs, batch, "policy"),
+        (settings(), batch, "policy"), (differs, batch, "policy"), (settings(), batch, "other plans"),
+        (settings(), batch, "other options"),
     ]  # fmt: skip
     first, second = ranks.run(2, refusals, tmp_path, cases)
     assert first == second
     assert [error and error[:2] for error in first] == [
         (BatchError, "advantages"), (ConfigError, "loss.policy"), (BatchError, "rewards"), (StateError, "batch"),
-        None, None, None, (StateError, "advantage.estimator"),
+        None, None, None, (StateError, "advantage.estimator"), (StateError, "plan"), (StateError, "batch"),
     ]  # fmt: skip
     assert "OSError: no such table" in first[0][2] and "has no 'loss'" in first[1][2]

@@ -1,0 +1,474 @@
+"""One rank's train step, from a prepared batch to optimiser updates: `train_step` is the way through this file.
+
+Everything here is collective: every rank of a group makes the same call with the same prepared batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slimefsdp import build, phase, progress
+from slimefsdp.attention.strategy import Attention, PackAttention
+from slimefsdp.config import RunConfig
+from slimefsdp.credit import check_functions, response_advantages, value_targets
+from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, on_device, pack
+from slimefsdp.data.prefixes import SharedPrefixes
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.determinism import seed_generators
+from slimefsdp.errors import StateError
+from slimefsdp.loss.kl import kl_estimate, next_coefficient
+from slimefsdp.loss.names import LossName
+from slimefsdp.loss.objective import TokenInputs
+from slimefsdp.loss.value import value_metrics
+from slimefsdp.metrics import MetricSums, mean_over_updates
+from slimefsdp.models.decoder import DecoderModel
+from slimefsdp.models.folder import ModelFolder
+from slimefsdp.models.head import HeadInputs
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.optim.updater import Updater
+from slimefsdp.out_of_memory import at_work_on
+from slimefsdp.parallel.agree import all_equal, error_of, gathered, raise_first, run_together, sendable
+from slimefsdp.parallel.fsdp import abandon_update, gradients_summed_once, reshard
+from slimefsdp.parallel.mesh import Mesh, gather_pairs
+from slimefsdp.parallel.residency import Residency
+from slimefsdp.profiling import UpdateProfiler
+from slimefsdp.reference import ColocatedReference
+from slimefsdp.state import Checkpoints
+from slimefsdp.surface import Role
+from slimefsdp.throughput import Throughput
+from slimefsdp.training.prepared import PreparedBatch
+
+
+@dataclass(slots=True)
+class RankState:
+    """What one rank of a group has; the functions of this module work on it."""
+
+    config: RunConfig
+    role: Role
+    folder: ModelFolder
+    mesh: Mesh
+    model: DecoderModel
+    residency: Residency
+    reference: ColocatedReference
+    kl_coefficient: float  # moves under loss.kl_target
+    updater: Updater = field(init=False)  # this and what follows: of a role that trains
+    checkpoints: Checkpoints = field(init=False)
+    throughput: Throughput = field(init=False)
+    profiler: UpdateProfiler = field(init=False)
+
+
+# ---------------------------------------------------------------------- the step
+
+
+def train_step(rank: RankState, work: PreparedBatch, began: float) -> dict[str, float]:
+    """All updates of the plan; returns metrics averaged over them.
+
+    After an error on the way, or an end by loss.max_kl, there are no gradients.
+
+    Args:
+        began: of `time.perf_counter`, from when on the step's seconds count.
+
+    Raises:
+        StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in a row.
+    """
+    rank.residency.wake_up(("parameters",))
+    if rank.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
+        seed_generators(rank.config.run.seed, rank.updater.updates_taken, rank.mesh.data_rank)
+    inputs = token_inputs(rank, work)
+    reports: list[dict[str, float]] = []
+    kl_old_stopped: float | None = None
+    try:
+        with reference_beside(rank, work):
+            for update in range(len(work.plan.updates)):
+                with rank.profiler.profiled(rank.updater.updates_taken + 1):
+                    metrics = forward_backward(rank, work, update, inputs)
+                    if rank.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > rank.config.loss.max_kl:
+                        kl_old_stopped = metrics["kl_old"]
+                        break
+                    reports.append(metrics | optimizer_step(rank))
+    finally:
+        drop_gradients(rank)  # of an update that did not come to its end
+    metrics = step_metrics(rank, work, inputs, reports, time.perf_counter() - began, kl_old_stopped)
+    follow_kl_target(rank, metrics, work.batch.num_samples)
+    return metrics
+
+
+def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
+    """What the losses read of each response token, [R]; computes what the batch lacks. Weights are set per update."""
+    config, batch, loss = rank.config, work.batch, work.loss
+    inputs = TokenInputs(
+        weights=torch.zeros(batch.num_response_tokens),
+        sample_ids=torch.from_numpy(batch.sample_ids),
+        num_samples=batch.num_samples,
+        group_ids=_numbered(phase.samples_together(config, batch, loss), batch.sample_ids),
+    )
+    old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
+    coefficient = rank.kl_coefficient if work.kl_coefficient is None else work.kl_coefficient
+    if loss == "sft" or not work.plan.updates:
+        return inputs
+    if loss == "value":
+        penalty = _kl_penalty(config, old, reference, coefficient) if batch.returns is None else None
+        targets = torch.from_numpy(value_targets(config, batch, penalty, work.gae_lambda))
+        return replace(inputs, old_values=_tensor(batch.values), returns=targets)
+    how = config.loss.old_log_probs
+    needs_old = len(work.plan.updates) > 1 or (config.has_kl_in_reward and batch.advantages is None)
+    is_rollout = old is None and how == "rollout"
+    if is_rollout:
+        old = _tensor(batch.rollout_log_probs)
+    elif old is None and (how == "recompute" or needs_old):
+        with progress.during("old_log_probs"):
+            old = token_outputs(rank, rank.model, work, trained_only=True)[0]
+    if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
+        reference = None
+    elif reference is None:
+        with progress.during("reference"), rank.reference.awake() as model:
+            reference = token_outputs(rank, model, work, trained_only=True)[0]
+    advantages = work.advantages
+    if advantages is None:
+        advantages = _penalized_advantages(rank, batch, _kl_penalty(config, old, reference, coefficient))
+    return replace(
+        inputs,
+        advantages=torch.from_numpy(advantages),
+        old_log_probs=old,
+        old_is_rollout=is_rollout,
+        ref_log_probs=reference,
+        rollout_log_probs=_tensor(batch.rollout_log_probs),
+    )
+
+
+@progress.during("forward_backward")
+def forward_backward(rank: RankState, work: PreparedBatch, update: int, inputs: TokenInputs) -> dict[str, float]:
+    """Adds the gradients of one update of the plan, inside of `reference_beside`; returns its metrics."""
+    config, loss, plan = rank.config, work.loss, work.plan
+    assert loss is not None
+    weights = phase.update_weights_of_tokens(config, work.batch, plan.counted_of(update), work.denominator)
+    sums = MetricSums(rank.mesh.device, counted=rank.mesh.cp_rank == 0)
+    accumulate_gradients(
+        rank.model,
+        work.batch,
+        plan.updates[update][rank.mesh.data_rank],
+        replace(inputs, weights=torch.from_numpy(weights)),
+        build.objective_for(config, loss, rank.kl_coefficient),
+        rank.mesh,
+        sums,
+        shared=plan.shared,
+        temperature=config.rollout.temperature,
+        entropy_grad=config.loss.entropy_coefficient != 0,
+        reference=rank.reference.model if _reads_hidden_states(config, loss) else None,
+        loss_scale=rank.updater.loss_scale,
+        sum_once=config.fsdp.sharding == "optimizer",
+    )
+    metrics = sums.reduce(rank.mesh.group)
+    return value_metrics(metrics) if loss == "value" else metrics
+
+
+@progress.during("optimizer_step")
+def optimizer_step(rank: RankState) -> dict[str, float]:
+    """One optimiser update with the gradients gathered so far.
+
+    Raises:
+        StateError: there are none, or optim.max_skipped_updates were skipped in a row.
+    """
+    rank.residency.wake_up(("parameters", "optimizer"))
+    rank.checkpoints.wait_for_copy()
+    return rank.updater.step(rank.mesh.group)
+
+
+def drop_gradients(rank: RankState) -> None:
+    """Forgets the gradients gathered so far."""
+    rank.updater.optimizer.zero_grad(set_to_none=True)
+
+
+def step_metrics(
+    rank: RankState,
+    work: PreparedBatch,
+    inputs: TokenInputs,
+    reports: list[dict[str, float]],
+    seconds: float,
+    kl_old_stopped: float | None,
+) -> dict[str, float]:
+    """What a step says of itself.
+
+    Args:
+        reports: the metrics of each update that came to its end.
+        kl_old_stopped: the KL by which loss.max_kl ended it; None: it did not.
+    """
+    cost = rank.model.attention.cost
+    advantages = None if inputs.advantages is None else inputs.advantages.numpy()
+    taken = [update for update, report in enumerate(reports) if not report["skipped_update"]]
+    metrics = mean_over_updates(reports)
+    metrics |= phase.phase_metrics(rank.config, work.plan, work.batch, cost, advantages=advantages)
+    metrics |= rank.throughput.metrics(work.plan, work.batch, seconds, taken)
+    metrics["updates"] = float(len(taken))
+    metrics["early_stopped_updates"] = float(len(work.plan.updates) - len(reports))
+    if kl_old_stopped is not None:
+        metrics["kl_old_stopped"] = kl_old_stopped
+    if rank.config.loss.kl_target is not None and rank.role != "critic":  # which is told its actor's
+        metrics["kl_coefficient"] = rank.kl_coefficient
+    return metrics
+
+
+def follow_kl_target(rank: RankState, metrics: dict[str, float], samples: int) -> None:
+    """After a step of so many samples: moves the KL coefficient towards what meets loss.kl_target."""
+    settings = rank.config.loss
+    # a critic is told its actor's; there is no kl_ref where every update was left out
+    if settings.kl_target is not None and rank.role != "critic" and "kl_ref" in metrics:
+        rank.kl_coefficient = next_coefficient(
+            rank.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples, settings.kl_horizon
+        )
+
+
+# ---------------------------------------------------------------------- forward and backward over packs
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack, and what this rank computes of it, on the device."""
+
+    packed: PackedBatch
+    share: LocalShare
+    attend: PackAttention
+
+
+def micro_batches(
+    batch: RolloutBatch,
+    packs: Sequence[np.ndarray],
+    attention: Attention,
+    mesh: Mesh,
+    *,
+    trained_only: bool,
+    shared: SharedPrefixes | None = None,
+) -> Iterator[MicroBatch]:
+    """This rank's packs, one after the other.
+
+    Args:
+        packs: int64 sample indices, one array for each micro-batch.
+        attention: of the model that will evaluate them.
+        trained_only: only tokens under the loss mask are predicted.
+        shared: what the batch's samples have in common is in a pack once.
+    """
+    for indices in packs:
+        packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple, shared=shared)
+        layout = attention.layout(packed.cu_seqlens, packed.forest)
+        share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
+        parents = None if packed.forest is None else packed.forest.parents
+        yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device, parents))
+        progress.tick()
+
+
+def evaluate(
+    model: DecoderModel,
+    micro_batch: MicroBatch,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    reference: HeadInputs | None = None,
+) -> torch.Tensor:
+    """What the model says of all tokens that the pack predicts, [outputs, predicted], on every cp rank.
+
+    Args:
+        temperature, entropy_grad, reference: of a policy, as in its forward; a value model has no use for them.
+    """
+    share, attend = micro_batch.share, micro_batch.attend
+    if isinstance(model, PolicyModel):
+        outputs = model(share, attend, temperature=temperature, entropy_grad=entropy_grad, reference=reference)
+    else:
+        outputs = model(share, attend)
+    if mesh.cp > 1:
+        outputs = gather_pairs(outputs, share.pairs, len(micro_batch.packed.rows), mesh)
+    fan_out = micro_batch.packed.fan_out
+    found: torch.Tensor = outputs if fan_out is None else outputs[:, on_device(fan_out, mesh.device)]
+    return found
+
+
+@torch.no_grad()
+def token_outputs(rank: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
+    """What a model says now, in the order of the batch: [outputs, R] on the CPU, the same on every rank.
+
+    Log-probs and entropies, or values; each sample once, by the packs of the plan's first epoch. Where no pack looked
+    they are 0.
+
+    Args:
+        model: the rank's own or the reference, awake.
+        trained_only: only of tokens under the loss mask; 0 elsewhere.
+    """
+    batch, plan, mesh = work.batch, work.plan, rank.mesh
+    packs = [one for update in plan.updates[: plan.num_first_epoch_updates] for one in update[mesh.data_rank]]
+    result: torch.Tensor | None = None
+    for micro_batch in micro_batches(
+        batch, packs, model.attention, mesh, trained_only=trained_only, shared=plan.shared
+    ):
+        with at_work_on(len(micro_batch.share.tokens)):
+            values = evaluate(model, micro_batch, mesh, temperature=rank.config.rollout.temperature)
+        if result is None:
+            result = values.new_zeros(len(values), batch.num_response_tokens)
+        result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
+    assert result is not None
+    # the root stays unsharded after a forward without backward; whoever changes the shards next must not be outrun
+    reshard(model)
+    if mesh.cp_rank != 0:
+        result.zero_()  # cp ranks hold the same values: they are summed once
+    dist.all_reduce(result, group=mesh.group)  # adding zeros to one value changes no bit of it
+    return result.cpu()
+
+
+def accumulate_gradients(
+    model: DecoderModel,
+    batch: RolloutBatch,
+    packs: Sequence[np.ndarray],
+    inputs: TokenInputs,
+    objective: Callable[[torch.Tensor, TokenInputs, MetricSums], torch.Tensor],
+    mesh: Mesh,
+    sums: MetricSums,
+    *,
+    shared: SharedPrefixes | None = None,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    reference: PolicyModel | None = None,
+    loss_scale: float = 1.0,
+    sum_once: bool = False,
+) -> None:
+    """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
+
+    Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes. After an
+    error no gradient is left, not those of earlier calls either: half an update would be trained on as if it were one.
+
+    Args:
+        packs: int64 sample indices, one array for each micro-batch.
+        inputs: per response token of the batch, [R], on the CPU.
+        objective: from the model's outputs and what is known of their tokens to a pack's loss.
+        sums: receives this rank's metrics.
+        shared: of the plan that the packs are of.
+        temperature, entropy_grad: of a policy, as in its forward.
+        reference: whose KL over the whole vocabulary is a further output of the model; awake, and of its architecture.
+        loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
+        sum_once: over the ranks at the last micro-batch alone; see `gradients_summed_once`.
+    """
+    found = micro_batches(batch, packs, model.attention, mesh, trained_only=True, shared=shared)
+    ref_inputs: HeadInputs | None = None
+    try:
+        with gradients_summed_once(model) if sum_once else nullcontext() as begin:
+            for index, micro_batch in enumerate(found):
+                here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
+                if begin is not None:
+                    begin(index == len(packs) - 1)
+                with at_work_on(len(micro_batch.share.tokens)):
+                    if reference is not None:
+                        with torch.no_grad():
+                            ref_inputs = reference.head_inputs(micro_batch.share, micro_batch.attend)
+                    outputs = evaluate(
+                        model, micro_batch, mesh,
+                        temperature=temperature, entropy_grad=entropy_grad, reference=ref_inputs,
+                    )  # fmt: skip
+                    loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+                    (loss * loss_scale).backward()
+    except BaseException:
+        abandon_update(model)
+        raise
+
+
+def reference_beside(rank: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
+    """The reference on the device while gradients are added, where the loss reads its hidden states."""
+    return rank.reference.awake() if _reads_hidden_states(rank.config, work.loss) else nullcontext()
+
+
+def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
+    return loss == "policy" and config.kl_estimator == "full"
+
+
+# ---------------------------------------------------------------------- what ranks agree on
+
+
+def prepared_together(
+    rank: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], given: object
+) -> PreparedBatch:
+    """What every rank prepares, once it is known to be the same everywhere; all ranks refuse the batch or none.
+
+    Args:
+        given: what else the call was given.
+
+    Raises:
+        StateError: ranks hold different batches, arguments or plans, or a function of the user's own found different
+            advantages. ConfigError: such a function cannot be imported. BatchError: as of `prepare`.
+    """
+    # what is no batch is compared too: a rank that refused it alone would leave its peers waiting
+    content = phase.batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
+    found: list[PreparedBatch] = []
+    digests: list[str] = []
+
+    def decide() -> None:
+        found.append(prepare())
+        if found[0].loss == "policy":
+            check_functions(rank.config)
+        digests.extend([_digest(found[0].advantages), found[0].plan.digest()])
+
+    error = error_of(decide)  # a function of the user's own may fail on one machine alone
+    said = gathered((f"{content} {given!r}", sendable(error), digests), rank.mesh.group)
+    if len({given for given, _, _ in said}) > 1:
+        raise StateError(
+            "ranks hold different batches, or other arguments",
+            field="batch",
+            hint="call every rank with the same batch and arguments",
+        )
+    raise_first([error for _, error, _ in said], error, rank.mesh.group)
+    if len({advantages for _, _, (advantages, _) in said}) > 1:
+        raise _different_advantages(rank.config)
+    if len({plan for _, _, (_, plan) in said}) > 1:
+        raise StateError(
+            "ranks hold different plans", field="plan", hint="call every rank with the same batch and settings"
+        )
+    return found[0]
+
+
+def _penalized_advantages(rank: RankState, batch: RolloutBatch, penalty: np.ndarray | None) -> np.ndarray:
+    """Advantages that a KL enters, float64 [R], the same on all ranks."""
+    config, group = rank.config, rank.mesh.group
+    if ":" not in config.estimator:
+        return response_advantages(config, batch, penalty)
+    found: list[np.ndarray] = []
+    run_together(lambda: found.append(response_advantages(config, batch, penalty)), group)
+    if not all_equal(_digest(found[0]), group):
+        raise _different_advantages(config)
+    return found[0]
+
+
+def _different_advantages(config: RunConfig) -> StateError:
+    return StateError(
+        f"advantage.estimator={config.estimator} gave ranks different advantages",
+        field="advantage.estimator",
+        hint="let it depend on its arguments alone: no random numbers, no clock, no order of sets",
+    )
+
+
+def _digest(values: np.ndarray | None) -> str:
+    return "" if values is None else hashlib.sha256(values.tobytes()).hexdigest()
+
+
+def _kl_penalty(
+    config: RunConfig, old: torch.Tensor | None, reference: torch.Tensor | None, kl_coefficient: float
+) -> np.ndarray | None:
+    """What the KL takes off each token's reward, float64 [R]; None where it is no part of the reward."""
+    if not config.has_kl_in_reward:
+        return None
+    assert old is not None and reference is not None
+    return (kl_coefficient * kl_estimate(old.double(), reference.double(), config.kl_estimator)).numpy()
+
+
+def _numbered(group_ids: np.ndarray | None, sample_ids: np.ndarray) -> torch.Tensor | None:
+    """The pair of each response token, as numbers from 0."""
+    if group_ids is None:
+        return None
+    return torch.from_numpy(np.unique(group_ids, return_inverse=True)[1][sample_ids])
+
+
+def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    return None if values is None else torch.tensor(values)
