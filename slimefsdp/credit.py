@@ -225,20 +225,25 @@ def check_pairs(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray |
     found = response_advantages(config, batch) if advantages is None else advantages
     signs[batch.sample_ids[trained]] = np.sign(found[trained])
     groups, group_of, sizes = np.unique(batch.group_ids, return_inverse=True, return_counts=True)
-    for fault, wrong in (
-        ("has {} samples, not two", sizes != 2),
-        ("has no chosen and rejected sample among its {}", (np.bincount(group_of, signs) != 0) | (
-            np.bincount(group_of, np.abs(signs)) != 2)),
-        (f"has more than {config.max_pack_tokens} tokens in its {{}} samples", (
-            np.bincount(group_of, batch.lengths) > config.max_pack_tokens)),
-    ):  # fmt: skip
-        if wrong.any():
-            index = int(np.argmax(wrong))
-            raise BatchError(
-                f"group {groups[index]} {fault.format(sizes[index])}, and loss.policy=dpo compares pairs",
-                field="group_ids",
-                hint="give two samples of different reward for each prompt, or raise batch.max_tokens_per_rank",
-            )
+    are_not_two = sizes != 2
+    are_no_opposites = (np.bincount(group_of, signs) != 0) | (np.bincount(group_of, np.abs(signs)) != 2)
+    are_too_long = np.bincount(group_of, batch.lengths) > config.max_pack_tokens
+    if are_not_two.any():
+        index = int(np.argmax(are_not_two))
+        fault = f"has {sizes[index]} samples, not two"
+    elif are_no_opposites.any():
+        index = int(np.argmax(are_no_opposites))
+        fault = "has no chosen and rejected sample among its 2"
+    elif are_too_long.any():
+        index = int(np.argmax(are_too_long))
+        fault = f"has more than {config.max_pack_tokens} tokens in its 2 samples"
+    else:
+        return
+    raise BatchError(
+        f"group {groups[index]} {fault}, and loss.policy=dpo compares pairs",
+        field="group_ids",
+        hint="give two samples of different reward for each prompt, or raise batch.max_tokens_per_rank",
+    )
 
 
 def require(batch: RolloutBatch, name: str, reader: str, way_out: str) -> None:

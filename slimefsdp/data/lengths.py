@@ -38,28 +38,29 @@ def read_samples(text: str, num_samples: int, *, seed: int = 0, field: str = "--
     Raises:
         ConfigError: the text is neither. BatchError: the file cannot be read as what it should be.
     """
-    match = re.fullmatch(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*", text)
-    if match is None:
+    named = re.fullmatch(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*", text)
+    if named is None:
         return _read_file(text, field)
     try:
-        numbers = [float(part) for part in match[2].split(",")]
-        if match[1] == "lognormal":
-            mean, sigma, shortest, longest = (*numbers, *(1.0, float(MAX_LENGTH))[len(numbers) - 2 :])
-            if not (1 <= mean <= MAX_LENGTH and 0 <= sigma <= 10):
-                raise ValueError
-        else:  # fixed(n) is uniform(n, n)
-            (shortest,), (longest,) = numbers[:1], numbers[-1:] if match[1] == "fixed" else numbers[1:]
-            if len(numbers) != 1 + (match[1] == "uniform") or not (shortest.is_integer() and longest.is_integer()):
-                raise ValueError
-        if not 1 <= shortest <= longest <= MAX_LENGTH:
-            raise ValueError
+        numbers = [float(part) for part in named[2].split(",")]
     except ValueError:
-        raise ConfigError(f"{field}={text!r} cannot be drawn from", field=field, hint=_HINT) from None
+        numbers = []
     rng = np.random.default_rng(seed)
-    if match[1] != "lognormal":
-        return rng.integers(int(shortest), int(longest), num_samples, endpoint=True)
-    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_samples)
-    return np.rint(np.clip(drawn, shortest, longest)).astype(np.int64)
+    match named[1], numbers:
+        case "fixed", [length] if _are_bounds(length, length) and length.is_integer():
+            return np.full(num_samples, int(length), dtype=np.int64)
+        case "uniform", [low, high] if _are_bounds(low, high) and low.is_integer() and high.is_integer():
+            return rng.integers(int(low), int(high), num_samples, endpoint=True)
+        case "lognormal", [mean, sigma, *bounds] if 1 <= mean <= MAX_LENGTH and 0 <= sigma <= 10 and len(bounds) <= 2:
+            low, high = [*bounds, *(1.0, float(MAX_LENGTH))[len(bounds) :]]
+            if _are_bounds(low, high):
+                drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_samples)
+                return np.rint(np.clip(drawn, low, high)).astype(np.int64)
+    raise ConfigError(f"{field}={text!r} cannot be drawn from", field=field, hint=_HINT)
+
+
+def _are_bounds(low: float, high: float) -> bool:
+    return 1 <= low <= high <= MAX_LENGTH
 
 
 def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
