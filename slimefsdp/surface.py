@@ -14,14 +14,19 @@ Role = Literal["actor", "ref", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
 LOSSES = {"actor": ("policy", "sft"), "critic": ("value",)}
 """Role -> the losses that `forward_backward` takes."""
-_TRAINED = ("actor", "critic")
-_ROLES: dict[str, tuple[str, ...]] = {
+_TRAINED: tuple[Role, ...] = ("actor", "critic")
+ROLES_OF_CALLS: dict[str, tuple[Role, ...]] = {
     "compute_log_probs": ("actor", "ref"),
     "compute_values": ("critic",),
     "train_step": _TRAINED,
     "forward_backward": _TRAINED,
     "optimizer_step": _TRAINED,
     "zero_grad": _TRAINED,
+    "sleep": ROLES,
+    "wake_up": ROLES,
+    "memory": ROLES,
+    "describe": ROLES,
+    "check_sync": ROLES,
     "gradient_health": _TRAINED,
     "update_weights": ("actor", "ref"),
     "update_ref": ("actor",),
@@ -29,8 +34,9 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "finish_save": _TRAINED,
     "load": _TRAINED,
     "restored": _TRAINED,
+    "export_hf": ROLES,
 }
-"""Call -> the roles that answer it; those that are not here every role answers."""
+"""Call -> the roles that answer it."""
 
 
 def require_loss(loss: str, role: str) -> None:
@@ -50,7 +56,7 @@ def require_role(call: str, role: str) -> None:
     Raises:
         StateError: naming the roles that answer it.
     """
-    answering = _ROLES.get(call, (role,))
+    answering = ROLES_OF_CALLS[call]
     if role not in answering:
         groups = " or ".join(answering)
         raise StateError(f"{call}() on a group of role {role!r}", field=call, hint=f"call it on the {groups} group")

@@ -43,6 +43,7 @@ from slimefsdp.errors import (
 )
 from slimefsdp.phase import plan_training
 from slimefsdp.reports import Health, Memory
+from slimefsdp.surface import ROLES_OF_CALLS
 from slimefsdp.trainer import Trainer
 from tests.support.refusals import refused
 from tests.support.rpcs import RPCS
@@ -57,7 +58,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_trainer_and_group_have_the_same_calls_with_the_same_arguments_and_async_twins() -> None:
     public = {name for name, value in vars(Trainer).items() if callable(value) and not name.startswith("_")}
-    assert public == {*RPCS, "health"}
+    assert public == {*RPCS, "health"} and set(RPCS) == ROLES_OF_CALLS.keys()
     for name in RPCS:
         call, twin = getattr(WorkerGroup, name), getattr(WorkerGroup, f"{name}_async")
         assert call.__doc__ and twin.__doc__
