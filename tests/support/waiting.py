@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PATIENCE_S = 300.0
+PATIENCE_S = 600.0
 """How long tests wait for what should come: for what never does, and much more than a busy machine takes."""
 
 
