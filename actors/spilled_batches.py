@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
-import pickle
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
 
 from slimefsdp.checkpoint.manifest import io_reported
+from slimefsdp.data.plan import Plan
+from slimefsdp.data.prefixes import SharedPrefixes
+from slimefsdp.data.rollout import RolloutBatch
 from slimefsdp.errors import CheckpointError
 from slimefsdp.training.prepared import PreparedBatch
+
+_OF_PLAN = ("num_dropped", "num_skipped_updates", "num_first_epoch_updates", "max_pack_tokens")
+_OF_CALL = ("loss", "gae_lambda", "kl_coefficient", "denominator")
 
 
 class _UnnamedFile:
@@ -72,9 +82,7 @@ class SpilledBatch:
                 hint="look at the disk, and go on from the last checkpoint with checkpoint.resume=true",
                 phase="recovery",
             )
-        found = pickle.loads(data)  # of this process's own making: the digest in its memory says so
-        assert isinstance(found, PreparedBatch)
-        return found
+        return _from_bytes(data)
 
 
 class SpilledBatches:
@@ -90,7 +98,7 @@ class SpilledBatches:
         Raises:
             OSError: the disk refuses; nothing was written.
         """
-        data = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        data = _to_bytes(batch)
         if self._file is None:
             self._file = _UnnamedFile(self._folder)
         return SpilledBatch(self._file, self._file.append(data), len(data), hashlib.sha256(data).hexdigest())
@@ -98,3 +106,45 @@ class SpilledBatches:
     def begin_file(self) -> None:
         """What is written from now on is in another file, so that the space of older batches can come back."""
         self._file = None
+
+
+def _to_bytes(work: PreparedBatch) -> bytes:
+    """As the content of a safetensors file: arrays under their names, and as `words` a JSON of all else."""
+    plan = work.plan
+    fields = {f"batch.{field.name}": getattr(work.batch, field.name) for field in dataclasses.fields(RolloutBatch)}
+    packs = [pack for update in plan.updates for of_rank in update for pack in of_rank]
+    arrays = {
+        **fields,
+        "advantages": work.advantages,
+        "packs": np.concatenate([*packs, np.zeros(0, dtype=np.int64)]),
+        "counted": None if plan.counted is None else np.concatenate([*plan.counted, np.zeros(0, dtype=np.int64)]),
+        "place": None if plan.shared is None else plan.shared.place,
+        "shared": None if plan.shared is None else plan.shared.shared,
+    }
+    words = {
+        "plan": {name: getattr(plan, name) for name in _OF_PLAN},
+        "packs": [[list(map(len, of_rank)) for of_rank in update] for update in plan.updates],
+        "counted": None if plan.counted is None else list(map(len, plan.counted)),
+        "call": {name: getattr(work, name) for name in _OF_CALL},
+    }
+    arrays["words"] = np.frombuffer(json.dumps(words).encode(), dtype=np.uint8)
+    return safetensors.numpy.save({name: np.asarray(value) for name, value in arrays.items() if value is not None})
+
+
+def _from_bytes(data: bytes) -> PreparedBatch:
+    arrays = safetensors.numpy.load(data)
+    words = json.loads(arrays.pop("words").tobytes())
+    fields: dict[str, Any] = {
+        name.removeprefix("batch."): array for name, array in arrays.items() if name.startswith("batch.")
+    }
+    packs = _cut(arrays["packs"], [size for update in words["packs"] for of_rank in update for size in of_rank])
+    left = iter(packs)
+    updates = tuple(tuple(tuple(next(left) for _ in of_rank) for of_rank in update) for update in words["packs"])
+    shared = SharedPrefixes(arrays["place"], arrays["shared"]) if "place" in arrays else None
+    counted = tuple(_cut(arrays["counted"], words["counted"])) if "counted" in arrays else None
+    plan = Plan(updates, shared=shared, counted=counted, **words["plan"])
+    return PreparedBatch(RolloutBatch(**fields), plan, advantages=arrays.get("advantages"), **words["call"])
+
+
+def _cut(values: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(sizes)[:-1]) if sizes else []
