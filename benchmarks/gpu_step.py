@@ -56,7 +56,7 @@ from slimefsdp.optim.build import build_optimizer, undecayed_names
 from slimefsdp.optim.updater import Updater
 from slimefsdp.parallel.fsdp import Parallelism, parallelize
 from slimefsdp.parallel.mesh import Mesh, build_mesh, start_process_group_from_environment
-from slimefsdp.training.step import accumulate_gradients
+from slimefsdp.training.packs import accumulate_gradients
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 MODELS: dict[str, dict[str, Any]] = {

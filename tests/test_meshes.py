@@ -23,7 +23,7 @@ from slimefsdp.metrics import MetricSums
 from slimefsdp.models.load import build_policy, materialise
 from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.trainer import Trainer
-from slimefsdp.training.step import accumulate_gradients, micro_batches
+from slimefsdp.training.packs import accumulate_gradients, micro_batches
 from tests.support import tiers
 from tests.support.comparisons import (
     error_norm,

@@ -52,8 +52,10 @@ class Critic:
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
         return np.zeros(batch.num_response_tokens, dtype=np.float32)
 
-    def train_step(self, batch: RolloutBatch, gae_lambda: float | None = None) -> dict[str, float]:
-        assert batch.values is not None
+    def train_step(
+        self, batch: RolloutBatch, *, gae_lambda: float | None = None, kl_coefficient: float | None = None
+    ) -> dict[str, float]:
+        assert batch.values is not None and kl_coefficient is None
         self.lambdas.append(gae_lambda)
         return {"updates": 1.0, "loss": 0.5}
 

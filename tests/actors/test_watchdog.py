@@ -441,16 +441,16 @@ def faulty_group(cluster: None, make_config: MakeConfig, tmp_path_factory: pytes
 
     class Faulty(TrainWorker):
         def inject(self, fault: Callable[[], None] | None) -> None:
-            from slimefsdp.training import step
+            from slimefsdp.training import packs
 
-            original = getattr(step, "original", step.evaluate)
+            original = getattr(packs, "original", packs.evaluate)
 
             def evaluate(*args: Any, **kwargs: Any) -> Any:
                 if fault is not None:
                     fault()
                 return original(*args, **kwargs)
 
-            step.original, step.evaluate = original, evaluate  # type: ignore[attr-defined]
+            packs.original, packs.evaluate = original, evaluate  # type: ignore[attr-defined]
 
     config = make_config(
         run={"dir": str(tmp_path_factory.mktemp("run"))},

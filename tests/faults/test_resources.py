@@ -129,15 +129,15 @@ def test_other_errors_are_no_lack_of_memory() -> None:
 
 def starve(worker: Any) -> None:
     """In a rank's process: its next forward asks once for what no machine has, and the one after goes through."""
-    from slimefsdp.training import step
+    from slimefsdp.training import packs
 
-    evaluate = step.evaluate
+    evaluate = packs.evaluate
 
     def greedy(*args: Any, **how: Any) -> Any:
-        step.evaluate = evaluate
+        packs.evaluate = evaluate
         torch.empty(IMPOSSIBLE, dtype=torch.uint8)
 
-    step.evaluate = greedy
+    packs.evaluate = greedy
 
 
 def test_a_job_goes_on_after_a_rank_had_no_memory_and_after_its_places_were_taken_away(

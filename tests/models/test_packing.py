@@ -22,7 +22,7 @@ from slimefsdp.models.load import build_policy, load_policy
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import Mesh, build_mesh
-from slimefsdp.training.step import evaluate, micro_batches
+from slimefsdp.training.packs import evaluate, micro_batches
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused

@@ -20,7 +20,7 @@ from slimefsdp.models.read import check_tensor_names
 from slimefsdp.models.value import ValueModel
 from slimefsdp.parallel.fsdp import Parallelism
 from slimefsdp.parallel.mesh import build_mesh
-from slimefsdp.training.step import evaluate, micro_batches
+from slimefsdp.training.packs import evaluate, micro_batches
 from tests.support.classifiers import plain_classifier, save_classifier, separate_values
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool

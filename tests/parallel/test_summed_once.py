@@ -19,7 +19,7 @@ from slimefsdp.errors import StateError
 from slimefsdp.parallel.fsdp import parameter_groups
 from slimefsdp.phase import plan_everything
 from slimefsdp.trainer import Trainer
-from slimefsdp.training import step
+from slimefsdp.training import packs
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import make_batch, settings
@@ -108,7 +108,7 @@ def life(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, t
 
 def abandon(trainer: Trainer, batch: RolloutBatch) -> None:
     """Fails in the second micro-batch of an update, on all ranks alike; nothing of it is left."""
-    original, calls = step.evaluate, []
+    original, calls = packs.evaluate, []
 
     def evaluate(*args: Any, **kwargs: Any) -> torch.Tensor:
         calls.append(1)
@@ -116,12 +116,12 @@ def abandon(trainer: Trainer, batch: RolloutBatch) -> None:
             raise ZeroDivisionError
         return original(*args, **kwargs)
 
-    step.evaluate = evaluate
+    packs.evaluate = evaluate
     try:
         with suppress(ZeroDivisionError):
             trainer.forward_backward(batch)
     finally:
-        step.evaluate = original
+        packs.evaluate = original
     assert len(calls) == 2
     if trainer.config.fsdp.sharding == "optimizer":
         modules = [module for module in trainer.policy.modules() if isinstance(module, FSDPModule)]

@@ -159,7 +159,7 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
     from slimefsdp import build, state
     from slimefsdp.checkpoint import atomic
     from slimefsdp.parallel.offload import Sleeper
-    from slimefsdp.training import step
+    from slimefsdp.training import packs, step
     from slimefsdp.weights import stream
 
     def before(owner: Any, name: str, phase: str, when: Callable[[], bool] = lambda: True) -> None:
@@ -193,8 +193,8 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
         return token_outputs(rank, model, *args, **kwargs)
 
     step.token_outputs = watched_outputs
-    before(step, "evaluate", "before forward", torch.is_grad_enabled)
-    after(step, "evaluate", "after forward", torch.is_grad_enabled)
+    before(packs, "evaluate", "before forward", torch.is_grad_enabled)
+    after(packs, "evaluate", "after forward", torch.is_grad_enabled)
     after(torch.Tensor, "backward", "after backward")
     register_optimizer_step_post_hook(lambda *_: passed("after optimiser step"))
     # the reference sleeps between its uses: only what was asked for counts

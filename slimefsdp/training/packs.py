@@ -1,0 +1,181 @@
+"""A model at work on one rank's packs: what it says of their tokens, and the gradients of one update's micro-batches.
+
+Functions take values here, not settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slimefsdp import progress
+from slimefsdp.attention.strategy import Attention, PackAttention
+from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, on_device, pack
+from slimefsdp.data.prefixes import SharedPrefixes
+from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.loss.objective import TokenInputs
+from slimefsdp.metrics import MetricSums
+from slimefsdp.models.decoder import DecoderModel
+from slimefsdp.models.head import HeadInputs
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.out_of_memory import at_work_on
+from slimefsdp.parallel.fsdp import abandon_update, gradients_summed_once, reshard
+from slimefsdp.parallel.mesh import Mesh, gather_pairs
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A pack, and what this rank computes of it, on the device."""
+
+    packed: PackedBatch
+    share: LocalShare
+    attend: PackAttention
+
+
+def micro_batches(
+    batch: RolloutBatch,
+    packs: Sequence[np.ndarray],
+    attention: Attention,
+    mesh: Mesh,
+    *,
+    trained_only: bool,
+    shared: SharedPrefixes | None = None,
+) -> Iterator[MicroBatch]:
+    """This rank's packs, one after the other.
+
+    Args:
+        packs: int64 sample indices, one array for each micro-batch.
+        attention: of the model that will evaluate them.
+        trained_only: only tokens under the loss mask are predicted.
+        shared: what the batch's samples have in common is in a pack once.
+    """
+    for indices in packs:
+        packed = pack(batch, indices, trained_only=trained_only, multiple_of=attention.padding_multiple, shared=shared)
+        layout = attention.layout(packed.cu_seqlens, packed.forest)
+        share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
+        parents = None if packed.forest is None else packed.forest.parents
+        yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device, parents))
+        progress.tick()
+
+
+def evaluate(
+    model: DecoderModel,
+    micro_batch: MicroBatch,
+    mesh: Mesh,
+    *,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    reference: HeadInputs | None = None,
+) -> torch.Tensor:
+    """What the model says of all tokens that the pack predicts, [outputs, predicted], on every cp rank.
+
+    Args:
+        temperature, entropy_grad, reference: of a policy, as in its forward; a value model has no use for them.
+    """
+    share, attend = micro_batch.share, micro_batch.attend
+    if isinstance(model, PolicyModel):
+        outputs = model(share, attend, temperature=temperature, entropy_grad=entropy_grad, reference=reference)
+    else:
+        outputs = model(share, attend)
+    if mesh.cp > 1:
+        outputs = gather_pairs(outputs, share.pairs, len(micro_batch.packed.rows), mesh)
+    fan_out = micro_batch.packed.fan_out
+    found: torch.Tensor = outputs if fan_out is None else outputs[:, on_device(fan_out, mesh.device)]
+    return found
+
+
+@torch.no_grad()
+def outputs_of_packs(
+    model: DecoderModel,
+    batch: RolloutBatch,
+    packs: Sequence[np.ndarray],
+    mesh: Mesh,
+    *,
+    trained_only: bool,
+    shared: SharedPrefixes | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Collective: what a model says of the batch's response tokens, [outputs, R] on the CPU, the same on every rank.
+
+    Where no pack looked they are 0.
+
+    Args:
+        packs: int64 sample indices of this rank, one array for each micro-batch; over the data ranks they are disjoint.
+        trained_only: only of tokens under the loss mask; 0 elsewhere.
+        shared: of the plan that the packs are of.
+        temperature: of a policy, as in its forward.
+    """
+    result: torch.Tensor | None = None
+    for micro_batch in micro_batches(batch, packs, model.attention, mesh, trained_only=trained_only, shared=shared):
+        with at_work_on(len(micro_batch.share.tokens)):
+            values = evaluate(model, micro_batch, mesh, temperature=temperature)
+        if result is None:
+            result = values.new_zeros(len(values), batch.num_response_tokens)
+        result[:, on_device(micro_batch.packed.response_index, mesh.device)] = values
+    assert result is not None
+    # the root stays unsharded after a forward without backward; whoever changes the shards next must not be outrun
+    reshard(model)
+    if mesh.cp_rank != 0:
+        result.zero_()  # cp ranks hold the same values: they are summed once
+    dist.all_reduce(result, group=mesh.group)  # adding zeros to one value changes no bit of it
+    return result.cpu()
+
+
+def accumulate_gradients(
+    model: DecoderModel,
+    batch: RolloutBatch,
+    packs: Sequence[np.ndarray],
+    inputs: TokenInputs,
+    objective: Callable[[torch.Tensor, TokenInputs, MetricSums], torch.Tensor],
+    mesh: Mesh,
+    sums: MetricSums,
+    *,
+    shared: SharedPrefixes | None = None,
+    temperature: float = 1.0,
+    entropy_grad: bool = False,
+    reference: PolicyModel | None = None,
+    loss_scale: float = 1.0,
+    sum_once: bool = False,
+) -> None:
+    """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
+
+    Nothing here waits for the device, so that on CUDA the next micro-batch is prepared while one computes. After an
+    error no gradient is left, not those of earlier calls either: half an update would be trained on as if it were one.
+
+    Args:
+        packs: int64 sample indices, one array for each micro-batch.
+        inputs: per response token of the batch, [R], on the CPU.
+        objective: from the model's outputs and what is known of their tokens to a pack's loss.
+        sums: receives this rank's metrics.
+        shared: of the plan that the packs are of.
+        temperature, entropy_grad: of a policy, as in its forward.
+        reference: whose KL over the whole vocabulary is a further output of the model; awake, and of its architecture.
+        loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
+        sum_once: over the ranks at the last micro-batch alone; see `gradients_summed_once`.
+    """
+    found = micro_batches(batch, packs, model.attention, mesh, trained_only=True, shared=shared)
+    ref_inputs: HeadInputs | None = None
+    try:
+        with gradients_summed_once(model) if sum_once else nullcontext() as begin:
+            for index, micro_batch in enumerate(found):
+                here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
+                if begin is not None:
+                    begin(index == len(packs) - 1)
+                with at_work_on(len(micro_batch.share.tokens)):
+                    if reference is not None:
+                        with torch.no_grad():
+                            ref_inputs = reference.head_inputs(micro_batch.share, micro_batch.attend)
+                    outputs = evaluate(
+                        model, micro_batch, mesh,
+                        temperature=temperature, entropy_grad=entropy_grad, reference=ref_inputs,
+                    )  # fmt: skip
+                    loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+                    (loss * loss_scale).backward()
+    except BaseException:
+        abandon_update(model)
+        raise
