@@ -103,7 +103,7 @@ def a_cycle_for_every_subset(
             "host": host[-2:]}  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "situation"), enumerate(SITUATIONS), ids=SITUATIONS)
+@pytest.mark.parametrize(("number", "situation"), list(enumerate(SITUATIONS)), ids=SITUATIONS)
 def test_training_is_bit_identical_with_sleeps_in_between(
     tied_folder: Path, ranks: RankPool, number: int, situation: str
 ) -> None:
