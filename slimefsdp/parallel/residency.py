@@ -32,7 +32,6 @@ class Residency:
         self._device = device
         self._group = group
         self._sleepers = {tag: Sleeper(pin_memory=pin_memory) for tag in TAGS}
-        self._awake = set(TAGS)  # on every rank, as the last move of each that all ranks agreed on has left it
 
     def sleep(self, tags: Sequence[Tag]) -> MemoryReport:
         """Collective: frees the device memory behind the tags; idempotent.
@@ -41,19 +40,16 @@ class Residency:
             ConfigError: there is no such tag.
             ResourceError, StateError: as `Sleeper.sleep`, on every rank alike; a tag is awake or asleep as a whole.
         """
-        self._awake -= set(_known(tags))
         return self._move(tags, lambda tag: self._sleepers[tag].sleep(self._tensors(tag)))
 
     def wake_up(self, tags: Sequence[Tag]) -> MemoryReport:
-        """Collective: brings it back; idempotent. Where all ranks know that nothing sleeps, none waits for another.
+        """Collective: brings it back; idempotent.
 
         Raises:
             ConfigError: there is no such tag.
             ResourceError: as `Sleeper.wake_up`, on every rank alike; a tag is awake or asleep as a whole.
         """
-        report = self._move(tags, lambda tag: self._sleepers[tag].wake_up())
-        self._awake |= set(_known(tags))
-        return report
+        return self._move(tags, lambda tag: self._sleepers[tag].wake_up())
 
     def drop(self, tag: Tag) -> None:
         """Frees the device memory of a model that is of no more use, also where something still refers to it."""
@@ -79,10 +75,7 @@ class Residency:
         for model in self.models.values():  # no gathered copy, also of a call that failed, may outlive its shards
             reshard(model)
         reports: list[MemoryReport] = []
-        if self._awake.issuperset(known):
-            reports.extend(map(move, known))
-        else:  # this rank's memory may be short, or an earlier move have ended otherwise on another one
-            run_together(lambda: reports.extend(map(move, known)), self._group)
+        run_together(lambda: reports.extend(map(move, known)), self._group)
         return sum(reports, MemoryReport(0, 0, 0, 0.0))
 
     def _tensors(self, tag: Tag) -> list[torch.Tensor]:

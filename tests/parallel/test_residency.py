@@ -58,21 +58,6 @@ def one_tag_after_the_other(rank: int) -> list[Any]:
     return [*seen, state["step"].item()]
 
 
-def one_rank_wakes_what_is_awake(rank: int) -> tuple[str, ...]:
-    residency = make_residency()
-    residency.wake_up(TAGS)
-    residency.sleep(("reference",))
-    residency.wake_up(TAGS)
-    if rank == 1:  # nobody joins it
-        residency.wake_up(("parameters", "optimizer"))
-    dist.barrier()
-    return residency.memory().asleep
-
-
-def test_a_rank_that_wakes_what_is_awake_on_all_ranks_waits_for_none(ranks: RankPool) -> None:
-    assert ranks.run(2, one_rank_wakes_what_is_awake) == [(), ()]
-
-
 def test_each_tag_sleeps_for_itself_and_reports_add_up(ranks: RankPool) -> None:
     both = ("parameters", "reference")
     assert ranks.run(1, one_tag_after_the_other)[0] == [
