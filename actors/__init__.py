@@ -8,17 +8,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slimefsdp._moved import install
+
 if TYPE_CHECKING:
-    from actors.cluster import connect
+    from actors.cluster.connect import connect
     from actors.rollout.engine import EnginePool
-    from actors.worker_group import WorkerGroup
+    from actors.workers.worker_group import WorkerGroup
 
 __all__ = ["EnginePool", "WorkerGroup", "connect"]
 
+install()
+
 _HOME = {
     "EnginePool": "actors.rollout.engine",
-    "WorkerGroup": "actors.worker_group",
-    "connect": "actors.cluster",
+    "WorkerGroup": "actors.workers.worker_group",
+    "connect": "actors.cluster.connect",
 }
 
 

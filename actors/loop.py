@@ -10,23 +10,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from actors.curves import draw_curves
-from actors.interrupts import Interrupts
-from actors.metrics_log import MetricsLog, read_metrics
-from actors.progress_table import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
+from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
-from actors.rollout.supervised import SupervisedEngines
-from actors.run_folder import RecordedBatches, RunFolder
+from actors.rollout.supervised import RestartingEngines
+from actors.run_dir import RecordedBatches, RunFolder
+from actors.signals import Interrupts
 from actors.startup import stage
-from actors.supervisor import SupervisedGroup
-from actors.worker_group import WorkerGroup
+from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
-from slimefsdp.reports import Health
+from slimefsdp.monitoring.curves import draw_curves
+from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
+from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
+from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup
 
@@ -46,69 +47,104 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
         SlimeError: any typed error; worker processes are ended before it travels on.
     """
     interrupts = interrupts or Interrupts()
-    config.check_ready_to_train()
-    assert config.run.dir is not None and config.run.steps is not None
+    check_ready_to_train(config)
+    assert config.run.steps is not None
     prompts = prompts or without_overlong(config, read_prompts(config))
     with ExitStack() as stack:
-        folder = stack.enter_context(RunFolder(config.run.dir))
-        keeps = config.checkpoint.interval_steps is not None
+        run = Run(config, interrupts, prompts, stack)
+        for step in range(run.begin(), config.run.steps):
+            run.step(step)
+        return run.finish()
+
+
+class Run:
+    """A run and what it has open: folder, groups of ranks, engines, logs.
+
+    Args:
+        stack: closes all of it, in the order that ends processes before what they write into.
+    """
+
+    def __init__(self, config: RunConfig, interrupts: Interrupts, prompts: Prompts, stack: ExitStack) -> None:
+        assert config.run.dir is not None and config.run.steps is not None
+        self._config = config
+        self._interrupts = interrupts
+        self._steps = config.run.steps
+        self._keeps = config.checkpoint.interval_steps is not None
+        self._folder = stack.enter_context(RunFolder(config.run.dir))
         # without checkpoints there is nothing to go on from after a loss
-        group: Group = (SupervisedGroup if keeps else WorkerGroup).launch(config)
-        stack.callback(group.shutdown)
-        folder.write_settings(group.config)
-        folder.write_skipped([asdict(one) for one in prompts.skipped])
-        loop: RolloutLoop | SupervisedLoop
+        self._group: Group = (SupervisedGroup if self._keeps else WorkerGroup).launch(config)
+        stack.callback(self._group.shutdown)
+        launched = self._group.config  # where mesh.dp is a number
+        self._folder.write_settings(launched)
+        self._folder.write_skipped([asdict(one) for one in prompts.skipped])
+        self._loop: RolloutLoop | SftLoop
         if config.algorithm == "sft":
-            loop = SupervisedLoop(group.config, group, prompts)  # where mesh.dp is a number
+            self._loop = SftLoop(launched, self._group, prompts)
         else:
-            engines = (SupervisedEngines if keeps else EnginePool).launch(config)
+            engines = (RestartingEngines if self._keeps else EnginePool).launch(config)
             stack.callback(engines.shutdown)
-            loop = RolloutLoop(group.config, group, engines, folder.batches if keeps else None, prompts)
-        log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
-        start = _resume(config, group, loop.prompts, log)
-        table = ProgressTable(loop.columns, total_steps=config.run.steps)
-        if keeps and not config.checkpoint.resume:
+            recorded = self._folder.batches if self._keeps else None
+            self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts)
+        self._log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
+
+    def begin(self) -> int:
+        """Loads or writes the first checkpoint, sends the first weights, evaluates; returns the step to begin with."""
+        config = self._config
+        start = _resume(config, self._group, self._loop.prompts, self._log)
+        self._table = ProgressTable(self._loop.columns, total_steps=self._steps)
+        if self._keeps and not config.checkpoint.resume:
             with stage("saving the checkpoint of step 0"):
-                _save(0, group, loop, folder)
-        first = loop.before_training(evaluates=start == 0)
-        if first:
-            log.write(0, first)
-            table.write(0, first)
-        profiles = ProfiledUpdates(config, group)
-        interrupts.steps_begin(start + 1, _next_end(start + 1, config))
-        for step in range(start, config.run.steps):
-            began = time.perf_counter()
-            metrics = loop.step(step)
-            if config.reference.update_interval_steps is not None:
-                is_due = _is_due(step + 1, config.reference.update_interval_steps)
-                if is_due:
-                    group.update_ref()
-                metrics["reference_updated"] = float(is_due)
-            metrics["seconds/step"] = time.perf_counter() - began
-            log.write(step + 1, metrics)
-            table.write(step + 1, metrics)
-            profiles.show_new()
-            is_last = step + 1 == config.run.steps
-            ends_here = interrupts.step_done(step + 1, _next_end(step + 2, config)) and not is_last
-            if ends_here or (keeps and (is_last or _is_due(step + 1, config.checkpoint.interval_steps))):
-                _save(step + 1, group, loop, folder)
-            if ends_here:
-                group.finish_save()
-                interrupts.done()
-                raise Interrupted(
-                    f"the run ended as it was asked to, after step {step + 1} of {config.run.steps}, with a checkpoint",
-                    hint="go on with the same command and checkpoint.resume=true",
-                )
-        if keeps:
-            group.finish_save()
-            folder.forget_old_batches()
-        interrupts.done()
-        if config.run.export_dir is not None:
-            dtype = config.run.export_dtype
-            group.export_hf(config.run.export_dir, None if dtype == "auto" else dtype)
-        rows = read_metrics(config.run.dir)
-        draw_curves(rows, config.run.dir / "curves.png", title=f"{config.run.dir.name}: {_title(config)}")
-        return loop.summary(rows)
+                _save(0, self._group, self._loop, self._folder)
+        if first := self._loop.before_training(evaluates=start == 0):
+            self._log.write(0, first)
+            self._table.write(0, first)
+        self._profiles = ProfiledUpdates(config, self._group)
+        self._interrupts.steps_begin(start + 1, _next_end(start + 1, config))
+        return start
+
+    def step(self, step: int) -> None:
+        """One step, logged, and a checkpoint where one is due.
+
+        Raises:
+            Interrupted: an end was asked for, and this is a step to go on from; its checkpoint is on disk.
+        """
+        config, done = self._config, step + 1
+        began = time.perf_counter()
+        metrics = self._loop.step(step)
+        if config.reference.update_interval_steps is not None:
+            is_due = _is_due(done, config.reference.update_interval_steps)
+            if is_due:
+                self._group.update_ref()
+            metrics["reference_updated"] = float(is_due)
+        metrics["seconds/step"] = time.perf_counter() - began
+        self._log.write(done, metrics)
+        self._table.write(done, metrics)
+        self._profiles.show_new()
+        is_last = done == self._steps
+        ends_here = self._interrupts.step_done(done, _next_end(done + 1, config)) and not is_last
+        if ends_here or (self._keeps and (is_last or _is_due(done, config.checkpoint.interval_steps))):
+            _save(done, self._group, self._loop, self._folder)
+        if ends_here:
+            self._group.finish_save()
+            self._interrupts.done()
+            raise Interrupted(
+                f"the run ended as it was asked to, after step {done} of {self._steps}, with a checkpoint",
+                hint="go on with the same command and checkpoint.resume=true",
+            )
+
+    def finish(self) -> str:
+        """The last save on disk, the model exported, the curves drawn; returns the run in one line."""
+        run = self._config.run
+        assert run.dir is not None
+        if self._keeps:
+            self._group.finish_save()
+            self._folder.forget_old_batches()
+        self._interrupts.done()
+        if run.export_dir is not None:
+            self._group.export_hf(run.export_dir, None if run.export_dtype == "auto" else run.export_dtype)
+        rows = read_metrics(run.dir)
+        draw_curves(rows, run.dir / "curves.png", title=f"{run.dir.name}: {_title(self._config)}")
+        return self._loop.summary(rows)
 
 
 class RolloutLoop:
@@ -193,7 +229,7 @@ class RolloutLoop:
         return metrics | {f"critic/{name}": value for name, value in found.items()}
 
     def _with_log_probs(self, batch: RolloutBatch) -> RolloutBatch:
-        """With the log-probs of policy and reference before the phase, from which both roles take the KL."""
+        """With the log-probs of policy and reference before the step, from which both roles take the KL."""
         group, old = self._group, batch.rollout_log_probs
         if self._config.loss.old_log_probs != "rollout":
             old = group.compute_log_probs(batch).log_probs
@@ -231,7 +267,7 @@ class RolloutLoop:
         )
 
 
-class SupervisedLoop:
+class SftLoop:
     """One step: one update on demonstrations, the same loop without rollouts."""
 
     columns = SFT_COLUMNS
@@ -356,7 +392,7 @@ def _updates_taken(group: Group) -> int:
     return first.updates_taken if isinstance(first, Health) else 0
 
 
-def _save(step: int, group: Group, loop: RolloutLoop | SupervisedLoop, folder: RunFolder) -> None:
+def _save(step: int, group: Group, loop: RolloutLoop | SftLoop, folder: RunFolder) -> None:
     """A checkpoint from which `_resume` goes on; what the engines draw follows from run.seed and the step alone."""
     if group.critic is not None:
         group.finish_save()  # the critic's save removes its oldest: the policy's last one must be there before

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.phase import check_batch, plan_training
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.preparation.plan import plan_training
+from slimefsdp.preparation.validate import check_batch
 
 ROUNDS = 7
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import config_from_dict  # noqa: E402
-from slimefsdp.parallel.mesh import start_process_group  # noqa: E402
+from slimefsdp.distributed.mesh import start_process_group  # noqa: E402
 
 MODEL = {
     "vocab_size": 10240,

@@ -29,8 +29,8 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import config_from_dict  # noqa: E402
-from slimefsdp.data.rollout import RolloutBatch  # noqa: E402
-from slimefsdp.parallel.mesh import start_process_group  # noqa: E402
+from slimefsdp.data.rollout_batch import RolloutBatch  # noqa: E402
+from slimefsdp.distributed.mesh import start_process_group  # noqa: E402
 
 MODEL = {
     "vocab_size": 1024,

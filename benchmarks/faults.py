@@ -30,10 +30,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from actors import worker_group  # noqa: E402
-from actors.cluster import connect, disconnect  # noqa: E402
-from actors.restarts import Restarts  # noqa: E402
-from actors.supervisor import SupervisedGroup  # noqa: E402
+from actors.cluster.connect import connect, disconnect  # noqa: E402
+from actors.fault_tolerance.restarts import Restarts  # noqa: E402
+from actors.fault_tolerance.supervisor import SupervisedGroup  # noqa: E402
+from actors.workers import worker_group  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig  # noqa: E402
 from slimefsdp.errors import SlimeError  # noqa: E402

@@ -11,9 +11,9 @@ in float32, and TRL's GRPOTrainer where it is installed, which computes logits f
 norms in the record must agree but for rounding. All samples are equally long, so that no peer pads: what differs is the
 step itself. They are computed at once, or as many as fit: half as many after each time that memory ran out.
 
-MFU is model FLOPs (slimefsdp/data/flops.py) over the matrix rate that this script measures on the device first, and
-over the rate that its maker states. What does not fit is reported as out of memory, what the time limit leaves as not
-run, a peer that is not installed as absent.
+MFU is model FLOPs (`perf_model/flops.py`) over the matrix rate that this script measures on the device first, and over
+the rate that its maker states. What does not fit is reported as out of memory, what the time limit leaves as not run, a
+peer that is not installed as absent.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from slimefsdp.attention.register import register_attention
-from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.data.flops import peak_tflops, training_flops
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.loss.objective import Objective, TokenInputs
-from slimefsdp.loss.policy import POLICY_LOSSES
-from slimefsdp.metrics import MetricSums
-from slimefsdp.models.folder import read_model_folder
-from slimefsdp.models.head import token_log_probs
-from slimefsdp.models.load import build_model, materialise
+from slimefsdp.algorithms.objective import Objective, TokenInputs
+from slimefsdp.algorithms.policy_losses import POLICY_LOSSES
+from slimefsdp.attention.hf_interface import register_attention
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.fsdp import Parallelism, parallelize
+from slimefsdp.distributed.mesh import Mesh, build_mesh, start_process_group_from_environment
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.build import build_model, materialise
+from slimefsdp.models.fused_log_probs import token_log_probs
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.optim.build import build_optimizer, undecayed_names
-from slimefsdp.optim.updater import Updater
-from slimefsdp.parallel.fsdp import Parallelism, parallelize
-from slimefsdp.parallel.mesh import Mesh, build_mesh, start_process_group_from_environment
+from slimefsdp.optim.optimizer import build_optimizer, undecayed_names
+from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.perf_model.flops import peak_tflops, training_flops
+from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import accumulate_gradients
 
 _QWEN3 = {"vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -145,7 +145,7 @@ def measured(
     Args:
         shape: tokens of a step, of a sample, of a sample's prompt.
     """
-    dimensions = ModelDimensions.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
+    dimensions = ModelSpec.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
     batch = recorded_batch(shape, dimensions.vocab)
     at_once, seconds = batch.num_samples, list[float]()
     while not seconds:
@@ -237,7 +237,7 @@ def own_step(work: Work) -> Callable[[], float]:
     materialise(model, mesh.device)
     draw(model)
     optimizer = build_optimizer(model.trained_weights(), "adamw", "fused", undecayed=undecayed_names(model.hf), **ADAMW)  # type: ignore[arg-type]
-    updater = Updater(optimizer, model.trained_weights(), lambda _: 1e-6, max_grad_norm=1.0, max_skipped=1)
+    updater = OptimizerStep(optimizer, model.trained_weights(), lambda _: 1e-6, max_grad_norm=1.0, max_skipped=1)
     objective = Objective(POLICY_LOSSES["ppo"])
     inputs = TokenInputs(
         weights=torch.full((batch.num_response_tokens,), 1 / batch.num_response_tokens),

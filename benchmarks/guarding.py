@@ -2,9 +2,9 @@
 
     python benchmarks/guarding.py --json benchmarks/results/guarding.json
 
-Guarding code is, on the driver, checking batches and plans, the journal, and the watchdog with its questions; in a rank
-agreeing on the batch and the plan, its ticks of progress, and its answers to the watchdog. The share is of a step's
-wall time; what driver and ranks take is added up. Rounds of both groups alternate.
+Guarding code is, on the driver, checking batches and plans, the call log, and the watchdog with its questions; in a
+rank agreeing on the batch and the plan, its ticks of progress, and its answers to the watchdog. The share is of a
+step's wall time; what driver and ranks take is added up. Rounds of both groups alternate.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402
 
-from actors import watchdog, worker_group  # noqa: E402
-from actors.cluster import disconnect  # noqa: E402
-from actors.journal import Journal  # noqa: E402
-from actors.supervisor import SupervisedGroup, Supervisor  # noqa: E402
-from actors.train_worker import TrainWorker  # noqa: E402
+from actors.cluster.connect import disconnect  # noqa: E402
+from actors.fault_tolerance.call_log import CallLog  # noqa: E402
+from actors.fault_tolerance.supervisor import SupervisedGroup, Supervisor  # noqa: E402
+from actors.workers import watchdog, worker_group  # noqa: E402
+from actors.workers.train_worker import TrainWorker  # noqa: E402
 from benchmarks.faults import software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from benchmarks.rpc_overhead import cpu_seconds, random_batch, save_model, settings  # noqa: E402
@@ -86,13 +86,13 @@ class TimedWorker(TrainWorker):
     _answers_s = 0.0
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
-        from slimefsdp import progress, trainer
+        from slimefsdp import heartbeat, trainer
 
         self._stopwatch = Stopwatch()
         self._stopwatch.watch(trainer, "check_together", "agreeing on the batch")
         self._stopwatch.watch(trainer, "agreed_plan", "agreeing on the plan")
-        self._ticks = progress.standing().ticks
-        scratch = progress.Progress()
+        self._ticks = heartbeat.snapshot().ticks
+        scratch = heartbeat.Progress()
         began = time.perf_counter()
         for _ in range(10_000):
             scratch.tick()
@@ -109,9 +109,9 @@ class TimedWorker(TrainWorker):
 
     def guarding(self) -> dict[str, float]:
         """Seconds since the last call."""
-        from slimefsdp import progress
+        from slimefsdp import heartbeat
 
-        ticks = progress.standing().ticks
+        ticks = heartbeat.snapshot().ticks
         taken = self._stopwatch.take() | {
             "ticks of progress": (ticks - self._ticks) * self._tick_s,
             "answers to the watchdog": self._answers_s,
@@ -125,9 +125,9 @@ def driver_stopwatch() -> Stopwatch:
     stopwatch = Stopwatch()
     for name in ("check_batch", "check_plan"):
         stopwatch.watch(worker_group, name, "checking batch and plan")
-    stopwatch.watch(Supervisor, "submit", "journal")
+    stopwatch.watch(Supervisor, "submit", "call log")
     for name in ("append", "remove", "forget"):
-        stopwatch.watch(Journal, name, "journal")
+        stopwatch.watch(CallLog, name, "call log")
     for name in ("prepare", "begin"):  # what a bare group does as well
         stopwatch.watch(worker_group.WorkerGroup, name, None)
     return stopwatch

@@ -63,10 +63,10 @@ def save_model(folder: Path, dtype: str, **changes: Any) -> None:
     import torch
     import transformers
 
-    from slimefsdp.checkpoint.hugging_face import EXPORT_DTYPES, write_model_folder
-    from slimefsdp.checkpoint.tensor_file import TensorSpec
-    from slimefsdp.models.folder import read_model_folder
-    from slimefsdp.models.load import build_policy
+    from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
+    from slimefsdp.io.safetensors_file import TensorSpec
+    from slimefsdp.models.build import build_policy
+    from slimefsdp.models.hf_folder import read_model_folder
 
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
     transformers.Qwen3Config(**SIZES | heads | {"tie_word_embeddings": False} | changes).save_pretrained(folder / "in")
@@ -109,11 +109,11 @@ def load_rank(
     """One rank's process: loads the model and sends what it took."""
     import torch
 
-    from slimefsdp.models.folder import read_model_folder
-    from slimefsdp.models.load import build_policy, load_policy
-    from slimefsdp.models.read import BUCKET_BYTES, local_shard
-    from slimefsdp.parallel.fsdp import Parallelism
-    from slimefsdp.parallel.mesh import build_mesh, start_process_group
+    from slimefsdp.distributed.fsdp import Parallelism
+    from slimefsdp.distributed.mesh import build_mesh, start_process_group
+    from slimefsdp.models.build import build_policy, load_policy
+    from slimefsdp.models.hf_folder import read_model_folder
+    from slimefsdp.models.load_weights import BUCKET_BYTES, local_shard
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

@@ -29,14 +29,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.record import write_record
-from slimefsdp.attention.choice import AttentionShape, choose_strategy
-from slimefsdp.calibrate import measure_rates
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.batching.hardware import Rates, guessed_rates
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.estimate import Candidate, Workload, candidate
-from slimefsdp.expected import beside_of, byte_sizes_of, computing_of, simulate_settings, workload_of
-from slimefsdp.rates import Rates, guessed_rates
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.perf_model.calibrate import measure_rates
+from slimefsdp.perf_model.from_config import (
+    byte_sizes_of,
+    colocated_models_of,
+    computing_of,
+    simulate_settings,
+    workload_of,
+)
+from slimefsdp.perf_model.step_time import Candidate, Workload, candidate
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 
@@ -185,11 +191,11 @@ def predicted(case: Case, folder: Path, rates: Rates) -> tuple[Workload, Candida
     """The estimate that `slimefsdp plan` would give."""
     config = config_from_dict(case.tree(folder))
     model = json.loads((Path(config.model.path) / "config.json").read_text())
-    dimensions = ModelDimensions.from_config(model)
+    dimensions = ModelSpec.from_config(model)
     computing = computing_of(config, dimensions, on_cpu=DEVICE.type == "cpu")
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
     found = simulate_settings(config, dimensions, choice, case.batch(dimensions.vocab), computing=computing)
-    beside = beside_of(config, dimensions, dimensions)
+    beside = colocated_models_of(config, dimensions, dimensions)
     again = computing.recomputed_share(dimensions.layers)
     work = workload_of(dimensions, found, byte_sizes_of(config), beside, again)
     return work, candidate(work, rates, config.fsdp.sharding, computing)

@@ -21,22 +21,22 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.record import environment
-from slimefsdp.data.cost import CostModel
-from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.data.layout import hybrid_layout, layout_time, wire_rows, zigzag_layout
-from slimefsdp.data.lengths import sample_lengths
-from slimefsdp.data.plan import plan_phase
-from slimefsdp.simulate import MeshShape, simulate
+from slimefsdp.batching.cost import CostModel
+from slimefsdp.batching.cp_sharding import hybrid_layout, layout_time, sent_rows, zigzag_layout
+from slimefsdp.batching.plan import plan_batch
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.perf_model.lengths import sample_lengths
+from slimefsdp.perf_model.simulate import MeshShape, simulate
 
 SEEDS = 20
 RANKS, CAP = 1024, 16_384  # of planning at scale
 SAMPLES = 512
 MESH = MeshShape(dp=4, cp=8)
 MODELS = {
-    "0.6 billion": ModelDimensions(
+    "0.6 billion": ModelSpec(
         hidden=1024, layers=28, heads=16, kv_heads=8, head_dim=128, intermediate=3072, vocab=151_936, is_tied=True
     ),
-    "8 billion": ModelDimensions(
+    "8 billion": ModelSpec(
         hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12_288, vocab=151_936
     ),
 }
@@ -49,7 +49,7 @@ CASES = (
 )
 
 
-def balance(lengths: str, max_tokens_per_rank: int, dimensions: ModelDimensions) -> dict[str, Any]:
+def balance(lengths: str, max_tokens_per_rank: int, dimensions: ModelSpec) -> dict[str, Any]:
     """The worst of all seeds; against a layout that cuts everything also the mean of what is sent and of the time."""
     figures: list[dict[str, float]] = []
     for seed in range(SEEDS):
@@ -78,16 +78,16 @@ def balance(lengths: str, max_tokens_per_rank: int, dimensions: ModelDimensions)
     }
 
 
-def against_zigzag(lengths: np.ndarray, max_tokens_per_rank: int, dimensions: ModelDimensions) -> tuple[float, float]:
-    """(rows on the wire, estimated time) of the hybrid layout over those of cutting everything, for one plan."""
+def against_zigzag(lengths: np.ndarray, max_tokens_per_rank: int, dimensions: ModelSpec) -> tuple[float, float]:
+    """(rows sent between ranks, estimated time) of the hybrid layout over those of cutting everything, for one plan."""
     cost = CostModel.of_model(dimensions)
     cp = MESH.cp
-    plan = plan_phase(lengths, dp=MESH.dp, max_pack_tokens=max_tokens_per_rank * cp, cost_model=cost, cp=cp)
+    plan = plan_batch(lengths, dp=MESH.dp, max_pack_tokens=max_tokens_per_rank * cp, cost_model=cost, cp=cp)
     rows, times = np.zeros(2), np.zeros(2)
     for pack in (pack for packs in plan.updates[0] for pack in packs if len(pack)):
         offsets = [0, *accumulate(lengths[pack].tolist())]
         layouts = [hybrid_layout(offsets, cp, cost), zigzag_layout(offsets, cp)]
-        rows += [sum(wire_rows(layout)) for layout in layouts]
+        rows += [sum(sent_rows(layout)) for layout in layouts]
         times += [layout_time(layout, offsets, cost) for layout in layouts]
     return float(rows[0] / rows[1]), float(times[0] / times[1])
 
@@ -111,10 +111,10 @@ def growth() -> dict[str, Any]:
     rows = []
     for samples in (1_000, 10_000, 100_000, 1_000_000):
         drawn = sample_lengths("lognormal(1500, 0.8, 16, 16384)", samples)
-        plan = plan_phase(drawn, dp=RANKS, max_pack_tokens=CAP)
+        plan = plan_batch(drawn, dp=RANKS, max_pack_tokens=CAP)
         fullest = max(int(drawn[pack].sum()) for packs in plan.updates[0] for pack in packs if len(pack))
         assert fullest <= CAP, f"a pack of {fullest} tokens"
-        seconds = cpu_seconds(lambda drawn=drawn: plan_phase(drawn, dp=RANKS, max_pack_tokens=CAP), 3)  # type: ignore[misc]
+        seconds = cpu_seconds(lambda drawn=drawn: plan_batch(drawn, dp=RANKS, max_pack_tokens=CAP), 3)  # type: ignore[misc]
         rows.append(
             {
                 "samples": samples,
@@ -134,10 +134,10 @@ def speed() -> dict[str, float]:
     mixed = [0, *accumulate(sample_lengths("lognormal(1500, 1.0, 16, 32768)", 44).tolist())]
     return {
         "plan_1m_samples_1024_ranks_s": round(
-            cpu_seconds(lambda: plan_phase(million, dp=1024, max_pack_tokens=16_384), 3), 2
+            cpu_seconds(lambda: plan_batch(million, dp=1024, max_pack_tokens=16_384), 3), 2
         ),
         "plan_1m_samples_1024_ranks_cp_8_s": round(
-            cpu_seconds(lambda: plan_phase(million, dp=1024, max_pack_tokens=16_384 * 8, cp=8), 3), 2
+            cpu_seconds(lambda: plan_batch(million, dp=1024, max_pack_tokens=16_384 * 8, cp=8), 3), 2
         ),
         "layout_1000_short_samples_cp_8_ms": round(1000 * cpu_seconds(lambda: hybrid_layout(short, 8), 9), 2),
         "layout_44_mixed_samples_cp_8_ms": round(1000 * cpu_seconds(lambda: hybrid_layout(mixed, 8), 9), 2),

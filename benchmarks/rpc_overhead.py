@@ -32,9 +32,9 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig, config_from_dict  # noqa: E402
-from slimefsdp.data.rollout import RolloutBatch  # noqa: E402
-from slimefsdp.parallel.mesh import start_process_group  # noqa: E402
-from slimefsdp.reports import Health  # noqa: E402
+from slimefsdp.data.rollout_batch import RolloutBatch  # noqa: E402
+from slimefsdp.distributed.mesh import start_process_group  # noqa: E402
+from slimefsdp.results import Health  # noqa: E402
 from slimefsdp.trainer import Trainer  # noqa: E402
 
 RANKS = 2
@@ -60,7 +60,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 2 or args.rounds % 2:
         parser.error(f"--rounds={args.rounds} is no even number")
-    from actors.worker_group import WorkerGroup
+    from actors.workers.worker_group import WorkerGroup
 
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))

@@ -37,9 +37,9 @@ import torch.distributed as dist
 
 from benchmarks.record import write_record
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.config_sections import FsdpSettings
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.profiling import Shares, UpdateProfiler, shares_of_trace
+from slimefsdp.config.sections import FsdpSettings
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.monitoring.profiler import Shares, UpdateProfiler, shares_of_trace
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import save_tiny_model

@@ -31,7 +31,7 @@ import transformers
 
 from benchmarks.record import write_record
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 
 VOCAB = 512

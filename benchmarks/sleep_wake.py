@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.record import write_record
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.parallel.mesh import choose_device, start_process_group_from_environment
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.mesh import choose_device, start_process_group_from_environment
 from slimefsdp.trainer import Trainer
 from tests.support.process_resources import held_by_the_process
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 import ray  # noqa: E402
 
-from actors.cluster import disconnect  # noqa: E402
+from actors.cluster.connect import disconnect  # noqa: E402
 from benchmarks.faults import Arena, software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from tests.support.faulty_worker import CRASHES, HANGS, PHASES, Fault  # noqa: E402

@@ -78,10 +78,7 @@ def _section(title: str, model: type[BaseModel], skip: Any = ()) -> str:
             default = "**required**" if info.is_required() else f"`{_yaml(info.default)}`"
             meaning = (info.description or "").replace("|", "\\|")
             rows.append(f"| `{name}` | {type_text(info.annotation, info.metadata)} | {default} | {meaning} |")
-    # a validator's name is its rule
-    rules = [name.replace("_", " ") for name in model.__pydantic_decorators__.model_validators]
-    summary = " ".join([inspect.getdoc(model) or "", *([f"Checked: {'; '.join(rules)}."] if rules else [])])
-    return "\n\n".join([f"## {title}", summary, "\n".join(rows)])
+    return "\n\n".join([f"## {title}", inspect.getdoc(model) or "", "\n".join(rows)])
 
 
 def _is_section(annotation: Any) -> bool:

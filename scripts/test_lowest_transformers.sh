@@ -35,4 +35,4 @@ assert transformers.__version__ == sys.argv[1], f"{transformers.__version__} fro
 print(f"transformers {transformers.__version__}, torch {torch.__version__}")
 EOF
 # the calling convention, and that packed numbers equal plain ones
-exec "$folder/bin/python" -m pytest -q tests/attention/test_register.py tests/models/test_packing.py
+exec "$folder/bin/python" -m pytest -q tests/attention/test_hf_interface.py tests/models/test_packing.py

@@ -8,20 +8,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from slimefsdp._moved import install
+
 if TYPE_CHECKING:
+    from slimefsdp.batching.plan import Plan
     from slimefsdp.config import RunConfig, load_config
-    from slimefsdp.data.plan import Plan
-    from slimefsdp.data.rollout import RolloutBatch
-    from slimefsdp.reports import LogProbs
+    from slimefsdp.data.rollout_batch import RolloutBatch
+    from slimefsdp.results import LogProbs
     from slimefsdp.trainer import Trainer
 
 __all__ = ["LogProbs", "Plan", "RolloutBatch", "RunConfig", "Trainer", "load_config"]
 __version__ = "0.1.0"
 
+install()
+
 _HOME = {
-    "LogProbs": "slimefsdp.reports",
-    "Plan": "slimefsdp.data.plan",
-    "RolloutBatch": "slimefsdp.data.rollout",
+    "LogProbs": "slimefsdp.results",
+    "Plan": "slimefsdp.batching.plan",
+    "RolloutBatch": "slimefsdp.data.rollout_batch",
     "RunConfig": "slimefsdp.config",
     "Trainer": "slimefsdp.trainer",
     "load_config": "slimefsdp.config",

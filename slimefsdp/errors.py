@@ -6,7 +6,10 @@ Errors cross process borders (Ray pickles them), so each one rebuilds from its p
 
 from __future__ import annotations
 
+import math
 import pickle
+import reprlib
+from pathlib import Path
 from typing import Any
 
 
@@ -18,7 +21,7 @@ class SlimeError(Exception):
         field: the setting, tensor or batch field it is about, e.g. `mesh.dp` or `rewards`.
         hint: the way out, as one imperative sentence.
         rank: the global rank that raised it; None where no rank is involved (the driver, the command line).
-        phase: what was being done, e.g. `load` or `train_step`.
+        call: what was being done, e.g. `load` or `train_step`.
 
     `others` holds what else is wrong with the same settings, or what other ranks said, one sentence each; set by who
     raises it.
@@ -35,17 +38,17 @@ class SlimeError(Exception):
         field: str | None = None,
         hint: str | None = None,
         rank: int | None = None,
-        phase: str | None = None,
+        call: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.hint = hint
         self.rank = rank
-        self.phase = phase
+        self.call = call
 
     def __str__(self) -> str:
-        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("in", self.phase)) if value is not None]
+        where = [f"{name} {value}" for name, value in (("rank", self.rank), ("in", self.call)) if value is not None]
         place = f" ({', '.join(where)})" if where else ""
         # pydantic-style prefix, once: messages often begin with the field already
         head = f"{self.field}: " if self.field and not self.message.startswith(self.field) else ""
@@ -166,3 +169,52 @@ def portable(error: Exception) -> Exception:
     for note in notes:
         plain.add_note(note)
     return plain
+
+
+class _ShortText(reprlib.Repr):
+    """`reprlib` with YAML's own words where they differ from Python's; it calls `repr_<type name>`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 4, 6, 6
+        self.maxstring = self.maxother = 60
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+    def repr_int(self, value: int, level: int) -> str:
+        if value.bit_length() > 200:  # Python refuses to print some thousands of digits
+            return f"(an integer of about {int(value.bit_length() * math.log10(2)) + 1} digits)"
+        return repr(value)
+
+    def repr_float(self, value: float, level: int) -> str:
+        return repr(value) if math.isfinite(value) else {"inf": ".inf", "-inf": "-.inf"}.get(repr(value), ".nan")
+
+    def repr_PosixPath(self, value: Path, level: int) -> str:
+        return self.repr1(str(value), level)
+
+
+class _ShortRepr(_ShortText):
+    """The same bounds, in Python's words."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return repr(value)
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return repr(value)
+
+    def repr_float(self, value: float, level: int) -> str:
+        return repr(value)
+
+
+def short_repr(value: Any) -> str:
+    """The value as Python writes it, on one line of bounded length, whatever it is."""
+    return " ".join(_ShortRepr().repr(value).split())
+
+
+def short_text(value: Any) -> str:
+    """The value on one line of bounded length, as a YAML file would say it, for error messages."""
+    return _ShortText().repr(value)

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 
 from slimefsdp.config import load_config
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import SlimeError
-from slimefsdp.paths import path_argument
+from slimefsdp.io.paths import path_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
         import torch.distributed as dist
 
-        from slimefsdp.parallel.mesh import choose_device, start_process_group_from_environment
+        from slimefsdp.distributed.mesh import choose_device, start_process_group_from_environment
         from slimefsdp.trainer import Trainer
 
         device = choose_device(config.mesh.device)

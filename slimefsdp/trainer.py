@@ -16,47 +16,45 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimefsdp import build
+from slimefsdp.algorithms.registry import LossName
+from slimefsdp.batching.plan import Plan
 from slimefsdp.config import RunConfig
-from slimefsdp.data.plan import Plan
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.fsdp import reshard
+from slimefsdp.distributed.memory_manager import MemoryManager, allocator_state
+from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.distributed.offload import prefer_expandable_segments
 from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.exclusive import Turn
-from slimefsdp.loss.names import LossName
-from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.folder import ModelFolder
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.value import ValueModel
-from slimefsdp.optim.updater import Updater
-from slimefsdp.parallel.agree import run_together
-from slimefsdp.parallel.fsdp import reshard
-from slimefsdp.parallel.inspect import compare_replicas, describe_model, model_tensors, optimizer_tensors
-from slimefsdp.parallel.mesh import Mesh
-from slimefsdp.parallel.offload import prefer_expandable_segments
-from slimefsdp.parallel.residency import Residency, allocator_state
-from slimefsdp.reports import (
+from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
+from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.results import (
     TAGS,
     Description,
     GradientHealth,
     Health,
+    LoadReport,
     LogProbs,
     Memory,
     MemoryReport,
     ReplicaCheck,
-    Restored,
     SyncReport,
     Tag,
 )
-from slimefsdp.state import Checkpoints, export_model
-from slimefsdp.surface import ROLES, Role, require_receivers, require_role, rpc
-from slimefsdp.training import step
-from slimefsdp.training.prepared import BatchPlanner, PreparedBatch
-from slimefsdp.weights.receive import Receiver, WeightReceiver
-from slimefsdp.weights.stream import stream_weights
+from slimefsdp.rpc import ROLES, Role, Turn, require_receivers, require_role, rpc
+from slimefsdp.training import build, step
+from slimefsdp.training.checkpointing import Checkpoints, export_model
+from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
+from slimefsdp.weight_sync.send import stream_weights
 
 
 class Trainer:
-    """One rank. The process group must exist (`slimefsdp.parallel.mesh.start_process_group*`).
+    """One rank. The process group must exist (`slimefsdp.distributed.mesh.start_process_group*`).
 
     Raises:
         ConfigError: the mesh does not fit the ranks, or there is no such role.
@@ -81,15 +79,17 @@ class Trainer:
         config = build.with_sharding(config, role, folder, mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel
         model: DecoderModel = build.model_for(kind, config, role, folder, mesh)
-        residency = Residency(device, mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
-        residency.models["parameters"] = model
-        reference = build.reference_for(config, folder, model, mesh, residency)
-        self._rank = step.RankState(config, role, folder, mesh, model, residency, reference, config.loss.kl_coefficient)
+        memory_manager = MemoryManager(device, mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
+        memory_manager.models["parameters"] = model
+        reference = build.reference_for(config, folder, model, mesh, memory_manager)
+        self._rank = step.RankState(
+            config, role, folder, mesh, model, memory_manager, reference, config.loss.kl_coefficient
+        )
         self.receiver = WeightReceiver(model.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             return
         self._rank.updater = build.updater_for(config, role, model)
-        residency.optimizer = self.updater.optimizer
+        memory_manager.optimizer = self.updater.optimizer
         self._rank.checkpoints = Checkpoints(config, role, folder, mesh)
         self._rank.throughput = build.throughput_for(config, folder, model, mesh)
         self._rank.profiler = build.profiler_for(config, role, mesh)
@@ -122,7 +122,7 @@ class Trainer:
         return self._rank.model
 
     @property
-    def updater(self) -> Updater:
+    def updater(self) -> OptimizerStep:
         """The optimiser, of a role that trains."""
         return self._rank.updater
 
@@ -157,7 +157,7 @@ class Trainer:
             with rank.reference.awake() as reference:
                 values = step.token_outputs(rank, reference, work, trained_only=False)
         else:
-            rank.residency.wake_up(("parameters",))
+            rank.memory_manager.wake_up(("parameters",))
             values = step.token_outputs(rank, rank.model, work, trained_only=False)
         log_probs, entropy = values.float().numpy()
         return LogProbs(log_probs, entropy)
@@ -173,7 +173,7 @@ class Trainer:
             BatchError: the batch does not fit the settings.
         """
         work = self._prepared(batch, "values", BatchPlanner.for_forward)
-        self._rank.residency.wake_up(("parameters",))
+        self._rank.memory_manager.wake_up(("parameters",))
         (values,) = step.token_outputs(self._rank, self._rank.model, work, trained_only=False).float().numpy()
         return values
 
@@ -190,7 +190,7 @@ class Trainer:
 
         Args:
             batch: as in `compute_log_probs`; prepared, it has the plan and the options.
-            plan: of `slimefsdp.phase.plan_training`; made here when not given.
+            plan: of `slimefsdp.preparation.plan.plan_training`; made here when not given.
             gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
 
         An error on the way, or an end by loss.max_kl, leaves no gradients.
@@ -226,7 +226,7 @@ class Trainer:
             loss: `policy` (needs advantages or what they are computed from) or `sft`; of a critic `value`.
             batch: as in `compute_log_probs`; without `old_log_probs` the current ones serve, and the ratio is 1.
             denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
-                denominator (`slimefsdp.loss.reduce.update_denominator`) equal one call with the whole.
+                denominator (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
 
         Raises:
             BatchError: the batch does not fit the settings; no gradient was added.
@@ -238,7 +238,7 @@ class Trainer:
             has_more=(loss, denominator) != ("policy", None),
         )
         rank = self._rank
-        rank.residency.wake_up(("parameters",))
+        rank.memory_manager.wake_up(("parameters",))
         inputs = step.token_inputs(rank, work)
         with step.reference_beside(rank, work):
             return step.forward_backward(rank, work, 0, inputs)
@@ -255,26 +255,26 @@ class Trainer:
     @rpc
     def zero_grad(self) -> None:
         """Drops the gradients that forward_backward has gathered; idempotent."""
-        self._rank.residency.wake_up(("parameters",))  # asleep, they have nothing to drop
+        self._rank.memory_manager.wake_up(("parameters",))  # asleep, they have nothing to drop
         step.drop_gradients(self._rank)
 
-    # ------------------------------------------------------------------ residency
+    # ------------------------------------------------------------------ sleep and memory
 
     @rpc
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
         if self.role != "ref":
             self._rank.checkpoints.wait_for_copy()
-        return replace(self._rank.residency.sleep(tags), **allocator_state(self.mesh.device))
+        return replace(self._rank.memory_manager.sleep(tags), **allocator_state(self.mesh.device))
 
     @rpc
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
-        return replace(self._rank.residency.wake_up(tags), **allocator_state(self.mesh.device))
+        return replace(self._rank.memory_manager.wake_up(tags), **allocator_state(self.mesh.device))
 
     def memory(self) -> Memory:
         """Bytes held on this rank."""
-        memory = self._rank.residency.memory()
+        memory = self._rank.memory_manager.memory()
         if self.role == "ref":
             return memory
         return replace(memory, host_buffers=memory.host_buffers + self._rank.checkpoints.host_bytes)
@@ -295,7 +295,7 @@ class Trainer:
     @rpc
     def check_sync(self) -> ReplicaCheck:
         """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
-        self._rank.residency.wake_up(TAGS)
+        self._rank.memory_manager.wake_up(TAGS)
         models = {"": self.policy} | ({} if self.reference is None else {"reference.": self.reference})
         tensors: list[tuple[str, torch.Tensor]] = []
         for prefix, model in models.items():
@@ -335,7 +335,7 @@ class Trainer:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
         require_receivers(receivers)
-        self._rank.residency.wake_up(("parameters",))
+        self._rank.memory_manager.wake_up(("parameters",))
         return stream_weights(
             self.policy.named_weights(),
             receivers,
@@ -354,7 +354,7 @@ class Trainer:
                 architecture.
         """
         assert isinstance(self.policy, PolicyModel)
-        self._rank.residency.wake_up(("parameters",))
+        self._rank.memory_manager.wake_up(("parameters",))
         self._rank.reference.follow(self.policy)
 
     @rpc
@@ -366,7 +366,7 @@ class Trainer:
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
         """
-        self._rank.residency.wake_up(("parameters", "optimizer"))
+        self._rank.memory_manager.wake_up(("parameters", "optimizer"))
         with self._rank.reference.resting():
             folder = self._rank.checkpoints.save(
                 step,
@@ -389,7 +389,7 @@ class Trainer:
         """
         return self._rank.checkpoints.finish()
 
-    def restored(self) -> Restored | None:
+    def restored(self) -> LoadReport | None:
         """What the last `load` took and passed over; None before the first one."""
         require_role("restored", self.role)
         return self._rank.checkpoints.restored
@@ -401,7 +401,7 @@ class Trainer:
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
-        self._rank.residency.wake_up(("parameters", "optimizer"))
+        self._rank.memory_manager.wake_up(("parameters", "optimizer"))
         reference = self._rank.reference
         with reference.resting():
             info = self._rank.checkpoints.load(
@@ -431,7 +431,7 @@ class Trainer:
         """
         if not isinstance(path, str | Path):
             raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
-        self._rank.residency.wake_up(("parameters",))
+        self._rank.memory_manager.wake_up(("parameters",))
         master = build.master_dtype(self.config)
         export_model(self.policy, self.folder, Path(path), dtype=master, mesh=self.mesh, export_dtype=dtype)
         return Path(path)

@@ -16,11 +16,18 @@ import numpy as np
 import pytest
 import torch
 
+from slimefsdp.algorithms.registry import (
+    CORRECTIONS,
+    ESTIMATORS,
+    KL_ESTIMATORS,
+    PER_SEQUENCE,
+    POLICY_LOSSES,
+    REDUCTIONS,
+)
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.config_loss import CORRECTION_BOUNDS
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.loss.names import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, PER_SEQUENCE, POLICY_LOSSES, REDUCTIONS
-from slimefsdp.phase import plan_everything, plan_training
+from slimefsdp.config.algorithm import CORRECTION_BOUNDS
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.preparation.plan import plan_everything, plan_training
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_algorithms import PlainPhase, PlainPolicy

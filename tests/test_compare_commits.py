@@ -15,9 +15,9 @@ import pytest
 
 from scripts import compare_commits
 from scripts.compare_commits import compare, compare_jobs
+from slimefsdp.algorithms import registry
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.loss import names
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -109,11 +109,11 @@ def test_the_names_that_jobs_take_from_a_commit_are_where_they_look() -> None:
 
 
 def test_there_is_a_job_for_every_name_that_an_algorithm_can_be_made_of() -> None:
-    assert {f"policy/{name}" for name in names.POLICY_LOSSES} <= JOBS.keys()
-    assert {f"estimator/{name}" for name in names.ESTIMATORS} <= JOBS.keys()
-    assert {f"correction/{name}" for name in names.CORRECTIONS} <= JOBS.keys()
-    assert {f"reduction/{name}" for name in names.REDUCTIONS} <= JOBS.keys()
-    assert {f"kl/{name} in loss" for name in names.KL_ESTIMATORS} <= JOBS.keys()
+    assert {f"policy/{name}" for name in registry.POLICY_LOSSES} <= JOBS.keys()
+    assert {f"estimator/{name}" for name in registry.ESTIMATORS} <= JOBS.keys()
+    assert {f"correction/{name}" for name in registry.CORRECTIONS} <= JOBS.keys()
+    assert {f"reduction/{name}" for name in registry.REDUCTIONS} <= JOBS.keys()
+    assert {f"kl/{name} in loss" for name in registry.KL_ESTIMATORS} <= JOBS.keys()
 
 
 def test_every_job_but_those_drawn_at_random_has_settings_that_are_accepted() -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.numpy import load_file
 
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from tests.fixtures.write import (
     PROMPTS,

@@ -11,7 +11,7 @@ import threading
 import pytest
 import ray.cloudpickle
 
-from actors import cli
+from actors.cli import main as cli
 from slimefsdp import errors
 from slimefsdp.errors import ConfigError, SlimeError, portable
 
@@ -43,7 +43,7 @@ def test_the_list_of_errors_is_complete():
 
 @pytest.mark.parametrize("cls", PUBLIC)
 def test_a_copy_in_another_process_keeps_type_attributes_and_text(cls):
-    error = cls("mesh.dp=3 is odd", field="mesh.dp", hint="use 4", rank=2, phase="load")
+    error = cls("mesh.dp=3 is odd", field="mesh.dp", hint="use 4", rank=2, call="load")
     error.step = 7  # what a caller adds travels too
     error.add_note("seen on the driver")
     for twin in copies(error):
@@ -72,15 +72,15 @@ def test_what_else_is_wrong_travels_and_is_listed_below():
         ({"field": "rewards"}, "rewards: broken"),
         ({"hint": "mend it"}, "broken; mend it"),
         ({"rank": 0}, "broken (rank 0)"),
-        ({"phase": "load"}, "broken (in load)"),
-        ({"rank": 3, "phase": "load"}, "broken (rank 3, in load)"),
+        ({"call": "load"}, "broken (in load)"),
+        ({"rank": 3, "call": "load"}, "broken (rank 3, in load)"),
         (
-            {"field": "rewards", "hint": "mend it", "rank": 3, "phase": "load"},
+            {"field": "rewards", "hint": "mend it", "rank": 3, "call": "load"},
             "rewards: broken (rank 3, in load); mend it",
         ),
     ],
 )
-def test_text_names_field_rank_phase_and_way_out(arguments, text):
+def test_text_names_field_rank_call_and_way_out(arguments, text):
     assert str(SlimeError("broken", **arguments)) == text
 
 
@@ -98,7 +98,7 @@ def test_exit_codes_and_codes_are_distinct_and_usable():
 def test_the_command_line_prints_a_few_lines_and_ends_with_the_types_status(cls, monkeypatch, capsys):
     def run(options: argparse.Namespace) -> int:
         text = "the cause\n" + "  at some place, \n" * 300
-        error = cls(text, field="mesh.dp", hint="use 4", rank=2, phase="load")
+        error = cls(text, field="mesh.dp", hint="use 4", rank=2, call="load")
         error.others = ("rank 0: the same",)
         error.add_note("Traceback (most recent call last): of the rank")
         raise error

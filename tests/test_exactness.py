@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.phase import plan_training
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import (
     error_norm,

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from actors.worker_group import WorkerGroup
+from actors.workers.worker_group import WorkerGroup
 from slimefsdp import errors
 from slimefsdp.config import load_config
-from slimefsdp.models.folder import SUPPORTED_MODELS
+from slimefsdp.models.hf_folder import SUPPORTED_MODELS
 from tests.support.refusals import names
 from tests.support.rpcs import RPCS
 from tests.support.waiting import PATIENCE_S
@@ -100,7 +100,7 @@ def test_every_function_that_a_document_names_exists(document: Path) -> None:
 
 def test_the_way_of_a_batch_names_its_functions() -> None:
     """So that the test above has something to look at."""
-    way = README.split("## Follow one batch")[1].split("\n## ")[0]
+    way = (ROOT / "docs/architecture.md").read_text().split("## Follow one batch")[1].split("\n## ")[0]
     assert len(re.findall(r"`[\w/]+\.py:[\w.]+`", way)) >= 15
 
 
@@ -125,20 +125,20 @@ def anchors(document: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def tree_entries() -> list[str]:
-    """The paths of README's tree."""
-    (tree,) = [block for block in blocks(README, "") if block.startswith("slimefsdp/ ")]
-    parents: list[str] = []
-    entries = []
-    for line in tree.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        parents[depth:] = [line.split()[0]]
-        entries.append("".join(parents))
-    return entries
+def test_the_readme_names_every_package_and_nothing_that_is_not_there() -> None:
+    named = set(re.findall(r"`((?:slimefsdp|actors)\.\w+)`", README.split("## How it works")[1].split("\n## ")[0]))
+    packages = {
+        f"{top}.{folder.name}"
+        for top in ("slimefsdp", "actors")
+        for folder in (ROOT / top).iterdir()
+        if (folder / "__init__.py").is_file()
+    }
+    modules = {f"{top}.{file.stem}" for top in ("slimefsdp", "actors") for file in (ROOT / top).glob("*.py")}
+    assert packages <= named <= packages | modules
 
 
-def test_the_tree_names_nothing_that_is_not_there() -> None:
-    assert [path for path in tree_entries() if not (ROOT / path).exists()] == []
+def test_the_readme_is_no_longer_than_a_reader_bears() -> None:
+    assert len(README.splitlines()) <= 200
 
 
 def commands() -> list[list[str]]:
@@ -205,7 +205,7 @@ def test_no_call_is_documented_that_does_not_exist() -> None:
 
 
 def test_the_table_of_errors_has_every_type_with_its_code_and_exit_status() -> None:
-    table = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \|", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
     types = [
         value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, errors.SlimeError)
     ]
@@ -213,8 +213,7 @@ def test_the_table_of_errors_has_every_type_with_its_code_and_exit_status() -> N
 
 
 def test_the_supported_models_are_those_of_the_code() -> None:
-    section = README.split("## Supported models")[1].split("\n## ")[0]
-    listed = re.findall(r"`(\w+)`", section.split("`model_type`s:")[1].split(".")[0])
+    listed = re.findall(r"`(\w+)`", README.split("`model_type`s:")[1].split(".\n")[0])
     assert listed == list(SUPPORTED_MODELS)
 
 
@@ -284,6 +283,14 @@ def test_the_figures_of_recovery_are_the_recorded_ones_and_meet_what_is_promised
     assert share <= 0.02 and f"| guarding code, of a step of 65,536 tokens | {share:.2%} |" in page
 
 
+def test_the_speed_beside_others_is_the_recorded_one() -> None:
+    record = json.loads((ROOT / "benchmarks/results/train_step.json").read_text())
+    faster = {(one["workload"], one["system"]): one.get("slimefsdp_is_faster_by") for one in record["results"]}
+    for workload in record["workloads"]:
+        shown = (f"{faster[workload, system]:.2f}x" for system in ("trl", "hf_padded", "slime"))
+        assert f"| `{workload}` | {' | '.join(shown)} |" in README
+
+
 def test_the_second_run_of_the_train_step_is_the_recorded_one() -> None:
     page = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
     results = json.loads((ROOT / "benchmarks/results/train_step_repeated.json").read_text())["results"]
@@ -308,7 +315,8 @@ def test_the_cost_of_calls_is_the_recorded_one() -> None:
 
 def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
     record = json.loads((ROOT / "benchmarks/results/head_memory.json").read_text())
-    assert record["torch"] in README and record["threads"] == 1, "as it says"
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert record["torch"] in page and record["threads"] == 1, "as it says"
     by_case: dict[tuple[int, int, int, str], dict[str, str]] = {}
     for result in record["results"]:
         case = (result["rows"], result["vocab"], result["hidden"], result["dtype"])
@@ -317,16 +325,26 @@ def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
         skipped = f"not run, {result.get('skipped', '').split(',')[0]}"
         by_case.setdefault(case, {})[result["head"]] = skipped if "skipped" in result else measured
     for (rows, vocab, hidden, dtype), heads in by_case.items():
-        assert f"| {rows:,} x {vocab:,}, {hidden}, {dtype} | {heads['naive']} | {heads['fused']} |" in README
+        assert f"| {rows:,} x {vocab:,}, {hidden}, {dtype} | {heads['naive']} | {heads['fused']} |" in page
+
+
+def test_how_large_the_house_is_stands_as_it_was_counted() -> None:
+    old, new = json.loads((ROOT / "benchmarks/results/count_files.json").read_text()).values()
+    page = (ROOT / "docs/architecture.md").read_text()
+    for name in ("until_first_step", "inside_a_rank", "import_circles"):
+        assert f"| {len(old[name])} | {len(new[name])} |" in page
+    assert new["import_circles"] == [] and len(new["inside_a_rank"]) < len(old["inside_a_rank"])
+    assert all(f"`{path}` ({lines})" in " ".join(page.split()) for path, lines in new["longest"].items())
 
 
 def test_the_speed_of_context_parallelism_is_the_recorded_one() -> None:
     record = json.loads((ROOT / "benchmarks/results/context_parallel.json").read_text())
     alone, *shared = record["results"]
     assert alone["ranks"] == 1 and {result["ranks"] for result in shared} == {2}
+    page = (ROOT / "docs/benchmarks.md").read_text()
     for result in shared:
         assert result["speedup"] == pytest.approx(alone["median_s"] / result["median_s"])
-        assert f"| `{result['strategy']}` | {result['speedup']:.2f} |" in README
+        assert f"| `{result['strategy']}` | {result['speedup']:.2f} |" in page
         assert result["strategy"] != "ring" or result["speedup"] >= 1.6
 
 
@@ -341,5 +359,6 @@ def test_the_figures_of_the_meshes_are_the_recorded_ones_and_within_their_bounds
     double = max(max(float(row[9]), float(row[12])) for row in rows)
     single = max(float(row[11]) for row in rows)
     assert double <= 1e-12
-    (said,) = [line for line in README.split("\n\n") if "equivalence.txt" in line]
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    (said,) = [line for line in page.split("\n\n") if "equivalence.txt" in line]
     assert all(names(said, value) for value in (len(rows), len(models), f"{double:.1e}", f"{single:.1e}"))

@@ -16,7 +16,7 @@ ANY = {*RAY, "numpy", "pydantic"}
 # of every command, as the help above it lists them
 HELP = """
 import contextlib, io, re
-from actors.cli import main
+from actors.cli.main import main
 waiting, seen = [[]], []
 while waiting:
     words = waiting.pop()
@@ -34,11 +34,11 @@ assert {'train', 'replay', 'plan', 'calibrate', 'check', 'convert dcp-to-hf', 'b
 """
 
 PARTS: dict[str, tuple[str, set[str]]] = {
-    "batches": ("import slimefsdp.data.rollout", RAY),
-    "judging a batch": ("import slimefsdp.credit", RAY),
-    "planning": ("import slimefsdp.training.prepared", RAY),
-    "simulating": ("import slimefsdp.simulate", {*RAY, "pydantic"}),
-    "reading a model folder": ("import slimefsdp.models.folder", {*ANY, "safetensors"}),
+    "batches": ("import slimefsdp.data.rollout_batch", RAY),
+    "judging a batch": ("import slimefsdp.preparation.advantages", RAY),
+    "planning": ("import slimefsdp.preparation.prepared", RAY),
+    "simulating": ("import slimefsdp.perf_model.simulate", {*RAY, "pydantic"}),
+    "reading a model folder": ("import slimefsdp.models.hf_folder", {*ANY, "safetensors"}),
     "settings": (
         "import slimefsdp; slimefsdp.load_config(settings, ['optim.lr=1e-3'])",
         {*RAY, "numpy", "matplotlib", "tensorboard"},

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from actors.rollout.sampler import sample
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
-from slimefsdp.weights.receive import WeightReceiver
+from slimefsdp.weight_sync.receive import WeightReceiver
 
 PROMPTS = [[7, 8, 9], [20, 21], [40, 41, 42, 43]]
 GROUP, RESPONSE_LENGTH, STEPS = 16, 6, 15

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from tests.support.process_resources import held_by_the_process
 from tests.support.tiny_models import save_tiny_model

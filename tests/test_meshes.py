@@ -13,16 +13,17 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from slimefsdp import build, phase
+from slimefsdp.algorithms.objective import TokenInputs
 from slimefsdp.config import RunConfig
-from slimefsdp.credit import response_advantages
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import SlimeError
-from slimefsdp.loss.objective import TokenInputs
-from slimefsdp.metrics import MetricSums
-from slimefsdp.models.load import build_policy, materialise
-from slimefsdp.parallel.mesh import build_mesh
+from slimefsdp.models.build import build_policy, materialise
+from slimefsdp.preparation import plan as plan_module
+from slimefsdp.preparation.advantages import response_advantages
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import build
+from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import accumulate_gradients, micro_batches
 from tests.support import tiers
 from tests.support.comparisons import (
@@ -137,8 +138,8 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
     with torch.no_grad():
         for (_, target), (_, source) in zip(bare.named_weights(), trainer.policy.named_weights(), strict=True):
             target.copy_(source.full_tensor())
-    plan = phase.plan_everything(config, batch, trainer.policy.attention.cost, data_ranks=1)
-    weights = phase.update_weights_of_tokens(config, batch, np.arange(batch.num_samples))
+    plan = plan_module.plan_everything(config, batch, trainer.policy.attention.cost, data_ranks=1)
+    weights = plan_module.loss_weights(config, batch, np.arange(batch.num_samples))
     inputs = TokenInputs(
         weights=torch.from_numpy(weights),
         sample_ids=torch.from_numpy(batch.sample_ids),
@@ -192,7 +193,7 @@ class SequenceRatios:
 def gradients_of_sequence_ratios(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     with KeepFloat64():
         trainer = Trainer(config, device=CPU)
-        plan = phase.plan_everything(config, batch, data_ranks=trainer.mesh.data_ranks)
+        plan = plan_module.plan_everything(config, batch, data_ranks=trainer.mesh.data_ranks)
         inputs = TokenInputs(
             weights=torch.ones(batch.num_response_tokens),  # this loss weighs by itself
             sample_ids=torch.from_numpy(batch.sample_ids),
@@ -343,7 +344,7 @@ def refusal_of_rank(rank: int, config: RunConfig) -> tuple[str, str | None, int]
     """The error that building a Trainer ends with, and how many weights were read before it."""
     from unittest.mock import patch
 
-    with patch("slimefsdp.models.load.read_weights") as reading:
+    with patch("slimefsdp.models.build.read_weights") as reading:
         try:
             Trainer(config, device=CPU)
         except SlimeError as error:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import load_config
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from tests.support.plain_step import make_batch
 from tests.support.rank_pool import RankPool

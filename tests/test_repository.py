@@ -21,59 +21,29 @@ PACKAGES = ("slimefsdp", "actors")
 # who may import a package at all, by path
 DOORS = {
     "ray": ("actors/",),
-    "pydantic": (
-        "slimefsdp/config.py",
-        "slimefsdp/config_algorithm.py",
-        "slimefsdp/config_cluster.py",
-        "slimefsdp/config_loss.py",
-        "slimefsdp/config_rollout.py",
-        "slimefsdp/config_sections.py",
-        "scripts/settings_reference.py",
-    ),
+    "pydantic": ("slimefsdp/config/", "scripts/settings_reference.py"),
     "transformers": (
         "actors/rollout/",
         "scripts/",
-        "slimefsdp/attention/register.py",
-        "slimefsdp/checkpoint/hugging_face.py",
+        "slimefsdp/attention/hf_interface.py",
+        "slimefsdp/checkpoint/hf_export.py",
         "slimefsdp/models/",
     ),
     "actors": ("actors/", "scripts/"),
 }
-# a part may import its own layer and those before it; the library's parts are the names below slimefsdp/
-LAYERS = (
-    (
-        *("byte_text", "config_messages", "config_sections", "errors", "exclusive", "functions"),
-        *("paths", "plain_file", "progress", "reports", "strict_json", "surface", "yaml_file"),
+# the rooms of each package, from the ground up: each may import those above it in this list, and nothing else
+ROOMS = {
+    "slimefsdp": (
+        *("_moved", "errors", "heartbeat", "io", "model_spec", "data", "results", "rpc"),
+        *("distributed", "batching", "algorithms", "attention", "models", "optim", "weight_sync"),
+        *("config", "checkpoint", "convert", "preparation", "perf_model", "monitoring"),
+        *("training", "trainer", "replay"),
     ),
-    ("data", "loss"),
-    ("attention", "determinism", "parallel"),
-    (
-        *(
-            "config",
-            "config_algorithm",
-            "config_cluster",
-            "config_loss",
-            "config_ready",
-            "config_rollout",
-            "credit",
-            "phase",
-            "simulate",
-        ),
-        *("checkpoint", "footprint", "metrics", "models", "optim", "profiling", "throughput", "weights"),
-        *("activations", "calibrate", "estimate", "expected", "memory_errors", "out_of_memory", "rates"),
-    ),
-    ("reference",),
-    ("build", "state"),
-    ("training",),
-    ("trainer",),
-    ("replay",),
-)
-LAYER = {part: depth for depth, parts in enumerate(LAYERS) for part in parts}
-# below the trainer functions take values, not settings; deciding a phase is where settings become values
-CONFIG_READERS = (
-    *("config", "build", "credit", "expected", "memory_errors", "phase", "state"),
-    *("training", "trainer", "replay"),
-)
+    "actors": (*("cluster", "signals", "startup", "run_dir", "workers", "fault_tolerance", "rollout", "loop", "cli"),),
+}
+# below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings
+CONFIG_READERS = ("config", "preparation", "perf_model", "training", "trainer", "replay")
+MAX_LOOSE_MODULES = 8
 
 
 @cache
@@ -98,18 +68,18 @@ def imported_modules(node: ast.AST, with_names_for_mypy: bool) -> Iterator[str]:
         yield from imported_modules(child, with_names_for_mypy)
 
 
-def part_of(path: str) -> str:
-    """slimefsdp/data/pack.py -> data; slimefsdp/trainer.py -> trainer."""
+def room_of(path: str) -> str:
+    """slimefsdp/batching/packing.py -> batching; slimefsdp/trainer.py -> trainer."""
     return Path(path).parts[1].removesuffix(".py")
 
 
-def library_imports() -> Iterator[tuple[str, str]]:
-    """(path, part of slimefsdp that it imports when it runs)."""
-    for path, tree in trees("slimefsdp").items():
+def imported_rooms(package: str) -> Iterator[tuple[str, str]]:
+    """(path, room of the same package that it imports when it runs)."""
+    for path, tree in trees(package).items():
         for name in sorted(set(imported_modules(tree, with_names_for_mypy=False))):
-            package, _, rest = name.partition(".")
-            if package == "slimefsdp" and rest and rest.split(".")[0] != "__version__":
-                yield path, rest.split(".")[0]
+            top, _, rest = name.partition(".")
+            if top == package and (room := rest.split(".")[0]) in ROOMS[package]:
+                yield path, room
 
 
 @pytest.mark.parametrize(
@@ -133,23 +103,31 @@ def test_each_dependency_comes_in_through_its_own_door(package):
     assert not strays
 
 
-def test_every_part_of_the_library_has_a_layer():
-    parts = {part_of(path) for path in trees("slimefsdp")} - {"__init__"}
-    assert parts == LAYER.keys(), "a new part belongs in LAYERS, a part that is gone does not"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_has_its_place_in_the_order(package: str) -> None:
+    assert {room_of(path) for path in trees(package)} - {"__init__"} == set(ROOMS[package])
 
 
-def test_imports_inside_the_library_go_one_way():
+@pytest.mark.parametrize("package", PACKAGES)
+def test_few_modules_lie_loose_at_the_top(package: str) -> None:
+    loose = [path.name for path in (ROOT / package).glob("*.py") if path.name != "__init__.py"]
+    assert len(loose) <= MAX_LOOSE_MODULES
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_between_rooms_go_one_way(package: str) -> None:
+    height = {room: place for place, room in enumerate(ROOMS[package])}
     backwards = [
-        f"{path} imports slimefsdp.{imported}"
-        for path, imported in library_imports()
-        if LAYER[imported] > LAYER[part_of(path)]
+        f"{path} imports {package}.{imported}"
+        for path, imported in imported_rooms(package)
+        if room_of(path) != "__init__" and height[imported] > height[room_of(path)]
     ]
     assert not backwards
 
 
-def test_only_the_top_of_the_library_reads_settings():
-    readers = {part_of(path) for path, imported in library_imports() if imported == "config"}
-    assert readers <= set(CONFIG_READERS)
+def test_only_the_top_of_the_library_reads_settings() -> None:
+    readers = {room_of(path) for path, imported in imported_rooms("slimefsdp") if imported == "config"}
+    assert readers <= {*CONFIG_READERS, "__init__"}
 
 
 def test_no_module_of_the_library_imports_itself_through_others():
@@ -167,7 +145,7 @@ def test_data_and_losses_know_no_process_group():
     strays = [
         path
         for path, tree in trees("slimefsdp").items()
-        if LAYER.get(part_of(path), 0) <= LAYER["data"]
+        if room_of(path) in ("io", "data", "batching", "algorithms", "config", "preparation")
         and (
             any(name.startswith("torch.distributed") for name in imported_modules(tree, with_names_for_mypy=True))
             or any(
@@ -179,8 +157,8 @@ def test_data_and_losses_know_no_process_group():
 
 
 def documented_elsewhere(node: ast.AST, owner: ast.ClassDef | None) -> bool:
-    """Whether a definition needs no docstring: a property, a validator (its name is its rule), a Protocol's method, or
-    what torch's autograd calls and no file of ours does."""
+    """Whether a definition needs no docstring: a property, a validator (its error says the rule), a Protocol's method,
+    or what torch's autograd calls and no file of ours does."""
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     decorators = {ast.unparse(d).split("(")[0].split(".")[-1] for d in node.decorator_list}
     bases = {ast.unparse(base).split(".")[-1] for base in owner.bases} if owner else set()
@@ -258,7 +236,7 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
-    assert "slimefsdp = actors.cli:main" in entry_points
+    assert "slimefsdp = actors.cli.main:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
     expected = {str(file.relative_to(source)) for package in PACKAGES for file in (source / package).rglob("*.py")}
     assert {name for name in names if ".dist-info/" not in name} == expected

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError, StateError
-from slimefsdp.phase import plan_training
+from slimefsdp.preparation.plan import plan_training
+from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
-from slimefsdp.training.prepared import PreparedBatch
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
@@ -526,7 +526,7 @@ def failing_then_stepping(rank: int, config: RunConfig, good: RolloutBatch, bad:
     """What is possible after a train_step that ended on the way, and after a load that came upon gradients."""
     trainer = Trainer(config, device=CPU)
     trainer.save(0)
-    wake_up, calls = trainer._rank.residency.wake_up, []
+    wake_up, calls = trainer._rank.memory_manager.wake_up, []
 
     def failing(tags: Any) -> Any:
         calls.append(tags)
@@ -534,9 +534,9 @@ def failing_then_stepping(rank: int, config: RunConfig, good: RolloutBatch, bad:
             raise ResourceError("no memory", field="test")
         return wake_up(tags)
 
-    trainer._rank.residency.wake_up = failing  # type: ignore[method-assign]
+    trainer._rank.memory_manager.wake_up = failing  # type: ignore[method-assign]
     failed = error_of(lambda: trainer.train_step(good))
-    trainer._rank.residency.wake_up = wake_up  # type: ignore[method-assign]
+    trainer._rank.memory_manager.wake_up = wake_up  # type: ignore[method-assign]
     nothing_left = error_of(trainer.optimizer_step)
     stopped = error_of(lambda: trainer.train_step(bad))  # optim.max_skipped_updates
     trainer.train_step(good)

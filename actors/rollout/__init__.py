@@ -1,1 +1,1 @@
-"""Where samples come from: the embedded engine, its rewards, and adapters."""
+"""Where samples come from: prompts, the embedded engine, rewards and filters."""

@@ -20,9 +20,9 @@ from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
 from actors.rollout.rewards import RewardFunction, load_reward
-from actors.run_folder import RecordedBatches
+from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 
 Metrics = dict[str, float]
@@ -103,7 +103,7 @@ class Collector:
             yield
         except BatchError as error:
             if error.field in ("rollout.reward", "rollout.filter"):
-                error.phase = f"step {step}"
+                error.call = f"step {step}"
                 error.hint = f"{error.hint}, and " + (
                     "go on with the same command and checkpoint.resume=true"
                     if self._recorded_batches is not None

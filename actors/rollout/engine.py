@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.calls import CallFuture
-from actors.placement import Places, actor_options, gpus_per_rank
-from actors.ray_failures import end_processes, require_cluster
+from actors.cluster.placement import Places, actor_options, gpus_per_rank
+from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.rollout.tokenizer import encode_records, end_token_ids, load_tokenizer
 from actors.startup import answered, stage
-from actors.watchdog import Limits, Watchdog, Watched, remote_class
-from slimefsdp import progress
+from actors.workers.futures import CallFuture
+from actors.workers.watchdog import Limits, Watchdog, Watched, remote_class
+from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, StateError, WorkerDied, WorkerHung
 
@@ -44,8 +44,8 @@ class EmbeddedEngine(Watched):
     def __init__(self, model_path: str, compute_dtype: str, device: str) -> None:
         import torch
 
-        from slimefsdp.models.load import build_for_sampling
-        from slimefsdp.weights.receive import WeightReceiver
+        from slimefsdp.models.build import build_for_sampling
+        from slimefsdp.weight_sync.receive import WeightReceiver
 
         on_cuda = device != "cpu" and torch.cuda.is_available()
         if not on_cuda:
@@ -56,23 +56,23 @@ class EmbeddedEngine(Watched):
         )
         self._receiver = WeightReceiver(list(self._model.named_parameters()))
         self._end_token_ids = end_token_ids(model_path, self._tokenizer.eos_token_id)
-        progress.enter(progress.IDLE)
+        heartbeat.enter(heartbeat.IDLE)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
-        """As `slimefsdp.weights.receive.Receiver`."""
+        """As `slimefsdp.weight_sync.receive.Receiver`."""
         self._receiver.begin(version, manifest)
 
     def receive(self, bucket: Any) -> None:
-        """As `slimefsdp.weights.receive.Receiver`, from the object store."""
-        from actors.weight_transport import unpack_bucket
+        """As `slimefsdp.weight_sync.receive.Receiver`, from the object store."""
+        from actors.workers.weight_transport import unpack_bucket
 
         self._receiver.receive(unpack_bucket(bucket))
 
     def commit(self, version: int) -> None:
-        """As `slimefsdp.weights.receive.Receiver`."""
+        """As `slimefsdp.weight_sync.receive.Receiver`."""
         self._receiver.commit(version)
 
-    @progress.during("generate")
+    @heartbeat.during("generate")
     def generate(
         self,
         prompts: list[Any],

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actors.rollout.prompts import Record, place_of
-from slimefsdp.config_messages import short_repr
-from slimefsdp.errors import BatchError, SlimeError
-from slimefsdp.functions import failure_of, load_function
+from slimefsdp.config.callables import failure_of, load_function
+from slimefsdp.errors import BatchError, SlimeError, short_repr
 
 if TYPE_CHECKING:
     from actors.rollout.engine import Sampled

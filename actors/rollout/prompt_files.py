@@ -15,8 +15,8 @@ from actors.rollout.tokenizer import count_tokens
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
-from slimefsdp.models.folder import read_model_folder
-from slimefsdp.surface import ROLES
+from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.rpc import ROLES
 
 
 @dataclass(frozen=True, slots=True)

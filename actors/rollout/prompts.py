@@ -14,10 +14,9 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from slimefsdp.config_messages import short_repr, short_text
-from slimefsdp.errors import CheckpointError, ConfigError
-from slimefsdp.plain_file import open_plain
-from slimefsdp.strict_json import is_deeper, parse_json
+from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
+from slimefsdp.io.plain_file import open_plain
+from slimefsdp.io.strict_json import is_deeper, parse_json
 
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from actors.rollout.prompts import place_of
-from slimefsdp.config_messages import short_repr
-from slimefsdp.errors import BatchError, SlimeError
-from slimefsdp.functions import failure_of, load_function
+from slimefsdp.config.callables import failure_of, load_function
+from slimefsdp.errors import BatchError, SlimeError, short_repr
 
 RewardFunction = Callable[[dict[str, Any], str, bool], dict[str, float]]
 

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from slimefsdp import progress
+from slimefsdp import heartbeat
 from slimefsdp.errors import BatchError, ModelError, StateError
 
 # Exact types: layers that keep a recurrent state inherit these methods but leave that state unrepeated
@@ -136,7 +136,7 @@ def _sample_batch(
         position = position + 1
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         logits = _last_logits(model, drawn[:, None], mask, position[:, None], cache)
-        progress.tick()
+        heartbeat.tick()
     return [Completion(c.tokens, c.log_probs, c.tokens[-1] in eos_token_ids) for c in completions]
 
 

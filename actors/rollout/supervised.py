@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.restarts import LOST, Restarts
+from actors.fault_tolerance.restarts import LOST, Restarts
 from actors.rollout.engine import EnginePool, Sampled
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, SyncError
 
 
-class SupervisedEngines(EnginePool):
+class RestartingEngines(EnginePool):
     """An `EnginePool` that starts all its engines anew after a loss, at most cluster.max_restarts times.
 
     What they draw follows from the seed and the weights, so a call that is made again draws the same; with

@@ -18,7 +18,7 @@ from typing import Any
 
 from actors.rollout.prompts import Record, encode_prompt, place_of
 from slimefsdp.errors import ConfigError, ModelError, ResourceError, SlimeError
-from slimefsdp.models.folder import check_tokenizer
+from slimefsdp.models.hf_folder import check_tokenizer
 
 LONGEST_WAIT_S = 2e6  # for a process: it is asked for in milliseconds, of 32 bits
 PR_SET_PDEATHSIG = 1  # of prctl(2)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -152,11 +153,16 @@ def measured(system: System, micro_batch: int, device: torch.device, *, with_mem
 
 
 class _CpuWatch:
-    """Resets the kernel's record of the largest resident set; freed pages are given back first, or they would hide."""
+    """Resets the kernel's record of the largest resident set.
+
+    Garbage is collected and freed pages are given back first: either would hide what the step takes, if it went during
+    the step.
+    """
 
     def __init__(self, with_memory: bool) -> None:
         self._before: int | None = None
         if with_memory:
+            gc.collect()
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             self._before = _status_bytes("VmRSS")

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.peers.measure import serve
 from slimefsdp.config import load_config
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.parallel.mesh import start_process_group_from_environment
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.mesh import start_process_group_from_environment
 from slimefsdp.trainer import Trainer
 
 SETTINGS = Path(__file__).with_name("slimefsdp.yaml")
@@ -36,7 +36,7 @@ class OwnStep:
         self.parameters = sum(parameter.numel() for parameter in policy.parameters())
 
     def step(self, micro_batch: int) -> tuple[float, float]:
-        """One phase, which is one update, in packs of at most so many tokens."""
+        """One train step of one update, in packs of at most so many tokens."""
         metrics = self.trainers[micro_batch].train_step(self.batch)
         return metrics["loss"], metrics["grad_norm"]
 

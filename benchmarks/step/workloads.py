@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 
 Group = tuple[int, list[int]]  # tokens of the prompt, tokens of each of its responses
 

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from slimefsdp.attention.kernels import Saved, Scoring, varlen_backward, varlen_forward
-from slimefsdp.attention.merge import absorb_sinks, sinks_grad
-from slimefsdp.attention.plan import PathPlan
-from slimefsdp.attention.wire import Wire
+from slimefsdp.attention.call_plan import AttentionParams, GatherPlan
+from slimefsdp.attention.cp_comm import Comm
+from slimefsdp.attention.lse_merge import absorb_sinks, sinks_grad
+from slimefsdp.attention.varlen import Saved, varlen_backward, varlen_forward
 
 
 def all_gather_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: PathPlan,
-    wire: Wire | None,
-    scoring: Scoring,
+    plan: GatherPlan,
+    comm: Comm | None,
+    scoring: AttentionParams,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries, [local_tokens, heads, head_dim]; arguments as for `ring_attention`."""
-    out: torch.Tensor = _AllGatherAttention.apply(q, k, v, sinks, plan, wire, scoring)
+    out: torch.Tensor = _AllGatherAttention.apply(q, k, v, sinks, plan, comm, scoring)
     return out
 
 
@@ -38,16 +38,16 @@ class _AllGatherAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        plan: PathPlan,
-        wire: Wire | None,
-        scoring: Scoring,
+        plan: GatherPlan,
+        comm: Comm | None,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
         both = torch.stack([k, v])  # [2, local_tokens, kv_heads, head_dim]
-        if wire is not None and any(plan.wire_counts):
-            sent = both[:, plan.wire_rows]
-            fetched = [both.new_empty(2, rows, *both.shape[2:]) for rows in plan.wire_counts]
-            wire.exchange([sent] * wire.size, fetched).wait()
-            both = torch.cat([both, *_without(fetched, wire.rank)], dim=1)
+        if comm is not None and any(plan.sent_counts):
+            sent = both[:, plan.sent_rows]
+            fetched = [both.new_empty(2, rows, *both.shape[2:]) for rows in plan.sent_counts]
+            comm.exchange([sent] * comm.size, fetched).wait()
+            both = torch.cat([both, *_without(fetched, comm.rank)], dim=1)
         keys, values = both[:, plan.key_rows]
         out, saved = varlen_forward(q, keys, values, plan.call, scoring, causal=True)
         lse = saved.lse
@@ -56,13 +56,13 @@ class _AllGatherAttention(torch.autograd.Function):
             out = out.to(q.dtype)
         extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
         ctx.save_for_backward(q, both, sinks, out, lse, *extra)
-        ctx.plan, ctx.wire, ctx.scoring = plan, wire, scoring
+        ctx.plan, ctx.comm, ctx.scoring = plan, comm, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, both, sinks, out, lse, *extra = ctx.saved_tensors
-        plan, wire, grad_out = ctx.plan, ctx.wire, grads[0].contiguous()
+        plan, comm, grad_out = ctx.plan, ctx.comm, grads[0].contiguous()
         keys, values = both[:, plan.key_rows]
         dq, dk, dv = varlen_backward(
             grad_out, q, keys, values, out, Saved(lse, *extra), plan.call, ctx.scoring, causal=True
@@ -72,15 +72,15 @@ class _AllGatherAttention(torch.autograd.Function):
         sums[0].index_add_(0, plan.key_rows, dk.to(lse.dtype))
         sums[1].index_add_(0, plan.key_rows, dv.to(lse.dtype))
         own = sums[:, : q.shape[0]]
-        if wire is not None and any(plan.wire_counts):
-            others = _without(plan.wire_counts, wire.rank)
+        if comm is not None and any(plan.sent_counts):
+            others = _without(plan.sent_counts, comm.rank)
             parts = list(sums[:, q.shape[0] :].split(others, dim=1))
             parts = [part.contiguous() for part in parts]
-            outgoing = [*parts[: wire.rank], sums[:, :0], *parts[wire.rank :]]
-            arriving = [sums.new_empty(2, len(plan.wire_rows), *sums.shape[2:]) for _ in range(wire.size)]
-            wire.exchange(outgoing, arriving).wait()
-            for part in _without(arriving, wire.rank):
-                own.index_add_(1, plan.wire_rows, part)
+            outgoing = [*parts[: comm.rank], sums[:, :0], *parts[comm.rank :]]
+            arriving = [sums.new_empty(2, len(plan.sent_rows), *sums.shape[2:]) for _ in range(comm.size)]
+            comm.exchange(outgoing, arriving).wait()
+            for part in _without(arriving, comm.rank):
+                own.index_add_(1, plan.sent_rows, part)
         d_sinks = None if sinks is None else sinks_grad(grad_out, out, lse, sinks)
         return dq, own[0].to(both.dtype), own[1].to(both.dtype), d_sinks, None, None, None
 

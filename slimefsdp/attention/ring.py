@@ -2,7 +2,7 @@
 
 While a rank computes with one source's keys, the next source's are on their way. In backward the keys go round again,
 and their gradients follow one step behind, in an accumulator that every rank adds to before the owner receives it.
-Alone, without a wire, it is plain packed attention, with shared prompts where nodes have parents.
+Alone, without other ranks, it is plain packed attention, with shared prompts where nodes have parents.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from slimefsdp.attention.kernels import Saved, Scoring, varlen_backward, varlen_forward
-from slimefsdp.attention.merge import absorb_sinks, add_rows, merge_rows, sinks_grad
-from slimefsdp.attention.plan import RingPlan
-from slimefsdp.attention.wire import Transfer, Wire
+from slimefsdp.attention.call_plan import AttentionParams, RingPlan
+from slimefsdp.attention.cp_comm import Comm, Transfer
+from slimefsdp.attention.lse_merge import absorb_sinks, add_rows, merge_rows, sinks_grad
+from slimefsdp.attention.varlen import Saved, varlen_backward, varlen_forward
 
 
 def ring_attention(
@@ -22,8 +22,8 @@ def ring_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     plan: RingPlan,
-    wire: Wire | None,
-    scoring: Scoring,
+    comm: Comm | None,
+    scoring: AttentionParams,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries, [local_tokens, heads, head_dim].
@@ -32,13 +32,13 @@ def ring_attention(
         q: [local_tokens, heads, head_dim].
         k, v: [local_tokens, kv_heads, head_dim].
         plan: of this rank.
-        wire: to the other ranks; None: the plan has this rank alone.
+        comm: to the other ranks; None: the plan has this rank alone.
         scoring: a window only where nothing but the plan's own causal call is made.
         sinks: [heads], one attention sink's logit a head.
     """
     others = any(call is not None for call in plan.sources)
     assert scoring.window is None or not others, "a window cannot be cut into calls by source"
-    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, plan, wire, scoring)
+    out: torch.Tensor = _RingAttention.apply(q, k, v, sinks, plan, comm, scoring)
     return out
 
 
@@ -51,10 +51,10 @@ class _RingAttention(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         plan: RingPlan,
-        wire: Wire | None,
-        scoring: Scoring,
+        comm: Comm | None,
+        scoring: AttentionParams,
     ) -> torch.Tensor:
-        ring = _Ring(plan, wire)
+        ring = _Ring(plan, comm)
         incoming = ring.start(k, v)
         out, saved = varlen_forward(q, k, v, plan.own, scoring, causal=True)
         lse = saved.lse
@@ -78,14 +78,14 @@ class _RingAttention(torch.autograd.Function):
         out = out.to(q.dtype)
         extra = [tensor for tensor in (saved.rng_state, saved.unused) if tensor is not None]
         ctx.save_for_backward(q, k, v, sinks, out, lse, *extra)
-        ctx.plan, ctx.wire, ctx.scoring = plan, wire, scoring
+        ctx.plan, ctx.comm, ctx.scoring = plan, comm, scoring
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse, *extra = ctx.saved_tensors
         plan, scoring, grad_out = ctx.plan, ctx.scoring, grads[0].contiguous()
-        ring = _Ring(plan, ctx.wire)
+        ring = _Ring(plan, ctx.comm)
         incoming = ring.start(k, v)
         dq, dk, dv = varlen_backward(grad_out, q, k, v, out, Saved(lse, *extra), plan.own, scoring, causal=True)
         if any(plan.sources) or ring.travels:
@@ -113,8 +113,8 @@ class _RingAttention(torch.autograd.Function):
                 returning = ring.hand_over(travelling, source)
         if returning is not None:  # after the last step a rank's own sums come home
             home = returning.wait()[0]
-            dk.index_add_(0, plan.wire_rows, home[0])
-            dv.index_add_(0, plan.wire_rows, home[1])
+            dk.index_add_(0, plan.sent_rows, home[0])
+            dv.index_add_(0, plan.sent_rows, home[1])
         d_sinks = None if sinks is None else sinks_grad(grad_out, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None, None, None
 
@@ -122,27 +122,27 @@ class _RingAttention(torch.autograd.Function):
 class _Ring:
     """The order in which one rank meets the sources, and what it passes on meanwhile."""
 
-    def __init__(self, plan: RingPlan, wire: Wire | None) -> None:
+    def __init__(self, plan: RingPlan, comm: Comm | None) -> None:
         self._plan = plan
-        self._wire = wire
-        self.travels = any(plan.wire_counts)
-        rank, size = (wire.rank, wire.size) if wire is not None else (0, 1)
+        self._comm = comm
+        self.travels = any(plan.sent_counts)
+        rank, size = (comm.rank, comm.size) if comm is not None else (0, 1)
         # the rank itself first, then the others as their rows arrive
         self.order = [(rank - step) % size for step in range(size if self.travels else 1)]
 
     def start(self, k: torch.Tensor, v: torch.Tensor) -> Transfer | None:
-        """Sends this rank's own wire rows."""
+        """Sends those of this rank's own rows that other ranks see."""
         if len(self.order) == 1:
             return None
-        rows = self._plan.wire_rows
+        rows = self._plan.sent_rows
         return self.pass_on(torch.stack([k[rows], v[rows]]), 0)
 
     def pass_on(self, held: torch.Tensor, step: int) -> Transfer | None:
         """Sends what was held at `step`, unless everybody has seen it."""
         if step + 1 >= len(self.order):
             return None
-        assert self._wire is not None
-        return self._wire.pass_on(held, self._plan.wire_counts[self.order[step + 1]])
+        assert self._comm is not None
+        return self._comm.pass_on(held, self._plan.sent_counts[self.order[step + 1]])
 
     @staticmethod
     def received(transfer: Transfer | None) -> torch.Tensor:
@@ -156,9 +156,9 @@ class _Ring:
         """The gradient sums of a source's keys and values, as the previous rank left them, or zeros at the first."""
         if returning is not None:
             return returning.wait()[0]
-        return like.new_zeros(2, self._plan.wire_counts[source], *like.shape[1:], dtype=dtype)
+        return like.new_zeros(2, self._plan.sent_counts[source], *like.shape[1:], dtype=dtype)
 
     def hand_over(self, sums: torch.Tensor, source: int) -> Transfer:
         """Sends the sums to the next rank and receives those of the next source; the owner's come last."""
-        assert self._wire is not None
-        return self._wire.pass_on(sums, self._plan.wire_counts[(source - 1) % self._wire.size])
+        assert self._comm is not None
+        return self._comm.pass_on(sums, self._plan.sent_counts[(source - 1) % self._comm.size])

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from slimefsdp.attention.plan import WholePlan
-from slimefsdp.attention.wire import Wire
-from slimefsdp.data.traffic import repeated_kv_heads
+from slimefsdp.attention.call_plan import UlyssesPlan
+from slimefsdp.attention.cp_comm import Comm
+from slimefsdp.attention.select import repeated_kv_heads
 
 LocalAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -22,8 +22,8 @@ def ulysses_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    plan: WholePlan,
-    wire: Wire,
+    plan: UlyssesPlan,
+    comm: Comm,
     attend: LocalAttention,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -36,17 +36,17 @@ def ulysses_attention(
         attend: (q, k, v, sinks) of some heads over the whole pack, in its order, to [tokens, heads, head_dim].
         sinks: [heads], one attention sink's logit a head.
     """
-    copies = repeated_kv_heads(q.shape[1], k.shape[1], wire.size) // k.shape[1]
+    copies = repeated_kv_heads(q.shape[1], k.shape[1], comm.size) // k.shape[1]
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 1) for x in (k, v))
-    heads, kv_heads = q.shape[1] // wire.size, k.shape[1] // wire.size
+    heads, kv_heads = q.shape[1] // comm.size, k.shape[1] // comm.size
     # one message: each rank's query heads with their key and value heads
-    parts = [x.unflatten(1, (wire.size, -1)) for x in (q, k, v)]
+    parts = [x.unflatten(1, (comm.size, -1)) for x in (q, k, v)]
     mixed = torch.cat(parts, dim=2)  # [local_tokens, ranks, heads + 2 kv_heads, head_dim]
-    whole_q, whole_k, whole_v = _ToHeads.apply(mixed, plan, wire).split([heads, kv_heads, kv_heads], dim=1)
-    own_sinks = None if sinks is None else sinks[wire.rank * heads : (wire.rank + 1) * heads]
+    whole_q, whole_k, whole_v = _ToHeads.apply(mixed, plan, comm).split([heads, kv_heads, kv_heads], dim=1)
+    own_sinks = None if sinks is None else sinks[comm.rank * heads : (comm.rank + 1) * heads]
     whole = attend(whole_q.contiguous(), whole_k.contiguous(), whole_v.contiguous(), own_sinks)
-    out: torch.Tensor = _ToTokens.apply(whole, plan, wire)
+    out: torch.Tensor = _ToTokens.apply(whole, plan, comm)
     return out.flatten(1, 2)
 
 
@@ -54,35 +54,35 @@ class _ToHeads(torch.autograd.Function):
     """[local_tokens, ranks, heads, head_dim] to [tokens, heads, head_dim] of this rank's heads, in the pack's order."""
 
     @staticmethod
-    def forward(ctx: Any, mixed: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
-        ctx.plan, ctx.wire = plan, wire
-        return _to_heads(mixed, plan, wire)
+    def forward(ctx: Any, mixed: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:
+        ctx.plan, ctx.comm = plan, comm
+        return _to_heads(mixed, plan, comm)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _to_tokens(grads[0], ctx.plan, ctx.wire), None, None
+        return _to_tokens(grads[0], ctx.plan, ctx.comm), None, None
 
 
 class _ToTokens(torch.autograd.Function):
     """The way back: [tokens, heads, head_dim] to [local_tokens, ranks, heads, head_dim]."""
 
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
-        ctx.plan, ctx.wire = plan, wire
-        return _to_tokens(whole, plan, wire)
+    def forward(ctx: Any, whole: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:
+        ctx.plan, ctx.comm = plan, comm
+        return _to_tokens(whole, plan, comm)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _to_heads(grads[0], ctx.plan, ctx.wire), None, None
+        return _to_heads(grads[0], ctx.plan, ctx.comm), None, None
 
 
-def _to_heads(mixed: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
+def _to_heads(mixed: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:
     own = mixed.shape[0]
     by_rank = mixed.transpose(0, 1).flatten(0, 1)  # [ranks * local_tokens, heads, head_dim]
-    return wire.all_to_all(by_rank, [own] * wire.size, plan.counts)[plan.pack_to_ranks]
+    return comm.all_to_all(by_rank, [own] * comm.size, plan.counts)[plan.pack_to_ranks]
 
 
-def _to_tokens(whole: torch.Tensor, plan: WholePlan, wire: Wire) -> torch.Tensor:
-    own = plan.counts[wire.rank]
-    received = wire.all_to_all(whole[plan.ranks_to_pack], plan.counts, [own] * wire.size)
-    return received.view(wire.size, own, *whole.shape[1:]).transpose(0, 1)
+def _to_tokens(whole: torch.Tensor, plan: UlyssesPlan, comm: Comm) -> torch.Tensor:
+    own = plan.counts[comm.rank]
+    received = comm.all_to_all(whole[plan.ranks_to_pack], plan.counts, [own] * comm.size)
+    return received.view(comm.size, own, *whole.shape[1:]).transpose(0, 1)

@@ -1,1 +1,1 @@
-"""What survives a process: checkpoints, and Hugging Face folders in and out."""
+"""Checkpoints (weights, optimiser, generators, counters, loop state), whole or absent; and Hugging Face export."""

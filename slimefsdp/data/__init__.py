@@ -1,1 +1,1 @@
-"""From rollout samples to packs: numpy until the pack, no process group anywhere."""
+"""RolloutBatch: its fields, how samples become one, and its file. Numpy only."""

@@ -9,8 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from slimefsdp.config_messages import short_repr
-from slimefsdp.errors import BatchError
+from slimefsdp.errors import BatchError, short_repr
 
 REQUIRED = ("tokens", "lengths", "response_lengths")
 INTEGERS = ("tokens", "lengths", "response_lengths", "group_ids")

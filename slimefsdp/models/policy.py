@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from slimefsdp.attention.strategy import PackAttention
-from slimefsdp.data.pack import LocalShare
-from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.head import HeadInputs, token_log_probs, token_log_probs_and_kl
+from slimefsdp.attention.call_plan import PackAttention
+from slimefsdp.batching.packing import LocalShare
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
 
 _NOT_OF_THE_FUNCTION = ("_name_or_path", "architectures", "dtype", "transformers_version")
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from slimefsdp.errors import ModelError
-from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.read import local_rows, local_shard
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.load_weights import local_rows, local_shard
 
 
 @torch.no_grad()

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from slimefsdp.attention.strategy import PackAttention
-from slimefsdp.data.pack import LocalShare
+from slimefsdp.attention.call_plan import PackAttention
+from slimefsdp.batching.packing import LocalShare
 from slimefsdp.errors import ModelError
-from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.safetensors_header import TensorEntry
+from slimefsdp.io.safetensors_header import TensorEntry
+from slimefsdp.models.base import DecoderModel
 
 _HEAD = "score.weight"
 _HEADS = ("score.weight", "score.bias")

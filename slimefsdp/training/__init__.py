@@ -1,1 +1,1 @@
-"""A train step: what is decided about its batch before any rank works, and what each rank does then."""
+"""What each rank does in a train step: packs, metrics, the reference model, checkpoints."""

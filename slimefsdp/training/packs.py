@@ -13,19 +13,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from slimefsdp import progress
-from slimefsdp.attention.strategy import Attention, PackAttention
-from slimefsdp.data.pack import LocalShare, PackedBatch, local_share, on_device, pack
-from slimefsdp.data.prefixes import SharedPrefixes
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.loss.objective import TokenInputs
-from slimefsdp.metrics import MetricSums
-from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.head import HeadInputs
+from slimefsdp import heartbeat
+from slimefsdp.algorithms.objective import TokenInputs
+from slimefsdp.attention.call_plan import PackAttention
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.batching.packing import LocalShare, PackedBatch, local_share, on_device, pack
+from slimefsdp.batching.prefix_tree import SharedPrefixes
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.fsdp import abandon_update, gradients_summed_once, reshard
+from slimefsdp.distributed.mesh import Mesh, gather_pairs
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.fused_log_probs import HeadInputs
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.out_of_memory import at_work_on
-from slimefsdp.parallel.fsdp import abandon_update, gradients_summed_once, reshard
-from slimefsdp.parallel.mesh import Mesh, gather_pairs
+from slimefsdp.training.metrics import MetricSums
+from slimefsdp.training.out_of_memory import at_work_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def micro_batches(
         share = local_share(packed, layout, mesh.cp_rank).to(mesh.device)
         parents = None if packed.forest is None else packed.forest.parents
         yield MicroBatch(packed, share, attention.for_pack(layout, mesh.device, parents))
-        progress.tick()
+        heartbeat.tick()
 
 
 def evaluate(

@@ -14,30 +14,32 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from slimefsdp import build, phase, progress
+from slimefsdp import heartbeat
+from slimefsdp.algorithms.kl import kl_estimate, next_coefficient
+from slimefsdp.algorithms.objective import TokenInputs
+from slimefsdp.algorithms.registry import LossName
+from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import RunConfig
-from slimefsdp.credit import check_functions, response_advantages, value_targets
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.determinism import seed_generators
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise_first, run_together, sendable
+from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
-from slimefsdp.loss.kl import kl_estimate, next_coefficient
-from slimefsdp.loss.names import LossName
-from slimefsdp.loss.objective import TokenInputs
-from slimefsdp.loss.value import value_metrics
-from slimefsdp.metrics import MetricSums, mean_over_updates
-from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.folder import ModelFolder
-from slimefsdp.optim.updater import Updater
-from slimefsdp.parallel.agree import all_equal, error_of, gathered, raise_first, run_together, sendable
-from slimefsdp.parallel.mesh import Mesh
-from slimefsdp.parallel.residency import Residency
-from slimefsdp.profiling import UpdateProfiler
-from slimefsdp.reference import ColocatedReference
-from slimefsdp.state import Checkpoints
-from slimefsdp.surface import Role
-from slimefsdp.throughput import Throughput
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.monitoring.profiler import UpdateProfiler
+from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
+from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
+from slimefsdp.preparation.prepared import PreparedBatch
+from slimefsdp.preparation.validate import batch_digest
+from slimefsdp.rpc import Role
+from slimefsdp.training import build
+from slimefsdp.training.checkpointing import Checkpoints
+from slimefsdp.training.determinism import seed_generators
+from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
 from slimefsdp.training.packs import accumulate_gradients, outputs_of_packs
-from slimefsdp.training.prepared import PreparedBatch
+from slimefsdp.training.reference_model import ColocatedReference
 
 
 @dataclass(slots=True)
@@ -49,10 +51,10 @@ class RankState:
     folder: ModelFolder
     mesh: Mesh
     model: DecoderModel
-    residency: Residency
+    memory_manager: MemoryManager
     reference: ColocatedReference
     kl_coefficient: float  # moves under loss.kl_target
-    updater: Updater = field(init=False)  # this and what follows: of a role that trains
+    updater: OptimizerStep = field(init=False)  # this and what follows: of a role that trains
     checkpoints: Checkpoints = field(init=False)
     throughput: Throughput = field(init=False)
     profiler: UpdateProfiler = field(init=False)
@@ -72,7 +74,7 @@ def train_step(rank: RankState, work: PreparedBatch, began: float) -> dict[str, 
     Raises:
         StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in a row.
     """
-    rank.residency.wake_up(("parameters",))
+    rank.memory_manager.wake_up(("parameters",))
     if rank.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
         seed_generators(rank.config.run.seed, rank.updater.updates_taken, rank.mesh.data_rank)
     inputs = token_inputs(rank, work)
@@ -101,7 +103,7 @@ def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
         weights=torch.zeros(batch.num_response_tokens),
         sample_ids=torch.from_numpy(batch.sample_ids),
         num_samples=batch.num_samples,
-        group_ids=_numbered(phase.samples_together(config, batch, loss), batch.sample_ids),
+        group_ids=_numbered(samples_together(config, batch, loss), batch.sample_ids),
     )
     old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
     coefficient = rank.kl_coefficient if work.kl_coefficient is None else work.kl_coefficient
@@ -117,12 +119,12 @@ def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
     if is_rollout:
         old = _tensor(batch.rollout_log_probs)
     elif old is None and (how == "recompute" or needs_old):
-        with progress.during("old_log_probs"):
+        with heartbeat.during("old_log_probs"):
             old = token_outputs(rank, rank.model, work, trained_only=True)[0]
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
         reference = None
     elif reference is None:
-        with progress.during("reference"), rank.reference.awake() as model:
+        with heartbeat.during("reference"), rank.reference.awake() as model:
             reference = token_outputs(rank, model, work, trained_only=True)[0]
     advantages = work.advantages
     if advantages is None:
@@ -137,12 +139,12 @@ def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
     )
 
 
-@progress.during("forward_backward")
+@heartbeat.during("forward_backward")
 def forward_backward(rank: RankState, work: PreparedBatch, update: int, inputs: TokenInputs) -> dict[str, float]:
     """Adds the gradients of one update of the plan, inside of `reference_beside`; returns its metrics."""
     config, loss, plan = rank.config, work.loss, work.plan
     assert loss is not None
-    weights = phase.update_weights_of_tokens(config, work.batch, plan.counted_of(update), work.denominator)
+    weights = loss_weights(config, work.batch, plan.counted_of(update), work.denominator)
     sums = MetricSums(rank.mesh.device, counted=rank.mesh.cp_rank == 0)
     accumulate_gradients(
         rank.model,
@@ -163,14 +165,14 @@ def forward_backward(rank: RankState, work: PreparedBatch, update: int, inputs: 
     return value_metrics(metrics) if loss == "value" else metrics
 
 
-@progress.during("optimizer_step")
+@heartbeat.during("optimizer_step")
 def optimizer_step(rank: RankState) -> dict[str, float]:
     """One optimiser update with the gradients gathered so far.
 
     Raises:
         StateError: there are none, or optim.max_skipped_updates were skipped in a row.
     """
-    rank.residency.wake_up(("parameters", "optimizer"))
+    rank.memory_manager.wake_up(("parameters", "optimizer"))
     rank.checkpoints.wait_for_copy()
     return rank.updater.step(rank.mesh.group)
 
@@ -198,7 +200,7 @@ def step_metrics(
     advantages = None if inputs.advantages is None else inputs.advantages.numpy()
     taken = [update for update, report in enumerate(reports) if not report["skipped_update"]]
     metrics = mean_over_updates(reports)
-    metrics |= phase.phase_metrics(rank.config, work.plan, work.batch, cost, advantages=advantages)
+    metrics |= batch_metrics(rank.config, work.plan, work.batch, cost, advantages=advantages)
     metrics |= rank.throughput.metrics(work.plan, work.batch, seconds, taken)
     metrics["updates"] = float(len(taken))
     metrics["early_stopped_updates"] = float(len(work.plan.updates) - len(reports))
@@ -265,7 +267,7 @@ def prepared_together(
             advantages. ConfigError: such a function cannot be imported. BatchError: as of `prepare`.
     """
     # what is no batch is compared too: a rank that refused it alone would leave its peers waiting
-    content = phase.batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
+    content = batch_digest(batch) if isinstance(batch, RolloutBatch) else type(batch).__name__
     found: list[PreparedBatch] = []
     digests: list[str] = []
 

@@ -12,14 +12,14 @@ from ray.util import placement_group_table
 from transformers import AutoModelForCausalLM
 
 from actors.loop import _restore_reference_group, train
-from actors.progress_table import GRPO_COLUMNS
 from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import PromptStream, read_jsonl
 from actors.rollout.rewards import sorted_digits
-from actors.worker_group import WorkerGroup
+from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError
+from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
 from tests.support import runs
 from tests.support.refusals import refused
 from tests.support.runs import bits, rows_of

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from actors import loop
-from actors.interrupts import Interrupts
-from actors.run_folder import SKIPPED, RunFolder
+from actors.run_dir import SKIPPED, RunFolder
+from actors.signals import Interrupts
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
 from slimefsdp.trainer import Trainer

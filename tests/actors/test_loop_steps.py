@@ -13,8 +13,8 @@ import pytest
 from actors.loop import RolloutLoop
 from actors.rollout.engine import Sampled
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
-from slimefsdp.reports import SyncReport
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.results import SyncReport
 
 STEPS = 6
 

@@ -10,7 +10,7 @@ import pytest
 from actors.loop import ProfiledUpdates
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import WorkerHung
-from slimefsdp.reports import Health
+from slimefsdp.results import Health
 
 
 class Group:

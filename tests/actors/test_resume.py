@@ -19,11 +19,12 @@ import pytest
 
 from actors import loop
 from actors.loop import train
-from actors.run_folder import RecordedBatches, settings_text
+from actors.run_dir import RecordedBatches, settings_text
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, SlimeError
-from slimefsdp.reports import Restored
+from slimefsdp.results import LoadReport
 from tests.support.refusals import names, refused
 from tests.support.runs import bits, rows_of
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -199,7 +200,7 @@ def test_the_settings_of_the_script_that_shows_it_are_accepted() -> None:
     overrides = re.findall(r"\b[a-z]+\.[a-z_]+=[\w./]+", script)
     config = load_config(ROOT / "configs" / "sort_digits_grpo.yaml", overrides)
     assert config.checkpoint.resume and config.mesh.cp == 2 and len(overrides) == 9
-    config.check_ready_to_train()
+    check_ready_to_train(config)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_a_checkpoint_from_elsewhere_or_beyond_the_end_is_refused(
     make_config: Any, tmp_path: Path, state: dict[str, Any], error: type[SlimeError], field: str, values: list[object]
 ) -> None:
     config = make_config(run={"dir": str(tmp_path), "steps": 12}, checkpoint={"resume": True})
-    restored = Restored(14, "step_00000014", (), 2, {}, ("optim.lr is 1 (saved: 2)",))
+    restored = LoadReport(14, "step_00000014", (), 2, {}, ("optim.lr is 1 (saved: 2)",))
     group: Any = SimpleNamespace(load=lambda step: state, restored=lambda: restored)
     with refused(error, field, *values):
         loop._resume(config, group, None, None)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimefsdp.attention import flash_attn_package, ring_flash_attn_package
-from slimefsdp.attention.choice import Choice
-from slimefsdp.attention.strategy import Attention
+from slimefsdp.attention.backends import flash_attn_package, ring_flash_attn_package
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.attention.select import Choice
 from slimefsdp.errors import ConfigError
 from tests.support import fake_flash_attn
 from tests.support.attention_cases import CPU, Case, inputs, largest_differences

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.attention.choice import Choice
-from slimefsdp.attention.strategy import Attention
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.attention.select import Choice
 from tests.support.attention_cases import (
     CPU,
     HEADS,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.scaling import LEVELS, TRADE_OFFS, Candidate, Step, row_of, tables, with_tables
-from slimefsdp.profiling import Shares
+from slimefsdp.monitoring.profiler import Shares
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORD: dict[str, Any] = json.loads((ROOT / "benchmarks/results/scaling.json").read_text())

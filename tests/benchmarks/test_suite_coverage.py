@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suite_coverage import SITECUSTOMIZE, plain_pair
+from benchmarks.suite_coverage import SITECUSTOMIZE, compare, plain_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "suite_coverage.py"
@@ -36,6 +36,14 @@ def test_compare_exits_by_whether_the_newer_suite_lost_something(tmp_path, share
     command = [sys.executable, PROGRAM, "compare", tmp_path / "old.json", tmp_path / "new.json"]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == status, run.stderr
+
+
+def test_a_name_with_a_flipped_bit_is_no_field_that_was_lost() -> None:
+    known = result(0.5, ["BatchError tokens", "ConfigError mesh.dp"])
+    flipped = result(0.5, [*known["errors"], "BatchError token&", "BatchError toKens"])
+    assert compare(flipped, known)["errors_lost"] == [] and not compare(flipped, known)["is_worse"]
+    another = result(0.5, [*known["errors"], "ConfigError mesh.cp", "ModelError token&"])
+    assert compare(another, known)["errors_lost"] == ["ConfigError mesh.cp", "ModelError token&"]
 
 
 def test_errors_of_other_processes_are_noted_and_their_numbers_are_not(tmp_path):

@@ -22,8 +22,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from slimefsdp.checkpoint.atomic import LATEST
 from slimefsdp.checkpoint.manifest import MANIFEST
+from slimefsdp.checkpoint.store import LATEST
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError
 from slimefsdp.trainer import Trainer

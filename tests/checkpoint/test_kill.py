@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from slimefsdp.checkpoint import atomic
-from slimefsdp.checkpoint.atomic import POINTS
+from slimefsdp.checkpoint import store
+from slimefsdp.checkpoint.store import POINTS
 from slimefsdp.config import RunConfig
 from slimefsdp.trainer import Trainer
 from tests.support.fresh_ranks import run_fresh
@@ -57,7 +57,7 @@ def continue_and_die(rank: int, send: Callable[[Any], None], config: RunConfig, 
         if reached == point and rank == dying_rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    atomic.at_point = die
+    store.at_point = die
     if point in REPLACING:
         send((restored.step, weights, None))
         trainer.save(restored.step)
@@ -106,13 +106,13 @@ def test_killed_while_it_saves_in_the_background(folder: Path, tmp_path: Path) -
 def counted_points(rank: int, config: RunConfig) -> list[Counter[str]]:
     trainer = Trainer(config, device=CPU)
     counts = []
-    nothing = atomic.at_point
+    nothing = store.at_point
     for step in (1, 2, 2):
         counts.append(Counter())
-        atomic.at_point = lambda point: counts[-1].update([point])
+        store.at_point = lambda point: counts[-1].update([point])
         trainer.save(step)
         trainer.finish_save()
-    atomic.at_point = nothing
+    store.at_point = nothing
     return counts
 
 

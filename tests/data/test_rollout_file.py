@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from slimefsdp.data.fields import DTYPES
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 from tests.support import tiers
 from tests.support.refusals import refused
@@ -37,7 +37,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
     def stop(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("slimefsdp.data.rollout_file.os.fsync", stop)
+    monkeypatch.setattr("slimefsdp.data.rollout_batch.os.fsync", stop)
     with pytest.raises(BatchError) as caught:
         new.save(path)
     assert caught.value.field == "path" and isinstance(caught.value.__cause__, OSError)

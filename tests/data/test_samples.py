@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 from tests.support.refusals import refused
 from tests.support.rollouts import as_lists, sample_lists

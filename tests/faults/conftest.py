@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from actors.supervisor import SupervisedGroup
-from actors.worker_group import WorkerGroup
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from tests.support.faulty_worker import FaultPlan, Supervised, faulty_worker
 from tests.support.recorded_job import MATRIX, SAVES, Outcome, begin, job, settings, start_receiver
@@ -55,7 +55,7 @@ def supervised_group(
 ) -> Iterator[Supervised]:
     plan = FaultPlan(tmp_path_factory.mktemp("faults"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.worker_group.TrainWorker", faulty_worker(plan.folder))
+        patch.setattr("actors.workers.worker_group.TrainWorker", faulty_worker(plan.folder))
         group = SupervisedGroup.launch(tiny_settings("supervised"))
     begin(group)
     yield Supervised(group, plan)
@@ -65,7 +65,7 @@ def supervised_group(
 @pytest.fixture
 def supervised(supervised_group: Supervised, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supervised]:
     """The same, without any fault armed; ranks that are replaced can fail too."""
-    monkeypatch.setattr("actors.worker_group.TrainWorker", faulty_worker(supervised_group.faults.folder))
+    monkeypatch.setattr("actors.workers.worker_group.TrainWorker", faulty_worker(supervised_group.faults.folder))
     supervised_group.faults.arm()
     yield supervised_group
     supervised_group.faults.arm()

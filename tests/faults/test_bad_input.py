@@ -24,16 +24,16 @@ import pytest
 import ray
 import yaml
 
-from actors.cli import main
-from actors.cluster import check_machine, connect
+from actors.cli.main import main
+from actors.cluster.connect import check_machine, connect
 from actors.rollout.filters import load_filter
 from actors.rollout.prompts import read_jsonl
 from actors.rollout.rewards import load_reward
-from actors.worker_group import WorkerGroup
+from actors.workers.worker_group import WorkerGroup
+from slimefsdp.batching.plan import Plan
 from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.config import RunConfig, config_from_dict, load_config
-from slimefsdp.data.plan import Plan
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import (
     BatchError,
     CheckpointError,
@@ -44,9 +44,10 @@ from slimefsdp.errors import (
     StateError,
     SyncError,
 )
-from slimefsdp.models.folder import SINGLE_FILE
-from slimefsdp.phase import check_batch, plan_training
-from slimefsdp.training.prepared import PreparedBatch
+from slimefsdp.models.hf_folder import SINGLE_FILE
+from slimefsdp.preparation.plan import plan_training
+from slimefsdp.preparation.prepared import PreparedBatch
+from slimefsdp.preparation.validate import check_batch
 from tests.support.waiting import PATIENCE_S
 
 MOST_SECONDS = 2.0

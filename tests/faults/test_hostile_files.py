@@ -25,27 +25,27 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from actors.metrics_log import METRICS_FILE, MetricsLog, read_metrics
 from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import encode_prompt, read_jsonl
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
-from actors.run_folder import RunFolder
-from slimefsdp.attention.choice import AttentionShape, choose_strategy
-from slimefsdp.checkpoint.atomic import LATEST, CheckpointStore
-from slimefsdp.checkpoint.dcp import read_saved
-from slimefsdp.checkpoint.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
-from slimefsdp.checkpoint.lock import LOCK, FolderLock
+from actors.run_dir import RunFolder
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.batching.hardware import Rates, read_calibration, write_calibration
 from slimefsdp.checkpoint.manifest import MANIFEST
-from slimefsdp.checkpoint.saved_weights import SavedWeights, find_checkpoint
-from slimefsdp.checkpoint.sharded import ShardedTensor, write_shard
+from slimefsdp.checkpoint.shards import ShardedTensor, write_shard
+from slimefsdp.checkpoint.store import LATEST, CheckpointStore
 from slimefsdp.config import config_from_dict, load_config
-from slimefsdp.data.dimensions import ModelDimensions
-from slimefsdp.data.lengths import sample_lengths
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.convert.dcp import read_saved
+from slimefsdp.convert.dcp_metadata import Chunk, SavedTensor, read_dcp_folder
+from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, WorkerDied
-from slimefsdp.models.folder import INDEX_FILE, SINGLE_FILE, SUPPORTED_MODELS, check_architecture, read_model_folder
-from slimefsdp.models.load import build_for_sampling, build_policy
-from slimefsdp.rates import Rates, read_calibration, write_calibration
+from slimefsdp.io.file_lock import LOCK, FolderLock
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.build import build_for_sampling, build_policy
+from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, SUPPORTED_MODELS, check_architecture, read_model_folder
+from slimefsdp.monitoring.metrics_log import METRICS_FILE, MetricsLog, read_metrics
+from slimefsdp.perf_model.lengths import sample_lengths
 from tests.support.tiny_models import save_tiny_model
 
 CANARY = "code_was_run"
@@ -538,7 +538,7 @@ EXPLODES: dict[str, Case] = {
     "a calibration of 400 digits": Case(
         rates(matrix_tflops=int(MANY_DIGITS)), ConfigError, "batch.cost_model", "no rate"
     ),
-    "a calibration of 1e300": Case(rates(wire_gbps=1e300), ConfigError, "batch.cost_model", "no rate"),
+    "a calibration of 1e300": Case(rates(comm_gbps=1e300), ConfigError, "batch.cost_model", "no rate"),
     "a calibration of 1e-300": Case(rates(attention_tflops=1e-300), ConfigError, "batch.cost_model", "no rate"),
     "a calibration from a list": Case(rates(source=["here"]), ConfigError, "batch.cost_model", "no source"),
     "a calibration in a dtype that is none": Case(rates(dtype="int3"), ConfigError, "batch.cost_model", "no dtype"),
@@ -673,7 +673,7 @@ def test_no_value_in_config_json_leads_to_another_exception(model_type: str, tmp
         try:
             found = read_model_folder(tmp_path, with_weights=False)
             check_architecture(found)
-            dimensions = ModelDimensions.from_config(found.config)
+            dimensions = ModelSpec.from_config(found.config)
             choose_strategy("auto", AttentionShape.of_dimensions(dimensions), 2)
             assert 0 < dimensions.trained_parameters() <= dimensions.parameters < 2**200
             read += 1

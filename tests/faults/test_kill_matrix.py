@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_while_another_is_replaced_is_replaced_too(
     outcome = job_with_faults(supervised, receiver, tmp_path / "exported", 4, first, second)
     assert outcome == undisturbed["matrix"]
     (recovery,) = supervised.group.recoveries[len(before) :]
-    assert (recovery.rank, recovery.phase, recovery.differences) == (0, "train_step", ())
+    assert (recovery.rank, recovery.call, recovery.differences) == (0, "train_step", ())
 
 
 def test_batches_that_left_the_object_store_are_trained_on_again_to_the_same_bits(supervised: Supervised) -> None:

@@ -24,20 +24,20 @@ import torch
 from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfDiskError, OutOfMemoryError, RaySystemError
 from ray.util.placement_group import remove_placement_group
 
-from actors.calls import CallFuture
-from actors.group_calls import Request
-from actors.metrics_log import MetricsLog, read_metrics
-from actors.placement import is_alive
-from actors.ray_failures import explained
-from actors.run_folder import RecordedBatches
-from actors.supervisor import SupervisedGroup
-from actors.train_worker import TrainWorker
+from actors.cluster.placement import is_alive
+from actors.cluster.ray_errors import explained
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.run_dir import RecordedBatches
+from actors.workers.futures import CallFuture
+from actors.workers.group_calls import Request
+from actors.workers.oom_advice import memory_error
+from actors.workers.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError, SyncError, WorkerDied, WorkerHung
-from slimefsdp.memory_errors import memory_error
-from slimefsdp.out_of_memory import is_out_of_memory
+from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.out_of_memory import is_out_of_memory
 from tests.support.fresh_ranks import run_fresh
 from tests.support.process_resources import files_up_to
 from tests.support.refusals import assert_refusal, refused
@@ -152,7 +152,7 @@ def test_a_job_goes_on_after_a_rank_had_no_memory_and_after_its_places_were_take
         with pytest.raises(ResourceError, match=r"\d+ tokens") as caught:
             group.train_step(batch)
         error = caught.value
-        assert (error.rank, error.phase, error.field) == (1, "train_step", "batch.max_tokens_per_rank")
+        assert (error.rank, error.call, error.field) == (1, "train_step", "batch.max_tokens_per_rank")
         assert "max_tokens_per_rank=" in str(error.hint) and "in greedy" in "".join(error.__notes__)
         assert not group.recoveries, "it is not tried again unasked"
         found.append(bits(group.train_step(batch)))
@@ -219,7 +219,7 @@ def lone_rank(cluster: None, make_config: Any) -> Iterator[Any]:
 
     class Lasting(TrainWorker):
         def prepared(self, config: RunConfig) -> None:
-            from actors import train_worker
+            from actors.workers import train_worker
 
             train_worker.EXIT_AFTER_S = 600.0
             self.trainers["actor"] = FailingTrainer(config)
@@ -249,7 +249,7 @@ def test_the_port_of_a_rank_that_is_asked_for_one_is_nobody_elses(lone_rank: Any
         socket.create_server(address)
 
     def join(worker: Any) -> int:
-        from slimefsdp.parallel.mesh import start_process_group
+        from slimefsdp.distributed.mesh import start_process_group
 
         host, port = address
         start_process_group(
@@ -284,7 +284,7 @@ def test_a_lost_peer_and_no_memory_leave_a_rank_typed_with_torchs_own_words(lone
     assert isinstance(lost, PeerFailed) and "Connection closed by peer" in lost.message
     assert isinstance(memory, ResourceError) and "DefaultCPUAllocator" in memory.message
     for error in (lost, memory):
-        assert error.field and error.hint and (error.rank, error.phase) == (0, "train_step")
+        assert error.field and error.hint and (error.rank, error.call) == (0, "train_step")
         assert "Traceback" in error.__notes__[0]
 
 
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_one_ranks_disk_refuses_names_that_rank(actor_group: A
             actor_group.save(99)
     finally:
         ray.get(second.__ray_call__.remote(limit_files, resource.RLIM_INFINITY), timeout=PATIENCE_S)
-    assert (caught.value.rank, caught.value.phase) == (1, "save")
+    assert (caught.value.rank, caught.value.call) == (1, "save")
 
 
 def test_an_export_that_the_disk_refuses_leaves_nothing_and_the_group_as_it_was(
@@ -363,21 +363,21 @@ def test_an_export_that_the_disk_refuses_leaves_nothing_and_the_group_as_it_was(
 def test_a_head_elsewhere_is_gone_when_it_has_not_answered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray._private import worker
 
-    from actors import ray_failures
+    from actors.cluster import ray_errors
 
-    monkeypatch.setattr(ray_failures, "_ASK_EVERY_S", 0.0)
-    monkeypatch.setattr(ray_failures, "_AWAY_S", 0.5)
+    monkeypatch.setattr(ray_errors, "_ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(ray_errors, "_AWAY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as head:
         address = f"127.0.0.1:{head.getsockname()[1]}"
         monkeypatch.setattr(worker, "_global_node", SimpleNamespace(is_head=lambda: False, gcs_address=address))
-        assert not any(ray_failures.cluster_is_gone() for _ in range(3))
-    assert not ray_failures.cluster_is_gone(), "a network may fail for a moment"
+        assert not any(ray_errors.cluster_is_gone() for _ in range(3))
+    assert not ray_errors.cluster_is_gone(), "a network may fail for a moment"
     deadline = time.monotonic() + 30
-    while not ray_failures.cluster_is_gone() and time.monotonic() < deadline:
+    while not ray_errors.cluster_is_gone() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert ray_failures.cluster_is_gone()
+    assert ray_errors.cluster_is_gone()
     monkeypatch.setattr(worker, "_global_node", None)
-    assert not ray_failures.cluster_is_gone()
+    assert not ray_errors.cluster_is_gone()
 
 
 def test_what_ray_raises_for_a_rank_is_typed_unless_it_is_a_bug_to_show() -> None:
@@ -388,19 +388,19 @@ def test_what_ray_raises_for_a_rank_is_typed_unless_it_is_a_bug_to_show() -> Non
     ):
         found = explained(error, 3, "train_step")
         assert type(found) is kind and said in found.message and found.hint
-        assert (found.rank, found.phase) == (3, "train_step")
+        assert (found.rank, found.call) == (3, "train_step")
     bug = RaySystemError("no module named x")
     assert explained(bug, 0, "save") is bug
 
 
 def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from actors import ray_failures
-    from actors.weight_transport import ObjectStoreReceiver
+    from actors.cluster import ray_errors
+    from actors.workers.weight_transport import ObjectStoreReceiver
 
     def full(value: Any) -> None:
         raise OutOfDiskError("the disk is full")
 
-    monkeypatch.setattr(ray_failures.ray, "put", full)
+    monkeypatch.setattr(ray_errors.ray, "put", full)
     with refused(SyncError, "weights"):
         ObjectStoreReceiver([], timeout_s=60.0).receive([("head", torch.zeros(2))])
 
@@ -408,9 +408,9 @@ def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(m
 def test_no_call_reaches_ray_once_the_cluster_is_gone(
     actor_group: Any, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from actors import ray_failures
+    from actors.cluster import ray_errors
 
-    monkeypatch.setattr(ray_failures, "cluster_is_gone", lambda: True)
+    monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: True)
     for call in (lambda: actor_group.train_step(batch), lambda: actor_group.update_weights([]), actor_group.memory):
         with refused(ResourceError, "cluster.address"):
             call()
@@ -421,10 +421,10 @@ ALONE = """
 import json, os, signal, sys, time
 import numpy as np
 import ray
-from actors.calls import CallFuture
-from actors.cluster import connect, disconnect
-from actors.placement import release, reserve
-from actors.ray_failures import end_processes, require_cluster, store
+from actors.workers.futures import CallFuture
+from actors.cluster.connect import connect, disconnect
+from actors.cluster.placement import release, reserve
+from actors.cluster.ray_errors import end_processes, require_cluster, store
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import SlimeError
 
@@ -483,7 +483,7 @@ def test_without_raylet_or_head_every_call_ends_at_once_and_a_full_store_refuses
     finally:
         for process in started.values():
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # its guardian ends the rest of its cluster
+                os.killpg(process.pid, signal.SIGKILL)  # its cleanup process ends the rest of its cluster
                 process.communicate()
     for kind, (output, said) in printed.items():
         found = {line["name"]: line for line in map(json.loads, filter(is_ours, output.splitlines()))}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from slimefsdp.checkpoint.atomic import POINTS
+from slimefsdp.checkpoint.store import POINTS
 from tests.support.faulty_worker import Fault, Supervised
 from tests.support.recorded_job import SAVES, Outcome, job
 
@@ -36,9 +36,9 @@ def test_a_save_that_is_cut_off_is_made_again(
     assert outcome == undisturbed["saves"]
     assert [each.fault.phase for each in fired] == list(CUT_OFF.values())
     recoveries = supervised.group.recoveries[recovered:]
-    assert [(recovery.phase, recovery.checkpoint_step) for recovery in recoveries] == [
+    assert [(recovery.call, recovery.checkpoint_step) for recovery in recoveries] == [
         ("save", step - 1) for step in CUT_OFF
-    ], "the caller never had the later one, so the journal does not begin there"
+    ], "the caller never had the later one, so the call log does not begin there"
     assert not any(recovery.differences for recovery in recoveries)
 
 

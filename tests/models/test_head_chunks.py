@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimefsdp.models.head import HeadInputs, token_log_probs, token_log_probs_and_kl
+from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
 from tests.support.head_cases import LargestTensor, random_case
 
 ROWS, VOCABULARY, CHUNK_BYTES = 640, 2003, 2**19

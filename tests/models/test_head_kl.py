@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.models.head import HeadInputs, token_log_probs, token_log_probs_and_kl
+from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
 from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
 from tests.support.tiers import examples
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.models import load, read
+from slimefsdp.models import build, load_weights
 from slimefsdp.trainer import Trainer
 
 BUCKET_BYTES = 4096
@@ -39,12 +39,12 @@ def loaded(rank: int, config: RunConfig, bucket_bytes: int) -> tuple[int, int, i
 
     def watched(*args: Any, **kwargs: Any) -> None:
         with seen:
-            read.read_weights(*args, **kwargs)
+            load_weights.read_weights(*args, **kwargs)
 
-    with patch.object(read, "BUCKET_BYTES", bucket_bytes), patch.object(load, "read_weights", watched):
+    with patch.object(load_weights, "BUCKET_BYTES", bucket_bytes), patch.object(build, "read_weights", watched):
         trainer = Trainer(config, device=torch.device("cpu"))
     parameters = [parameter for _, parameter in trainer.policy.named_weights()]
-    shares = [read.local_shard(parameter).untyped_storage().nbytes() for parameter in parameters]
+    shares = [load_weights.local_shard(parameter).untyped_storage().nbytes() for parameter in parameters]
     return max(parameter.numel() * 4 for parameter in parameters), max(shares), seen.nbytes
 
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from slimefsdp.attention.choice import choose_strategy
-from slimefsdp.attention.strategy import Attention
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.attention.select import choose_strategy
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.fsdp import Parallelism
+from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import ConfigError
-from slimefsdp.models.folder import SUPPORTED_MODELS, read_model_folder
-from slimefsdp.models.load import build_policy, load_policy
+from slimefsdp.models.build import build_policy, load_policy
+from slimefsdp.models.hf_folder import SUPPORTED_MODELS, read_model_folder
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.parallel.fsdp import Parallelism
-from slimefsdp.parallel.mesh import Mesh, build_mesh
 from slimefsdp.training.packs import evaluate, micro_batches
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool

@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import config_from_dict
+from slimefsdp.distributed.fsdp import Parallelism
+from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
-from slimefsdp.models.folder import read_model_folder
-from slimefsdp.models.load import build_policy, load_policy, materialise
+from slimefsdp.models.build import build_policy, load_policy, materialise
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.random_init import draw_weights
-from slimefsdp.parallel.fsdp import Parallelism
-from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.errors import CheckpointError, ConfigError, SlimeError
-from slimefsdp.models.folder import SINGLE_FILE
+from slimefsdp.models.hf_folder import SINGLE_FILE
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.fsdp import Parallelism
+from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
-from slimefsdp.models.folder import SINGLE_FILE, read_model_folder
-from slimefsdp.models.load import build_model, build_policy, load_model
-from slimefsdp.models.read import check_tensor_names
+from slimefsdp.models.build import build_model, build_policy, load_model
+from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
+from slimefsdp.models.load_weights import check_tensor_names
 from slimefsdp.models.value import ValueModel
-from slimefsdp.parallel.fsdp import Parallelism
-from slimefsdp.parallel.mesh import build_mesh
 from slimefsdp.training.packs import evaluate, micro_batches
 from tests.support.classifiers import plain_classifier, save_classifier, separate_values
 from tests.support.float64 import KeepFloat64

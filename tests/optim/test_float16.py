@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError
 from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.trainer import Trainer

@@ -7,9 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from slimefsdp.attention.kernels import Scoring
-from slimefsdp.attention.plan import Layout
-from slimefsdp.data.layout import Piece, hybrid_layout, zigzag_layout
+from slimefsdp.attention.call_plan import AttentionParams, Layout
+from slimefsdp.batching.cp_sharding import Piece, hybrid_layout, zigzag_layout
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -31,8 +30,8 @@ class Case:
     def cu_seqlens(self) -> list[int]:
         return [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
 
-    def scoring(self) -> Scoring:
-        return Scoring(scale=0.3, window=self.window, softcap=self.softcap)
+    def scoring(self) -> AttentionParams:
+        return AttentionParams(scale=0.3, window=self.window, softcap=self.softcap)
 
     def layout_over(self, cp: int) -> Layout:
         if self.layout == "one rank has everything":

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForTokenClassification
 
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.tiny_models import tiny_model
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep

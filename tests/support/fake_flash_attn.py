@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from slimefsdp.attention import plain
-from slimefsdp.attention.kernels import Scoring
-from slimefsdp.attention.plan import CallPlan
+from slimefsdp.attention.backends import eager
+from slimefsdp.attention.call_plan import AttentionParams, CallPlan
 
 CALLS: list[dict[str, Any]] = []
 
@@ -64,7 +63,7 @@ def _flash_attn_varlen_forward(
     call = _call(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check(dropout_p, causal, window_size_left, window_size_right)
     scoring = _scoring(softmax_scale, window_size_left, softcap)
-    out, lse = plain.forward(q, k, v, call, scoring, causal=causal)
+    out, lse = eager.forward(q, k, v, call, scoring, causal=causal)
     CALLS.append({"pass": "forward", "causal": causal, "window": scoring.window, "softcap": scoring.softcap})
     return out, lse, None, torch.zeros(2)
 
@@ -98,7 +97,7 @@ def _flash_attn_varlen_backward(
     _check(dropout_p, causal, window_size_left, window_size_right)
     assert deterministic, "replays must be bit-identical"
     scoring = _scoring(softmax_scale, window_size_left, softcap)
-    grads = plain.backward(dout, q, k, v, out, softmax_lse, call, scoring, causal=causal)
+    grads = eager.backward(dout, q, k, v, out, softmax_lse, call, scoring, causal=causal)
     for target, grad in zip((dq, dk, dv), grads, strict=True):
         target.copy_(grad)
     CALLS.append({"pass": "backward", "causal": causal, "window": scoring.window, "softcap": scoring.softcap})
@@ -116,5 +115,5 @@ def _check(dropout_p: float, causal: bool, left: int, right: int) -> None:
     assert dropout_p == 0 and right in ((-1, 0) if causal else (-1,)) and (causal or left == -1)
 
 
-def _scoring(scale: float, left: int, softcap: float) -> Scoring:
-    return Scoring(scale, window=None if left < 0 else left + 1, softcap=softcap or None)
+def _scoring(scale: float, left: int, softcap: float) -> AttentionParams:
+    return AttentionParams(scale, window=None if left < 0 else left + 1, softcap=softcap or None)

@@ -25,9 +25,9 @@ from typing import Any
 
 import ray.cloudpickle
 
-from actors.group_calls import Request
-from actors.supervisor import SupervisedGroup
-from actors.train_worker import TrainWorker
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.workers.group_calls import Request
+from actors.workers.train_worker import TrainWorker
 from tests.support import process_resources
 from tests.support.process_resources import held_by_the_process
 
@@ -45,7 +45,7 @@ PHASES = (
     "save middle",
     "weight update",
 )
-"""Each is passed by every rank; so are, on rank 0, `slimefsdp.checkpoint.atomic.POINTS` under their own names."""
+"""Each is passed by every rank; so are, on rank 0, `slimefsdp.checkpoint.store.POINTS` under their own names."""
 CRASHES = ("SIGKILL", "SIGSEGV", "exit")
 HANGS = ("SIGSTOP", "GIL")
 SAVE_MIDDLE = "shard: half of the tensors are written"
@@ -145,7 +145,7 @@ class FaultyWorker(TrainWorker):
 
 
 def faulty_worker(folder: Path) -> type[TrainWorker]:
-    """What stands for `actors.worker_group.TrainWorker`, with the faults of this folder; it travels by value."""
+    """What stands for `actors.workers.worker_group.TrainWorker`, with faults; it travels by value."""
     for module in (sys.modules[__name__], process_resources):
         ray.cloudpickle.register_pickle_by_value(module)
     return type("FaultyWorker", (FaultyWorker,), {"folder": folder, "__module__": __name__})
@@ -156,11 +156,10 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from slimefsdp import build, state
-    from slimefsdp.checkpoint import atomic
-    from slimefsdp.parallel.offload import Sleeper
-    from slimefsdp.training import packs, step
-    from slimefsdp.weights import stream
+    from slimefsdp.checkpoint import store
+    from slimefsdp.distributed.offload import Sleeper
+    from slimefsdp.training import build, checkpointing, packs, step
+    from slimefsdp.weight_sync import send
 
     def before(owner: Any, name: str, phase: str, when: Callable[[], bool] = lambda: True) -> None:
         original = getattr(owner, name)
@@ -200,22 +199,22 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
     # the reference sleeps between its uses: only what was asked for counts
     after(Sleeper, "sleep", "sleep", lambda: current_call() == "sleep")
     after(Sleeper, "wake_up", "wake", lambda: current_call() == "wake_up")
-    before(state, "save_training_state", "save start")
+    before(checkpointing, "save_training_state", "save start")
 
     def at_point(point: str) -> None:
         passed(point)
         if point == SAVE_MIDDLE:
             passed("save middle")
 
-    atomic.at_point = at_point
-    full_weights = stream.full_weights
+    store.at_point = at_point
+    full_weights = send.full_weights
 
     def watched_weights(*args: Any, **kwargs: Any) -> Iterator[Any]:
         for bucket in full_weights(*args, **kwargs):
             yield bucket
             passed("weight update")  # on rank 0 the receivers have it, none has committed
 
-    stream.full_weights = watched_weights
+    send.full_weights = watched_weights
 
 
 def strike(kind: str) -> None:

@@ -66,7 +66,7 @@ def _run(
 ) -> None:
     import torch
 
-    from slimefsdp.parallel.mesh import start_process_group
+    from slimefsdp.distributed.mesh import start_process_group
 
     torch.set_num_threads(1)
     code = 1

@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only, as actors.cluster.connect does it
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only, as actors.cluster.connect.connect does it
 
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.supervisor import SupervisedGroup
-from actors.worker_group import WorkerGroup
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.tiny_models import save_tiny_model
 
 STEPS, LOST_AT = 4, 2

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 
 VOCAB = 50
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.float64 import KeepFloat64
 from tests.support.tiny_models import plain_model
 

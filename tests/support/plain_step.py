@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from slimefsdp.batching.plan import Plan
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.plan import Plan
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.tiny_models import plain_model
 
 LENGTHS = [(31, 9), (12, 11), (7, 1), (40, 25), (2, 1), (9, 3), (18, 6), (23, 17)]

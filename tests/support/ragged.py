@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 
 
 def ragged_batch(

@@ -82,7 +82,7 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from slimefsdp.parallel.mesh import start_process_group
+    from slimefsdp.distributed.mesh import start_process_group
 
     torch.set_num_threads(1)
     is_frozen = False

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cluster import connect, disconnect
+from actors.cluster.connect import connect, disconnect
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.ragged import ragged_batch
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def cluster(make_config: MakeConfig) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def actor_config(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    """The settings of `actor_group`: several updates a phase, a colocated reference model."""
+    """The settings of `actor_group`: several updates a step, a colocated reference model."""
     return make_config(
         run={"dir": str(tmp_path_factory.mktemp("run"))}, batch={"samples_per_update": 6}, loss={"kl_coefficient": 0.2}
     )
@@ -71,7 +71,7 @@ def actor_config(make_config: MakeConfig, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def actor_group(cluster: None, actor_config: RunConfig) -> Iterator[Any]:
-    from actors.worker_group import WorkerGroup
+    from actors.workers.worker_group import WorkerGroup
 
     group = WorkerGroup.launch(actor_config)
     group.save(0, {"cursor": 17})

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from tests.support.ragged import ragged_batch
 from tests.support.waiting import PATIENCE_S
 
@@ -76,7 +76,7 @@ def start_receiver() -> Any:
 
 
 def settings(model: Path, run_dir: Path, **sections: dict[str, Any]) -> RunConfig:
-    """Two float32 gloo ranks, several updates a phase beside a reference; sections given are laid over that."""
+    """Two float32 gloo ranks, several updates a step beside a reference; sections given are laid over that."""
     tree: dict[str, Any] = {
         "model": {"path": str(model)},
         "run": {"dir": str(run_dir)},

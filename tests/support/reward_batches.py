@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slimefsdp.loss.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, advantages
+from slimefsdp.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, advantages
 
 GROUP_NAMES = [7, -3, 2**62, 0]
 GROUPED = [name for name, estimator in ESTIMATORS.items() if "group_ids" in estimator.reads]

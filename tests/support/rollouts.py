@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from slimefsdp.data.fields import PER_RESPONSE_TOKEN
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 
 LOG_PROB_KEYS = {"rollout_log_probs", "old_log_probs", "ref_log_probs"}
 FLOAT32 = st.floats(-(2.0**100), 2.0**100, width=32)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from actors.group_calls import GroupCalls
+from actors.workers.group_calls import GroupCalls
 
 RPCS = tuple(name for name in vars(GroupCalls) if not name.startswith("_") and not name.endswith("_async"))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slimefsdp.config import RunConfig, config_from_dict
-from slimefsdp.data.rollout import RolloutBatch
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import SlimeError
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.trainer import Trainer

@@ -1,0 +1,165 @@
+"""`slimefsdp check`: whether this machine can run anything, what there is to choose from, and what settings choose.
+
+With settings, they are validated and the functions they name are imported; nothing is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from dataclasses import asdict
+from typing import Any
+
+from actors.cli.environment import Environment, Package, look_around
+from actors.cli.preflight import check_before_launch, check_functions, check_installed, check_models
+from actors.cluster.connect import check_machine
+from actors.rollout.filters import FILTERS
+from actors.rollout.rewards import exact_match, sorted_digits
+from actors.startup import reporting
+from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
+from slimefsdp.config import RunConfig, load_config
+from slimefsdp.config.callables import load_function
+from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.errors import ConfigError, ResourceError
+from slimefsdp.io.byte_text import byte_text
+from slimefsdp.io.paths import path_argument
+
+_Choices = dict[str, dict[str, str]]  # setting -> what it may be -> a line about it
+
+REGISTRY: _Choices = {
+    "advantage.estimator": ESTIMATORS,
+    "loss.policy": POLICY_LOSSES,
+    "loss.reduction": REDUCTIONS,
+    "loss.kl_estimator": KL_ESTIMATORS,
+    "correction.method": CORRECTIONS,
+    "rollout.filter": FILTERS,
+    "rollout.reward": {
+        f"{function.__module__}:{function.__name__}": str(inspect.getdoc(function)).partition("\n")[0]
+        for function in (exact_match, sorted_digits)
+    },
+}
+"""All that can be named in the settings without writing code."""
+_TAKES_OWN = ("advantage.estimator", "loss.policy", "rollout.filter", "rollout.reward")  # as module:function
+
+
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("config", type=path_argument, nargs="?", help="YAML settings, to be validated")
+    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. loss.policy=gspo")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def check_command(options: argparse.Namespace) -> int:
+    """Prints what was found, with settings a verdict in the end.
+
+    Settings with data.train are those of `slimefsdp train`, and it must take them as they are; others are those of a
+    loop of one's own.
+
+    Raises:
+        SlimeError: as `check_before_launch`. ResourceError: more processes than this machine takes, or, once all is
+            printed, something without which nothing runs.
+    """
+    config = None if options.config is None else load_config(options.config, options.overrides)
+    chosen: _Choices = {}
+    refusal: str | None = None
+    if config is not None:
+        chosen = chosen_functions(config)
+        if config.data.train is not None:
+            with reporting():
+                check_before_launch(config, takes_folder=False)
+        else:
+            refusal = _refusal_of_train(config)
+            check_models(config)
+            check_installed(config)
+            check_machine(config)
+    found = look_around()
+    if options.json:
+        packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
+        record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
+        print(json.dumps(record if config is None else {**record, "chosen": chosen, "train": refusal}, indent=1))
+    else:
+        print("\n".join([*_environment_lines(found), *_registry_lines(chosen)]))
+    if found.problems:
+        raise ResourceError(
+            "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
+        )
+    if config is not None and not options.json:
+        print(
+            "\nthese settings are fine"
+            + ("" if refusal is None else f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}")
+        )
+    return 0
+
+
+def _refusal_of_train(config: RunConfig) -> str | None:
+    """Why `slimefsdp train` would not take these settings, which a loop of one's own may; None: it would."""
+    try:
+        check_ready_to_train(config)
+    except ConfigError as error:
+        return f"{error.message}; {error.hint}"
+    return None
+
+
+def chosen_functions(config: RunConfig) -> _Choices:
+    """Setting -> the function it chooses, with its line of `REGISTRY` or, for one of the user's own, where it stands.
+
+    Raises:
+        ConfigError: a function of the user's own cannot be imported.
+    """
+    names: dict[str, str] = {"loss.reduction": config.loss.reduction}
+    if config.algorithm != "sft":
+        names["advantage.estimator"] = config.estimator
+        names["loss.policy"] = config.loss.policy
+        if config.loss.kl_coefficient > 0:
+            names["loss.kl_estimator"] = config.kl_estimator
+        if config.correction.method != "none":
+            names["correction.method"] = config.correction.method
+        if config.rollout.filter is not None:
+            names["rollout.filter"] = config.rollout.filter
+        if config.rollout.reward is not None:
+            names["rollout.reward"] = config.rollout.reward
+    check_functions(config)
+    return {setting: {name: REGISTRY[setting].get(name) or _place(name, setting)} for setting, name in names.items()}
+
+
+def _place(name: str, field: str) -> str:
+    """Where a function of the user's own is written."""
+    function = load_function(name, field=field, example=name)
+    try:
+        return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
+    except (TypeError, OSError):  # a builtin, an object with __call__
+        return repr(function)
+
+
+def _environment_lines(found: Environment) -> list[str]:
+    needed = [one for one in found.packages if not one.is_optional]
+    optional = [one for one in found.packages if one.is_optional]
+    devices = [f"{name}, {byte_text(size)}" for name, size in found.gpus] or ["no CUDA device"]
+    rows = [
+        *((one.name, _version(one)) for one in needed),
+        ("optional", "; ".join(f"{one.name} {_version(one)}" for one in optional)),
+        ("devices", f"{found.cpu_cores} CPU cores, {byte_text(found.memory_bytes)}; {'; '.join(devices)}"),
+        ("backends", ", ".join(found.backends) or "none"),
+        ("loopback", "reachable" if found.has_loopback else "NOT reachable"),
+        ("can run", found.can_run),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return [f"{name:{width}}  {text}" for name, text in rows]
+
+
+def _version(package: Package) -> str:
+    if package.version is None:
+        return "not installed" if package.is_optional else f"MISSING, {package.supported} is needed"
+    return f"{package.version} ({'' if package.is_supported else 'NOT '}{package.supported})"
+
+
+def _registry_lines(chosen: _Choices) -> list[str]:
+    lines = []
+    for setting, functions in REGISTRY.items():
+        marked = chosen.get(setting, {})
+        rows = {**functions, **marked}  # a function of the user's own comes last
+        width = max(map(len, rows))
+        lines += ["", f"{setting}, or module:function" if setting in _TAKES_OWN else setting]
+        lines += [f" {'*' if name in marked else ' '} {name:{width}}  {text}" for name, text in rows.items()]
+    return [*lines, *(["", "* chosen by these settings"] if chosen else [])]

@@ -1,0 +1,109 @@
+"""`slimefsdp train CONFIG --dry-run`: what would be started, in a few lines."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from actors.cluster.connect import check_machine, has_nvidia_driver, processes_needed
+from actors.run_dir import RunFolder
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.config import RunConfig
+from slimefsdp.io.byte_text import byte_text
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.perf_model.from_config import byte_sizes_of, colocated_models_of, computing_of, with_chosen_sharding
+from slimefsdp.perf_model.memory import MicroBatches, step_memory
+from slimefsdp.perf_model.simulate import MeshShape
+from slimefsdp.perf_model.step_time import bytes_beside
+from slimefsdp.rpc import Role
+
+
+def start_lines(config: RunConfig) -> list[str]:
+    """What `slimefsdp train` would start with settings that it takes. Reads config.json of the models, writes nothing.
+
+    With mesh.dp=auto on a CPU it is what the cores of this machine make of it.
+
+    Raises:
+        ResourceError: that is more than cluster.max_ranks_per_core allows.
+    """
+    steps = config.run.steps
+    assert steps is not None
+    on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_nvidia_driver())
+    if config.mesh.dp == "auto" and on_cpu and config.cluster.address is None:
+        copies = config.mesh.dp_replicate * config.mesh.cp
+        config = config.with_ranks(max(1, (os.cpu_count() or 1) // copies) * copies)
+        check_machine(config)
+    dimensions = _dimensions(config, "actor")
+    choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
+    per_step = config.updates_per_step
+    begins = _first_step(config, steps)
+    lines = [
+        f"run       {config.algorithm} into {config.run.dir}, "
+        + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
+        f"model     {dimensions.parameters:,} parameters in {config.model.path}",
+        _ranks_line(config, on_cpu=on_cpu),
+        *([f"attention {choice}"] if config.mesh.cp > 1 else []),
+        f"updates   {per_step} a step of {config.samples_per_step:,} samples, "
+        f"{per_step * (steps - begins):,} in all; optim.total_updates={config.optim.total_updates:,}",
+    ]
+    if config.algorithm != "sft":
+        lines.append(
+            f"engines   {config.rollout.engines}; {config.rollout.prompts_per_step:,} prompts x "
+            f"{config.rollout.samples_per_prompt:,} responses of at most {config.rollout.max_new_tokens:,} tokens"
+        )
+    if config.mesh.dp != "auto":
+        lines.append(_memory_line(config, dimensions, on_cpu=on_cpu))
+    interval = config.checkpoint.interval_steps
+    saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
+    lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
+    return lines
+
+
+def _first_step(config: RunConfig, last: int) -> int:
+    assert config.run.dir is not None
+    if not config.checkpoint.resume:
+        return 0
+    return max(step for step in RunFolder(config.run.dir).checkpoint_steps if step <= last)
+
+
+def _dimensions(config: RunConfig, role: Role) -> ModelSpec:
+    path, field = config.folder_of(role)
+    return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
+
+
+def _ranks_line(config: RunConfig, *, on_cpu: bool) -> str:
+    where = "cluster " + config.cluster.address if config.cluster.address else "CPU" if on_cpu else "CUDA"
+    if config.mesh.dp == "auto":
+        return f"ranks     as many as the GPUs that engines and other groups leave, on {where}"
+    mesh, others = config.mesh, processes_needed(config) - config.ranks
+    return (
+        f"ranks     {config.ranks} = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp} on {where}, "
+        f"and {others} more process{'es' * (others != 1)}"
+    )
+
+
+def _memory_line(config: RunConfig, dimensions: ModelSpec, *, on_cpu: bool) -> str:
+    """Of a rank in a micro-batch as large as the settings allow."""
+    assert config.mesh.dp != "auto"
+    shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
+    beside = colocated_models_of(config, _dimensions(config, "ref"), _dimensions(config, "critic"))
+    chosen = with_chosen_sharding(config, dimensions, shape, beside=beside, memory_bytes=None, on_cpu=on_cpu)
+    assert chosen.fsdp.sharding != "auto"
+    sizes, computing = byte_sizes_of(config), computing_of(config, dimensions, on_cpu=on_cpu)
+    tokens, shard_ranks = config.batch.max_tokens_per_rank, config.mesh.dp * config.mesh.cp
+    per_update = math.ceil(config.samples_per_step / config.data_ranks / config.updates_per_step)
+    held = step_memory(
+        dimensions,
+        chosen.fsdp.sharding,
+        MicroBatches(tokens, rows=tokens, count=min(2, per_update)),
+        shard_ranks=shard_ranks,
+        copies=config.mesh.dp_replicate,
+        sizes=sizes,
+        computing=computing,
+    )
+    others = bytes_beside(beside, chosen.fsdp.sharding, shard_ranks=shard_ranks, sizes=sizes, computing=computing)
+    return (
+        f"memory    {byte_text(held.total + others)} of a rank in a micro-batch of {tokens:,} tokens, by an estimate "
+        f"(fsdp.sharding={chosen.fsdp.sharding})"
+    )

@@ -1,0 +1,211 @@
+"""`slimefsdp plan`: what a configuration would do with samples of given lengths, from config.json alone.
+
+Answers without torch, ray or transformers, on any machine: mesh, schedule, balance, traffic, memory and time, and
+which way of sharding, storing and recomputing is estimated to be the fastest that fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from actors.cli.plan_table import plan_table
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.batching.hardware import (
+    DEVICES,
+    LEAST_RATE,
+    MOST_RATE,
+    Rates,
+    device_bytes,
+    guessed_rates,
+    read_calibration,
+)
+from slimefsdp.config import RunConfig, load_config
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.io.paths import path_argument
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.hf_folder import check_architecture, read_model_folder
+from slimefsdp.perf_model.from_config import (
+    byte_sizes_of,
+    colocated_models_of,
+    computing_of,
+    simulate_settings,
+    with_chosen_sharding,
+    workload_of,
+)
+from slimefsdp.perf_model.lengths import read_samples
+from slimefsdp.perf_model.recommend import Device, as_record, lightest_strategy, look_ahead
+from slimefsdp.perf_model.simulate import MeshShape
+from slimefsdp.preparation.plan import cost_model_of
+from slimefsdp.rpc import Role
+
+# beyond these a plan takes longer than anybody waits, and more memory than it plans for
+_MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("config", type=path_argument, help="YAML settings")
+    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. mesh.cp=8")
+    parser.add_argument(
+        "--lengths",
+        metavar="SPEC",
+        help="tokens per sample: fixed(n), uniform(min, max), lognormal(mean, sigma, min, max), or a JSON list; or a "
+        "file of RolloutBatch.save, which is planned as it would be trained; default: a guess from the settings",
+    )
+    parser.add_argument("--ranks", type=int, metavar="N", help="processes to be started; needed where mesh.dp is auto")
+    parser.add_argument(
+        "--counted",
+        type=float,
+        metavar="SHARE",
+        help="of the tokens, those that are trained (default: those that a batch trains, else 1)",
+    )
+    parser.add_argument(
+        "--device", choices=DEVICES, help="whose stated rates and memory to take; default: by mesh.device"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=path_argument,
+        metavar="FILE",
+        help="rates that `slimefsdp calibrate` measured; default: batch.cost_model",
+    )
+    parser.add_argument("--memory-gb", type=float, metavar="GB", help="of a rank's device, in 10^9 bytes")
+    parser.add_argument("--tflops", type=float, metavar="RATE", help="of matrix products, instead of the device's")
+    parser.add_argument("--gbps", type=float, metavar="RATE", help="10^9 bytes that a rank sends in a second")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def plan_command(options: argparse.Namespace) -> int:
+    """Prints the plan.
+
+    Raises:
+        ConfigError: the settings, --lengths, --ranks or a rate. ModelError: a model's folder. BatchError: a sample does
+            not fit. ResourceError: nothing fits the memory of the device that was named.
+    """
+    config = _with_ranks(load_config(options.config, options.overrides), options.ranks)
+    _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
+    folder = read_model_folder(config.model.path, with_weights=False)
+    check_architecture(folder)
+    dimensions = ModelSpec.from_config(folder.config)
+    spec = _guessed_lengths(config) if options.lengths is None else options.lengths
+    attention = AttentionShape.of_dimensions(dimensions)
+    choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)
+    device = _device(options, config)
+    assert config.mesh.dp != "auto"
+    shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
+    beside = colocated_models_of(config, *(_dimensions_of(config, role) for role in ("ref", "critic")))
+    config = with_chosen_sharding(
+        config, dimensions, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
+    )
+    computing = computing_of(config, dimensions, on_cpu=device.on_cpu)
+    samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
+    cost = cost_model_of(config, folder.config)
+    found = simulate_settings(
+        config, dimensions, choice, samples, computing=computing, counted_share=options.counted, cost=cost
+    )
+    if folder.max_sample_tokens is not None and found.longest > folder.max_sample_tokens:
+        raise BatchError(
+            f"a sample of {found.longest} tokens, but {folder.path} has learned positions for "
+            f"{folder.max_sample_tokens}",
+            field="lengths",
+            hint="give shorter --lengths, or another model",
+        )
+    work = workload_of(dimensions, found, byte_sizes_of(config), beside, computing.recomputed_share(dimensions.layers))
+    outlook = look_ahead(work, computing, device, config)
+    batch = samples if isinstance(samples, RolloutBatch) else None
+    if options.json:
+        record = {"lengths": spec, "is_batch": batch is not None, "parameters": dimensions.parameters}
+        record |= dataclasses.asdict(found)
+        if config.mesh.cp > 1:
+            record |= {"lightest_strategy": lightest_strategy(found, attention)}
+        record |= {"memory": {level: as_record(held) for level, held in outlook.memory.items()}}
+        print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1, allow_nan=False))
+    else:
+        source = spec if options.lengths is not None else f"{spec} (a guess: give --lengths)"
+        print("\n".join(plan_table(config, dimensions, choice, found, outlook, source, batch)))
+    return 0
+
+
+def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
+    if ranks is None:
+        if config.mesh.dp == "auto":
+            raise ConfigError(
+                "mesh.dp=auto depends on the ranks that are started", field="--ranks", hint="give --ranks N, or mesh.dp"
+            )
+        return config
+    config = config.with_ranks(ranks)
+    if config.ranks != ranks:
+        raise ConfigError(
+            f"--ranks={ranks}, but mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x "
+            f"mesh.cp={config.mesh.cp} needs {config.ranks}",
+            field="--ranks",
+            hint="change the mesh, or set mesh.dp=auto",
+        )
+    return config
+
+
+def _check_size(config: RunConfig, ranks_field: str) -> None:
+    samples_field = "batch.samples_per_update" if config.algorithm == "sft" else "rollout.prompts_per_step"
+    for field, what, number, most in (
+        (ranks_field, "ranks", config.ranks, _MOST_RANKS),
+        (samples_field, "samples", config.samples_per_step, _MOST_SAMPLES),
+    ):
+        if number > most:
+            problem = f"{field}: a step of more than {most:,} {what} is not planned"
+            raise ConfigError(problem, field=field, hint="lower it")
+
+
+def _guessed_lengths(config: RunConfig) -> str:
+    """Half of what a response may have on average; without responses an eighth of what a rank may hold."""
+    if config.algorithm == "grpo":
+        mean, longest = config.rollout.max_new_tokens / 2, 2 * config.rollout.max_new_tokens
+    else:
+        mean, longest = config.batch.max_tokens_per_rank / 8, config.max_pack_tokens
+    return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
+
+
+def _dimensions_of(config: RunConfig, role: Role) -> ModelSpec:
+    path, field = config.folder_of(role)
+    return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
+
+
+def _device(options: argparse.Namespace, config: RunConfig) -> Device:
+    """What is known of a rank's device, or guessed."""
+    for flag, value in (("--memory-gb", options.memory_gb), ("--tflops", options.tflops), ("--gbps", options.gbps)):
+        if value is not None and not LEAST_RATE <= value <= MOST_RATE:
+            raise ConfigError(
+                f"{flag}={value:g} is no positive number from {LEAST_RATE:g} to {MOST_RATE:g}",
+                field=flag,
+                hint="give one, or leave it out",
+            )
+    if options.counted is not None and not 0 < options.counted <= 1:
+        raise ConfigError(f"--counted={options.counted:g} is no share in (0, 1]", field="--counted", hint="give one")
+    name = options.device or ("CPU" if config.mesh.device == "cpu" else "H100")
+    rates = guessed_rates(name, byte_sizes_of(config).compute)
+    if options.calibration is not None:
+        rates = _calibrated(options.calibration, "--calibration", config)
+    elif config.batch.cost_model is not None:
+        rates = _calibrated(config.batch.cost_model, "batch.cost_model", config)
+    if options.tflops is not None:
+        slowdown = rates.attention_slowdown
+        rates = replace(
+            rates, source=f"{rates.source} and --tflops", matrix_tflops=options.tflops,
+            attention_tflops=options.tflops / slowdown,
+        )  # fmt: skip
+    if options.gbps is not None:
+        rates = replace(rates, source=f"{rates.source} and --gbps", comm_gbps=options.gbps)
+    memory = device_bytes(name) if options.memory_gb is None else round(options.memory_gb * 1e9)
+    said = "--memory-gb" if options.memory_gb is not None else "--device" if options.device else None
+    return Device(rates, memory, said, on_cpu=name == "CPU")
+
+
+def _calibrated(path: Path, field: str, config: RunConfig) -> Rates:
+    """The rates of a file, which says so where they are of another dtype than the one that is computed in."""
+    rates, dtype = read_calibration(path, field=field), config.precision.compute_dtype
+    if rates.dtype in (None, dtype):
+        return rates
+    return replace(rates, source=f"{rates.source}, in {rates.dtype} where precision.compute_dtype is {dtype}")

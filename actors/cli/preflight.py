@@ -1,0 +1,222 @@
+"""What `slimefsdp train` checks before it starts anything: all that can be known to fail by looking."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from actors.cluster.connect import check_gpus, check_machine, has_nvidia_driver
+from actors.rollout.filters import load_filter
+from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.rewards import load_reward
+from actors.run_dir import RunFolder
+from actors.startup import stage
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.batching.hardware import read_calibration
+from slimefsdp.config import RunConfig
+from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.errors import ConfigError
+from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.plain_file import can_keep_files, refuse_unless_plain
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
+from slimefsdp.preparation import advantages
+from slimefsdp.rpc import ROLES
+
+# what belongs to the machine: files of a run do not
+_SYSTEM_FOLDERS = frozenset(
+    Path("/", name).resolve()  # /bin may be a link to /usr/bin
+    for name in (
+        *("", "bin", "boot", "dev", "dev/shm", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc", "root"),
+        *("run", "sbin", "srv", "sys", "tmp", "usr", "usr/bin", "usr/lib", "usr/local", "usr/sbin", "usr/share"),
+        *("var", "var/lib", "var/log", "var/tmp"),
+    )
+)
+
+
+def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> Prompts:
+    """All that can be known to fail without starting anything; returns the records that are short enough.
+
+    Args:
+        takes_folder: lock run.dir, which makes it; False: only look whether it could be taken. Nothing is written.
+
+    Raises:
+        SlimeError: of the class that fits: settings, model folder, data files, functions of the user's own, machine.
+    """
+    with stage("checking settings and data", is_short=True):
+        prompts = _checked_but_lengths(config, takes_folder=takes_folder)
+    return without_overlong(config, prompts)  # last: it takes seconds
+
+
+def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
+    check_ready_to_train(config)
+    check_models(config)
+    check_tokenizer(config.model.path)
+    prompts = read_prompts(config)
+    if config.batch.cost_model is not None:
+        read_calibration(config.batch.cost_model, field="batch.cost_model")
+    check_functions(config)
+    check_installed(config)
+    check_machine(config)
+    check_gpus(config, engines=0 if config.algorithm == "sft" else config.rollout.engines)
+    try:
+        _check_folders(config, takes_folder=takes_folder)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot use {error.filename}: {error.strerror}", field="run.dir", hint="name folders that you may write to"
+        ) from None
+    return prompts
+
+
+def check_installed(config: RunConfig) -> None:
+    """Whether the packages and the device that settings ask for are here; another cluster's nodes have their own.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if config.run.wandb_project is not None and find_spec("wandb") is None:  # the driver's, wherever ranks are
+        raise ConfigError(
+            f"run.wandb_project={config.run.wandb_project!r} needs the package wandb, which is not installed",
+            field="run.wandb_project",
+            hint="install the `wandb` extra, or leave run.wandb_project out",
+        )
+    if config.cluster.address is not None:
+        return
+    has_gpu = has_nvidia_driver()
+    if config.mesh.device == "cuda" and not has_gpu:
+        raise ConfigError(
+            "mesh.device=cuda, and this machine has no NVIDIA driver",
+            field="mesh.device",
+            hint="use auto or cpu, or name a cluster.address with GPUs",
+        )
+    on_cuda, dtype = config.mesh.device != "cpu" and has_gpu, config.precision.compute_dtype
+    is_ring_package = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
+    for setting, is_asked, packages in (
+        ("attention.kernel=flash_attn", config.attention.kernel == "flash_attn", ("flash_attn",)),
+        ("attention.strategy=ring_flash_attn", is_ring_package, ("flash_attn", "ring_flash_attn")),
+    ):
+        field = setting.partition("=")[0]
+        missing = [name.replace("_", "-") for name in packages if find_spec(name) is None]
+        if is_asked and missing:
+            raise ConfigError(
+                f"{setting} needs {' and '.join(missing)}, not installed here",
+                field=field,
+                hint=f"install the `cuda` extra, or leave {field} at its default, which needs no package",
+            )
+        if is_asked and (not on_cuda or dtype not in ("bfloat16", "float16")):
+            raise ConfigError(
+                f"{setting} computes bfloat16 and float16 on CUDA, not {dtype} on {'CUDA' if on_cuda else 'a CPU'}",
+                field=field,
+                hint=f"leave {field} at its default",
+            )
+
+
+def _check_run_dir(run_dir: Path, models: Sequence[Path]) -> None:
+    """Refuses folders whose other contents a run's files would be lost among, or be taken for a run's."""
+    folder, home = run_dir.resolve(), Path.home().resolve()
+    what = None
+    if folder in _SYSTEM_FOLDERS or folder == home or folder in home.parents:
+        what = "no folder for the files of a run"
+    elif (folder / ".git").exists():
+        what = "the root of a checkout"
+    elif folder in [path.resolve() for path in models]:
+        what = "the folder of a model"
+    if what is not None:
+        raise ConfigError(
+            f"run.dir={run_dir} is {what}", field="run.dir", hint="name a folder of the run's own, such as runs/first"
+        )
+
+
+def _check_can_be_made(folder: Path, field: str) -> None:
+    """Whether a folder is there and can be written to, or could be made."""
+    try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if can_keep_files(folder) and existing.is_dir() and os.access(existing, os.W_OK):
+            return
+        problem = f"cannot be made in {existing}"
+    except (OSError, RuntimeError) as error:  # a name that is too long, links that lead round in a circle
+        problem = f"cannot be made: {getattr(error, 'strerror', None) or error}"
+    raise ConfigError(f"{field}={folder} {problem}", field=field, hint="choose another folder")
+
+
+def _check_folders(config: RunConfig, *, takes_folder: bool) -> None:
+    run_dir, export_dir = config.run.dir, config.run.export_dir
+    assert run_dir is not None
+    _check_can_be_made(run_dir, "run.dir")
+    _check_run_dir(run_dir, [config.folder_of(role)[0] for role in ROLES])
+    if export_dir is not None:
+        _check_can_be_made(export_dir, "run.export_dir")
+    steps = RunFolder(run_dir).checkpoint_steps
+    if config.checkpoint.resume and not steps:
+        raise ConfigError(
+            f"run.dir={run_dir} holds no checkpoint to resume from",
+            field="run.dir",
+            hint="name the folder of a run that wrote one (checkpoint.interval_steps), or set checkpoint.resume=false",
+        )
+    assert config.run.steps is not None
+    if config.checkpoint.resume and steps[0] > config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps} is below step {steps[0]}, of the oldest checkpoint in run.dir={run_dir}",
+            field="run.steps",
+            hint="raise run.steps, or begin another run",
+        )
+    if takes_folder:
+        FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
+    else:
+        FolderLock(run_dir).require_free()
+    metrics = run_dir / "metrics.jsonl"
+    refuse_unless_plain(metrics)
+    # without a row nothing was trained: a run that ended while it started may start again
+    if not config.checkpoint.resume and metrics.exists() and metrics.stat().st_size:
+        raise ConfigError(
+            f"run.dir={run_dir} holds an earlier run",
+            field="run.dir",
+            hint="choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints",
+        )
+    if export_dir is None:
+        return
+    if export_dir.exists() and any(export_dir.iterdir()):
+        raise ConfigError(
+            f"run.export_dir={export_dir} is not empty",
+            field="run.export_dir",
+            hint="choose another folder"
+            + (", and raise run.steps if the run has ended already" if config.checkpoint.resume else ""),
+        )
+    if export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
+        raise ConfigError(
+            f"run.export_dir={export_dir} would hold run.dir={run_dir}",
+            field="run.export_dir",
+            hint="use a folder of its own, such as model/ inside run.dir",
+        )
+
+
+def check_models(config: RunConfig) -> None:
+    """Whether the model folders of all roles can be loaded, and attention be shared over the mesh.
+
+    Raises:
+        ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh.
+    """
+    for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
+        with_weights = field != "model.path" or config.model.init == "folder"
+        folder = read_model_folder(path, field=field, with_weights=with_weights)
+        check_architecture(folder, field=field)
+        shape = AttentionShape.of_dimensions(ModelSpec.from_config(folder.config))
+        choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
+        if config.mesh.cp > 1:
+            print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
+
+
+def check_functions(config: RunConfig) -> None:
+    """Imports every function that the settings name as `module:function`.
+
+    Raises:
+        ConfigError: one of them cannot be imported.
+    """
+    advantages.check_functions(config)
+    if config.rollout.reward is not None:
+        load_reward(config.rollout.reward)
+    if config.rollout.filter is not None:
+        load_filter(config.rollout.filter)

@@ -1,0 +1,159 @@
+"""A small process beside the driver that ends the local Ray cluster once the driver is gone, however it went.
+
+Most of Ray's processes end with the driver; its agents live on for a minute. The cleanup process is in its own session,
+where no signal to the driver's terminal or group reaches it, and holds the other end of a pipe of the driver's. It
+knows the cluster by pid: the driver names Ray's processes, and what descends from them is looked up in /proc while it
+still has its parents. A pid stands for a process only together with its start time, since pids are used again.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+_LAUNCH_SCAN_S = 0.25  # how often to look while Ray starts, when a process may lose its parent soon after its birth
+_SCAN_S = 2.0
+_END = b"end\n"
+_END_TIMEOUT_S = 10.0  # a process that the kernel holds outlives SIGKILL for a while
+Table = dict[int, tuple[int, int]]
+"""Parent and start time of each process by pid, the time in clock ticks since the machine started."""
+
+
+class CleanupProcess:
+    """The driver's handle. Make one before Ray starts: what this process starts until `watch` belongs to the cluster.
+
+    Linux only: it reads /proc.
+    """
+
+    def __init__(self) -> None:
+        driver = os.getpid()
+        others = [pid for pid, (parent, _) in running_processes().items() if parent == driver]
+        command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(driver), *map(str, others)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Names the cluster's processes; with their descendants they are all that will be ended."""
+        self._send(" ".join(map(str, pids)).encode() + b"\n")
+
+    def end(self) -> None:
+        """Ends what is left of the cluster, and the cleanup process; returns when both are gone."""
+        self._send(_END)
+        with suppress(OSError):
+            self._pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_TIMEOUT_S + 1)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def _pipe(self) -> IO[bytes]:
+        assert self._process.stdin is not None
+        return self._process.stdin
+
+    def _send(self, message: bytes) -> None:
+        with suppress(OSError, ValueError):  # somebody ended it: there is no protection, and nothing else is amiss
+            self._pipe.write(message)
+            self._pipe.flush()
+
+
+class ProcessTree:
+    """Processes and their descendants, by pid and start time."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, int] = {}  # pid -> start time
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    def adopt(self, pids: Iterable[int], table: Table) -> None:
+        """Takes in the processes that have these pids in the table."""
+        self._members |= {pid: table[pid][1] for pid in pids if pid in table}
+
+    def update(self, table: Table) -> None:
+        """Forgets who is gone, and takes in the children of all who are there."""
+        self._members = {
+            pid: started for pid, started in self._members.items() if pid in table and table[pid][1] == started
+        }
+        while children := {
+            pid: started
+            for pid, (parent, started) in table.items()
+            if parent in self._members and pid not in self._members
+        }:
+            self._members |= children
+
+    def end(self) -> None:
+        """Kills all of them, and those they start meanwhile; gives up on what does not go."""
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        self.update(running_processes())
+        while self and time.monotonic() < deadline:
+            for pid in self._members:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+            self.update(running_processes())
+
+
+def running_processes() -> Table:
+    """All processes of this machine but zombies."""
+    found = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # behind the program's name, which may hold anything, in the order of proc_pid_stat(5)
+            columns = file.read_bytes().rpartition(b")")[2].split()
+        except OSError:  # ended since it was listed
+            continue
+        if columns and columns[0] not in b"ZX":
+            found[int(file.parent.name)] = (int(columns[1]), int(columns[19]))
+    return found
+
+
+def _wait_and_clean_up(driver: int, others: Sequence[int]) -> None:
+    """What the cleanup process runs: waits for the end of the driver, or for its word."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
+    known = {os.getpid(), *others}
+
+    def started(table: Table) -> set[int]:
+        return {pid for pid, (parent, _) in table.items() if parent == driver} - known
+
+    family = ProcessTree()
+    is_named = False
+    # a forked child of the driver may hold the pipe open after it, hence the parent's pid
+    while os.getppid() == driver:
+        table = running_processes()
+        if not is_named:
+            family.adopt(started(table), table)
+        family.update(table)
+        if not select.select([0], [], [], _SCAN_S if is_named else _LAUNCH_SCAN_S)[0]:
+            continue
+        message = os.read(0, 1 << 16)
+        if pids := [int(word) for word in message.split() if word.isdigit()]:
+            family, is_named = ProcessTree(), True
+            family.adopt(pids, running_processes())
+        if not message or message.endswith(_END):
+            if not is_named:  # Ray failed to start: what it started since the last look belongs to it too
+                table = running_processes()
+                family.adopt(started(table), table)
+            break
+    family.end()
+
+
+if __name__ == "__main__":
+    _wait_and_clean_up(int(sys.argv[1]), [int(pid) for pid in sys.argv[2:]])

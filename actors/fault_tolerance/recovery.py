@@ -1,0 +1,63 @@
+"""What is reported of a recovery: a line on the terminal, one in the run's folder, and what came out differently."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.fault_tolerance.call_log import Call
+from slimefsdp.io.plain_file import refuse_unless_plain
+
+RECOVERIES = "recoveries.jsonl"
+_COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reproduce
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One time that lost ranks were replaced; a line of `recoveries.jsonl` in `run.dir`."""
+
+    code: str  # of the error that began it, as in slimefsdp.errors
+    rank: int | None
+    call: str | None
+    message: str
+    noticed_at: float  # seconds since the epoch
+    seconds: float  # from then until the calls of the call log were made again
+    checkpoint_step: int | None  # that was loaded; None: there was none, the models are those of the launch
+    calls_repeated: int
+    differences: tuple[str, ...]  # metrics that came out otherwise than the first time
+
+    def report(self, run_dir: Path | None) -> None:
+        """Prints it, and adds it to the file in `run_dir`."""
+        where = "the launch" if self.checkpoint_step is None else f"step {self.checkpoint_step}"
+        rank = "a rank" if self.rank is None else f"rank {self.rank}"
+        print(
+            f"recovered: {rank} was lost in {self.call} ({self.message}); from {where}, "
+            f"{self.calls_repeated} calls made again, {self.seconds:.1f} s",
+            *(f"  not as the first time: {difference}" for difference in self.differences),
+            sep="\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        if run_dir is None:
+            return
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            refuse_unless_plain(run_dir / RECOVERIES)
+            with (run_dir / RECOVERIES).open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(self)) + "\n")
+        except OSError as error:  # the job is well: it does not end for want of a line
+            print(f"{run_dir / RECOVERIES}: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def differences_of(call: Call, value: Any) -> Iterator[str]:
+    """Metrics of a call that was made again and returned this, where they are not those of the first time."""
+    if not (isinstance(value, dict) and isinstance(call.value, dict)):
+        return
+    for name in _COMPARED:
+        first, again = call.value.get(name), value.get(name)
+        if first != again and (first == first or again == again):  # two NaN are as the first time
+            yield f"{name} of {call.name} was {first}, is {again}"

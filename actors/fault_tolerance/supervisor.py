@@ -1,0 +1,397 @@
+"""A worker group that outlives its ranks: calls are recorded, and what is lost starts anew and catches up.
+
+The call log holds every call that changes the state of a rank since a checkpoint, with its arguments as the ranks got
+them; the newest batches are in Ray's object store, older ones on the disk of `run.dir`. When ranks are lost, all
+processes of the job are ended and started again in the same places, the newest checkpoint that verifies is loaded, the
+calls behind it are made again, and the caller gets the result it waits for.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from actors.cluster.placement import Places
+from actors.cluster.ray_errors import fetch, store
+from actors.fault_tolerance.call_log import TRAINING, Call, CallLog
+from actors.fault_tolerance.recovery import Recovery, differences_of
+from actors.fault_tolerance.restarts import LOST, Restarts
+from actors.fault_tolerance.spilled_batches import SpilledBatch, SpilledBatches
+from actors.workers.group_calls import GroupCalls, Request
+from actors.workers.worker_group import WorkerGroup
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import (
+    CheckpointError,
+    ResourceError,
+    SlimeError,
+    StateError,
+    SyncError,
+    WorkerDied,
+)
+from slimefsdp.results import Health
+from slimefsdp.rpc import Role
+
+KEPT_IN_STORE = 4
+"""Of the calls in the call log that have a batch, how many of the newest have it in Ray's object store."""
+
+
+class SupervisedCall:
+    """A future whose `result` outlives the ranks that began to work on it."""
+
+    def __init__(self, supervisor: Supervisor, call: Call) -> None:
+        self._supervisor = supervisor
+        self._call = call
+
+    def result(self) -> Any:
+        """As `CallFuture.result`; raises WorkerDied, WorkerHung or PeerFailed when the budget of restarts is spent."""
+        return self._supervisor.result(self._call)
+
+
+class SupervisedGroup(GroupCalls):
+    """The methods of `WorkerGroup`, on ranks that are replaced when they are lost. Make one with `launch`."""
+
+    def __init__(self, supervisor: Supervisor, role: Role) -> None:
+        self.role = role
+        self._supervisor = supervisor
+
+    @classmethod
+    def launch(cls, config: RunConfig) -> SupervisedGroup:
+        """As `WorkerGroup.launch` for an actor, with its critic and reference group.
+
+        Until the first `save` the call log holds all calls, later those since the oldest checkpoint that is kept.
+
+        Raises:
+            SlimeError: as `WorkerGroup.launch`; ranks that are lost meanwhile are replaced.
+        """
+        return cls(Supervisor(config), "actor")
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings, with mesh.dp as a number."""
+        return self._group.config
+
+    @property
+    def critic(self) -> SupervisedGroup | None:
+        """Of an actor under algorithm=ppo."""
+        return None if self._group.critic is None else SupervisedGroup(self._supervisor, "critic")
+
+    @property
+    def reference_group(self) -> SupervisedGroup | None:
+        """Of an actor with reference.placement=group."""
+        return None if self._group.reference_group is None else SupervisedGroup(self._supervisor, "ref")
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """Every time that ranks of the job were replaced, in order."""
+        return tuple(self._supervisor.recoveries)
+
+    @property
+    def receivers(self) -> list[Any]:
+        """As of `WorkerGroup`; they change when the group is replaced."""
+        return self._group.receivers
+
+    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
+        """As of `WorkerGroup`."""
+        return self._group.health(timeout_s)
+
+    def shutdown(self) -> None:
+        """Ends all processes of the job, after saves in the background; idempotent."""
+        if self.role == "actor":
+            self._supervisor.shutdown()
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._supervisor.group(self.role)
+
+    def _start(self, request: Request) -> SupervisedCall:
+        return SupervisedCall(self._supervisor, self._supervisor.submit(self.role, request))
+
+
+class Supervisor:
+    """The groups of a job, the call log of their calls, and how both are brought back."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.recoveries: list[Recovery] = []
+        self._config = config
+        self._places = Places()
+        self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
+        self._call_log = CallLog()
+        # without a run.dir there is no checkpoint either, and batches stay in the object store
+        self._spilled = None if config.run.dir is None else SpilledBatches(config.run.dir)
+        self._spills = True  # the disk has not refused the last one
+        self._launches = 0
+        self._restarts = Restarts(config.cluster.max_restarts, "ranks")
+        self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
+        self._final: Exception | None = None  # why there is no group any more
+        self._reference_is_current: bool | None = None  # as that of a save
+        self._actor: WorkerGroup | None = None
+        try:
+            while self._actor is None:
+                try:
+                    self._launch()
+                except LOST as error:
+                    self._restarts.spend(error)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def group(self, role: Role) -> WorkerGroup:
+        """The present group of a role."""
+        assert self._actor is not None
+        found = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
+        assert found is not None
+        return found
+
+    def submit(self, role: Role, request: Request) -> Call:
+        """Starts a call.
+
+        Raises:
+            SlimeError: its arguments are wrong, and no rank has seen them; or the job has ended with this error.
+        """
+        with self._lock:
+            while True:
+                if self._final is not None:
+                    raise self._final
+                if self._doomed is not None:
+                    self._recover(self._doomed[1], self._doomed[0])
+                launch = self._launches
+                try:
+                    prepared = self.group(role).prepared(request)
+                    break
+                except LOST as error:  # of a reference group, which completes the batch
+                    self._recover(error, launch)
+            call = Call(role, prepared, has_batch=request.prepare is not None)
+            self._note(call)
+            self._begin(call)
+            self._call_log.append(call)  # also one that only reads, until its result is here
+            self._spill()
+            return call
+
+    def result(self, call: Call) -> Any:
+        """The result of a call, however many groups it takes."""
+        while not call.is_done:
+            if self._final is not None:
+                raise self._final
+            running, restored, launch = call.running, call.restored, call.launch
+            assert running is not None
+            try:
+                value = running.result()
+                self._replaced(call)
+                loaded = None if restored is None else restored.result()
+            except Exception as error:
+                if not self._goes_on(call, error, launch):
+                    raise
+                continue
+            with self._lock:
+                if not call.is_done and call.launch == launch:
+                    self._restarts.progress()
+                    call.is_done, call.value, call.is_written = True, value, call.name == "save"
+                    if loaded is not None:  # made again it must find the same one, whatever is the latest by then
+                        call.request, call.restored = replace(call.request, args=(loaded.step,)), None
+                    if not call.changes_state:
+                        self._call_log.remove(call)
+                    elif call.name == "save":
+                        # one more than there are: with async_save the newest may not be on disk yet
+                        is_cut = self._call_log.forget(self._config.checkpoint.keep_last + 1)
+                        if is_cut and self._spilled is not None:
+                            self._spilled.begin_file()
+        return call.value
+
+    def shutdown(self) -> None:
+        """Ends the job; idempotent."""
+        if self._actor is not None:
+            self._actor.shutdown()
+        self._places.release()
+        self._call_log = CallLog()  # with the batches
+        if self._spilled is not None:
+            self._spilled.begin_file()
+
+    def _launch(self) -> None:
+        self._launches += 1
+        self._doomed = None
+        self._actor = WorkerGroup.launch(self._config, places=self._places)
+        self._config = self._actor.config  # a job keeps its number of ranks
+        self._call_log.has_critic = self._actor.critic is not None
+
+    def _begin(self, call: Call) -> None:
+        group, request = self.group(call.role), call.request
+        if call.has_batch and isinstance(request.args[0], SpilledBatch):
+            request = replace(request, args=(store(request.args[0].read(), "batch"), *request.args[1:]))
+        call.running, call.launch = group.begin(request), self._launches
+        if call.name == "load":
+            call.restored = group.begin(Request("restored"))
+
+    def _note(self, call: Call) -> None:
+        """Keeps what a recovery must know of a new call beside its arguments."""
+        reference = self.group("actor").reference_group
+        own = [] if reference is None else reference.receivers
+        if call.name == "update_weights" and any(receiver in own for receiver in call.request.args[0]):
+            problem = "update_weights to the reference group, of which a recovery would know nothing"
+            raise StateError(problem, field="receivers", hint="call update_ref instead")
+        if call.name == "save":
+            folder = self._config.run.dir
+            store = None if folder is None else CheckpointStore.of_run(folder, call.role)
+            call.replaces = store is not None and call.step in store.steps()
+        if call.role != "actor" or self._config.reference.placement != "group":
+            return
+        if call.name == "update_ref":
+            self._reference_is_current = True
+        elif (call.name in TRAINING or call.name == "load") and self._reference_is_current:
+            self._reference_is_current = False
+        call.reference_is_current = self._reference_is_current
+
+    def _spill(self) -> None:
+        """Moves batches from the object store to the disk, but for the newest; ranks are at work meanwhile.
+
+        What the disk refuses stays where it is, with a warning.
+        """
+        if self._spilled is None:
+            return
+        with_batch = [call for call in self._call_log if call.has_batch]
+        for call in with_batch[:-KEPT_IN_STORE]:
+            stored, *others = call.request.args
+            if isinstance(stored, SpilledBatch):
+                continue
+            try:
+                spilled = self._spilled.write(fetch(stored, "batch"))
+                call.request = replace(call.request, args=(spilled, *others))
+            except (OSError, ResourceError) as error:
+                if self._spills:
+                    problem = f"batches for a recovery stay in Ray's object store, and more with each call: {error}"
+                    warnings.warn(problem, stacklevel=5)
+                self._spills = False
+                return
+            self._spills = True
+
+    def _goes_on(self, call: Call, error: Exception, launch: int) -> bool:
+        """After an error of a call: whether it was a loss, from which the job has recovered."""
+        with self._lock:
+            loss = self._loss_behind(call.name, error)
+            if loss is not None:
+                if call not in self._call_log:  # a read before a checkpoint: there is no way back to its state
+                    return False
+                self._recover(loss, launch)
+                return True
+            if call.name == "update_ref":
+                self._reference_is_current = False
+            is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
+            # a training step that stopped on the way is part of the state; what ended ranks must not be made again
+            if not is_of_all_ranks and call.name == "forward_backward":
+                # made again, those before it would gather what its error has dropped
+                self._call_log.replace(call, Call(call.role, Request("zero_grad"), is_done=True))
+            elif not (is_of_all_ranks and call.name in TRAINING):
+                self._call_log.remove(call)
+            if not is_of_all_ranks and launch == self._launches:
+                why = f"ranks end after an error of their own: {type(error).__name__}: {error}"
+                self._doomed = launch, WorkerDied(why.partition("\n")[0], call=call.name)
+            return False
+
+    def _loss_behind(self, name: str, error: Exception) -> SlimeError | None:
+        """The loss of ranks that an error is, or comes from; None: it is another one."""
+        if isinstance(error, LOST):
+            return error
+        reference = None if self._actor is None else self._actor.reference_group
+        if name == "update_ref" and isinstance(error, SyncError) and reference is not None:
+            return next((answer for answer in reference.health() if isinstance(answer, LOST)), None)
+        return None
+
+    # ------------------------------------------------------------------ recovery
+
+    def _recover(self, cause: SlimeError, launch: int) -> None:
+        """Replaces all ranks after a loss in a launch's group; nothing where another thread has done that."""
+        with self._lock:
+            if self._final is not None or launch != self._launches:
+                return
+            noticed_at, start, error = time.time(), time.perf_counter(), cause
+            try:
+                while True:
+                    self._restarts.spend(error)
+                    try:
+                        self._end()
+                        self._launch()
+                        step, repeated, differences = self._catch_up()
+                        break
+                    except LOST as another:
+                        error = another
+            except BaseException as final:
+                # what is there now is not the state that the caller knows
+                self._end()
+                interrupted = StateError("a recovery was interrupted", field="cluster", hint="launch a new group")
+                self._final = final if isinstance(final, Exception) else interrupted
+                if isinstance(final, SlimeError) and final is not cause:
+                    final.others += (f"it began with: {cause}",)
+                raise
+            took = time.perf_counter() - start
+            self.recoveries.append(
+                Recovery(
+                    cause.code, cause.rank, cause.call, cause.message, noticed_at, took, step, repeated, differences
+                )
+            )
+            self.recoveries[-1].report(self._config.run.dir)
+
+    def _end(self) -> None:
+        if self._actor is not None:
+            self._actor.end()
+
+    def _catch_up(self) -> tuple[int | None, int, tuple[str, ...]]:
+        """Brings a new group to where the lost one was: the step loaded, calls repeated, what came out otherwise."""
+        mark = self._loaded_mark()
+        repeated = 0
+        differences: list[str] = []
+        behind = self._call_log.behind(mark)
+        for call in behind:  # two of them may have one step: a loss on the way must not take the first for the second
+            call.is_written = False
+        for call in behind:
+            self._begin(call)
+            if call.is_done:
+                assert call.running is not None
+                repeated += 1
+                differences += differences_of(call, self._awaited(call.name, call.running))
+                self._replaced(call)
+                call.is_written = call.name == "save"
+        return None if mark is None else mark.step, repeated, tuple(differences)
+
+    def _loaded_mark(self) -> Call | None:
+        """Loads the newest checkpoint that verifies; None: there was none yet, and the call log tells everything."""
+        problem: CheckpointError | None = None
+        for mark in self._call_log.marks():
+            if mark.reference_is_current is False:
+                continue  # no checkpoint holds a reference group, and at this one it was that of an earlier step
+            try:
+                for role in self._call_log.starts(mark):
+                    self.group(role).begin(Request("load", (mark.step,))).result()
+            except CheckpointError as error:
+                print(f"checkpoint passed over: {error}", file=sys.stderr)
+                problem = error
+                continue
+            if mark.reference_is_current:
+                self._awaited("update_ref", self.group("actor").begin(Request("update_ref")))
+            return mark
+        if not self._call_log.reaches_launch:
+            raise problem or CheckpointError(
+                "no checkpoint holds the state that the job had, with its reference group, critic and gradients",
+                field="checkpoint",
+                hint="save policy and critic under the same step, after an optimizer_step, and with "
+                "reference.placement=group right after an update_ref",
+            )
+        if problem is not None:  # a load that failed may have filled a part
+            self._end()
+            self._launch()
+        return None
+
+    def _replaced(self, call: Call) -> None:
+        """After a save to a step that there was: waits until it is on the disk, or which of the two would be there?"""
+        if call.replaces and self._config.checkpoint.async_save:
+            self.group(call.role).begin(Request("finish_save")).result()
+
+    def _awaited(self, name: str, running: Any) -> Any:
+        """The result of a call made again; raises the loss behind an error, where there is one."""
+        try:
+            return running.result()
+        except SyncError as error:
+            raise self._loss_behind(name, error) or error from None

@@ -1,0 +1,159 @@
+"""What a run keeps in `run.dir` beside metrics and checkpoints: who writes there, the settings, and its newest batches.
+
+    .lock          held by the process that runs `train`, and given back however that process ends
+    settings.yaml  every setting of the newest start, defaults as comments; settings.1.yaml, .. of the starts before it
+    skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
+    batches/       what each step since the oldest checkpoint trained on
+
+A recorded batch is written by the protocol of checkpoints: it is there whole or not at all, with the sha256 of its
+bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from slimefsdp.checkpoint.store import CheckpointStore, remove
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, CheckpointError
+from slimefsdp.io.checksummed_files import Checksum, io_reported, write_checksum, write_synced
+from slimefsdp.io.file_lock import FolderLock
+
+SETTINGS = "settings.yaml"
+SKIPPED = "skipped_prompts.jsonl"
+_BATCH = "batch.safetensors"
+
+
+class RunFolder:
+    """`run.dir`, for the one process at a time that trains into it; use it as a context.
+
+    Raises:
+        CheckpointError: on entering; another process trains there, named by its pid and host.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.batches = RecordedBatches(path / "batches")
+
+    def __enter__(self) -> Self:
+        FolderLock(self.path).acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        FolderLock(self.batches.root).release()  # which writing them has taken
+        FolderLock(self.path).release()
+
+    @property
+    def checkpoint_steps(self) -> list[int]:
+        """The steps of the checkpoints that are there, ascending; none of them is verified."""
+        return CheckpointStore.of_run(self.path).steps()
+
+    def write_settings(self, config: RunConfig) -> None:
+        """Leaves all settings as a file that `slimefsdp train` takes; another one that is there gets a number.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        text, file = settings_text(config), self.path / SETTINGS
+        with io_reported(file, "train"):
+            if file.is_file() and file.read_bytes() != text.encode():
+                numbered = (self.path / f"settings.{number}.yaml" for number in itertools.count(1))
+                file.rename(next(path for path in numbered if not path.exists()))
+            temporary = self.path / f".{SETTINGS}.tmp"
+            write_synced(temporary, text.encode())
+            temporary.replace(file)
+
+    def write_skipped(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Leaves a line for each record that was left out of this start, in place of those of the start before.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        file = self.path / SKIPPED
+        with io_reported(file, "train"):
+            file.unlink(missing_ok=True)
+            if records:
+                write_synced(file, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+    def forget_old_batches(self) -> None:
+        """Removes the batches of steps before the oldest checkpoint, to which nobody can go back any more."""
+        if steps := self.checkpoint_steps:
+            self.batches.remove_before(steps[0])
+
+
+class RecordedBatches:
+    """The batch of each step with what its row of metrics needs, written before the step trains on it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._store = CheckpointStore(root)
+
+    def write(self, step: int, batch: RolloutBatch, notes: dict[str, Any]) -> None:
+        """Records the batch of a step, whole or not at all, in place of one that is there.
+
+        Args:
+            step: counted from 0.
+            notes: plain JSON.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        file = self._store.begin(step) / _BATCH
+        with io_reported(file, "train"):
+            try:
+                batch.save(file)
+            except BatchError as error:
+                raise error.__cause__ or error from None  # the disk's refusal is about run.dir, not about a path given
+            data = file.read_bytes()
+            write_checksum(file, Checksum(hashlib.sha256(data).hexdigest(), len(data)))
+        self._store.commit(step, notes)
+
+    def read(self, step: int) -> tuple[RolloutBatch, dict[str, Any]] | None:
+        """The batch of a step and its notes; None where there is none, or, with a warning, where it is damaged."""
+        if step not in self._store.steps():
+            return None
+        folder = self._store.path_of(step)
+        try:
+            notes = self._store.verify(folder).info
+            return RolloutBatch.load(folder / _BATCH), notes
+        except (BatchError, CheckpointError) as error:
+            warnings.warn(f"recorded batch passed over, it is sampled anew: {error.message}", stacklevel=2)
+            return None
+
+    def remove_before(self, step: int) -> None:
+        """Removes the batches of earlier steps.
+
+        Raises:
+            CheckpointError: the disk refuses.
+        """
+        for old in self._store.steps():
+            if old < step:
+                folder = self._store.path_of(old)
+                with io_reported(folder, "train"):
+                    remove(folder)
+
+
+def settings_text(config: RunConfig) -> str:
+    """All settings as YAML which `load_config` reads back as they are: what was not given is a comment."""
+    lines = ["# Every setting of this run. Those behind a # were not given and had this value."]
+    for name, value in config.model_dump(mode="json").items():
+        if not isinstance(value, dict):
+            lines.append(_line(name, value, is_given=name in config.model_fields_set))
+            continue
+        given = getattr(config, name).model_fields_set
+        lines.append(f"{'' if given else '# '}{name}:")
+        lines += [_line(f"  {key}", item, is_given=key in given) for key, item in value.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str, value: Any, *, is_given: bool) -> str:
+    # JSON is YAML
+    return f"{'' if is_given else '# '}{name}: {json.dumps(value, ensure_ascii=False)}"

@@ -1,0 +1,296 @@
+"""Waiting for Ray calls: every wait has a deadline, and the first failure ends it with its root cause."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from actors.cluster.ray_errors import explained, require_cluster
+from actors.workers.watchdog import Waiting, Watchdog
+from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
+
+# How long to listen for the root cause after a first failure: peers of a rank that ends often report that sooner than
+# Ray. Longer than a failed rank lives on (train_worker.EXIT_AFTER_S), so that peers can say what its end did to them.
+GRACE_S = 5.0
+SLICE_S = 0.25  # of a wait: in between signals are handled and the watchdog looks
+_GET_S = 5.0  # for an answer that Ray says is here
+# A wait returns when one rank in so many has answered, at once where there are fewer than twice that: all waits of a
+# call together look at so many times the ranks, and not at their square.
+_ONE_IN = 8
+
+
+class CallFuture:
+    """One call running on several actors.
+
+    Args:
+        refs: one per rank, in rank order.
+        first_rank: the rank of the first of them.
+        watchdog: of the actors, from rank 0 on; ends the wait when one hangs. None: the timeout alone does.
+        began: of `time.monotonic`, when the timeout began; None: now.
+        behind: the call that these actors do before; the timeout begins when that was seen to have ended.
+    """
+
+    def __init__(
+        self,
+        refs: Sequence[Any],
+        *,
+        name: str,
+        timeout_s: float,
+        first_only: bool,
+        first_rank: int = 0,
+        watchdog: Watchdog | None = None,
+        began: float | None = None,
+        behind: Running | None = None,
+    ) -> None:
+        self._refs = list(refs)
+        self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
+        self._first_only = first_only
+        self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind)
+
+    def result(self) -> Any:
+        """Rank 0's result, or all results in rank order, as the call defines.
+
+        Raises:
+            WorkerHung: not all ranks answered in time, this call or one that they do before. WorkerDied: a process
+                ended. ResourceError: Ray is gone.
+            SlimeError: what a rank raised; the root cause where several did, with the others' words in its `others`.
+        """
+        pending = list(self._refs)
+        values: dict[Any, Any] = {}
+        failures: list[tuple[int, Exception]] = []
+        give_up = math.inf  # after a first failure
+        looked = time.monotonic()
+        while pending:
+            current = self.running if failures else self.running.first_in_line()
+            left_s = max(0.0, min(give_up, current.deadline) - time.monotonic())
+            enough = max(1, len(pending) // _ONE_IN)
+            done, pending = ray.wait(pending, num_returns=enough, timeout=min(SLICE_S, left_s))
+            late = []  # Ray has it and does not hand it over: no end of a process, and no answer before the deadline
+            for ref in done:
+                try:
+                    values[ref] = ray.get(ref, timeout=_GET_S)
+                except RayError as error:
+                    if isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError):
+                        late.append(ref)
+                        continue
+                    failure = self._meaning_of(error, self._ranks[ref])
+                    failures.append((self._ranks[ref], failure))
+                    # nothing explains an end but the end itself
+                    grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
+                    give_up = min(give_up, time.monotonic() + grace_s)
+            pending += late
+            if left_s == 0.0 and len(done) == len(late):
+                if failures:
+                    break
+                if current is self.running:
+                    raise current.overdue([self._ranks[ref] for ref in pending], [self._ranks[ref] for ref in late])
+                if not current.has_ended():
+                    raise current.overdue(list(current.pending.values()))
+            elif not failures and time.monotonic() - looked >= SLICE_S:
+                looked = time.monotonic()
+                require_cluster()
+                current.look()
+        if failures:
+            raise _root_cause(failures)
+        self.running.pending = {}
+        return values[self._refs[0]] if self._first_only else [values[ref] for ref in self._refs]
+
+    def _meaning_of(self, error: RayError, rank: int) -> Exception:
+        """What a rank raised, or what Ray's own error says of it."""
+        cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+        if isinstance(cause, RayError) and type(cause) is not RayTaskError:
+            return explained(cause, rank, self.running.name)
+        return cause
+
+
+class Running:
+    """A call as those that are made after it need to know it: it holds no results."""
+
+    def __init__(
+        self,
+        name: str,
+        pending: dict[Any, int],
+        timeout_s: float,
+        watchdog: Watchdog | None,
+        began: float | None,
+        behind: Running | None,
+    ) -> None:
+        self.name = name
+        self.pending = pending  # ref -> rank, of those that had not answered when last looked
+        self.hung: WorkerHung | None = None  # what was said when it was last waited for
+        self._timeout_s = timeout_s
+        self._watchdog = watchdog
+        self._began = time.monotonic() if began is None else began
+        self._behind = behind
+
+    @property
+    def deadline(self) -> float:
+        """Of `time.monotonic`; it means something for the first in line alone."""
+        return self._began + self._timeout_s
+
+    def has_ended(self) -> bool:
+        """Whether all ranks have answered, whatever they said; waits for none."""
+        if pending := self.pending:
+            done = ray.wait(list(pending), num_returns=len(pending), timeout=0, fetch_local=False)[0]
+            ended = set(done)
+            self.pending = {ref: rank for ref, rank in pending.items() if ref not in ended}
+        return not self.pending
+
+    def current(self) -> Running:
+        """The call that the ranks are at: this one, or one before it that has not ended."""
+        current = self
+        while current._behind is not None:
+            if current._behind.has_ended():
+                current._behind, current._began = None, time.monotonic()
+            else:
+                current = current._behind
+        return current
+
+    def first_in_line(self) -> Running:
+        """As `current`.
+
+        Raises:
+            WorkerHung: that is one before it, which hung when somebody waited for it, and is there still.
+        """
+        current = self.current()
+        if current is not self:
+            current.require_moving(self.name)
+        return current
+
+    def require_moving(self, name: str) -> None:
+        """For a call that ranks are to do behind this one.
+
+        Raises:
+            WorkerHung: this one hung and has not ended.
+        """
+        if self.hung is None or self.has_ended():
+            return
+        error = WorkerHung(
+            f"{name} has to wait for {self.name}, which hung: {self.hung.message}",
+            field=self.hung.field,
+            hint="shut the group down and launch a new one, as actors.fault_tolerance does by itself",
+            rank=self.hung.rank,
+            call=self.hung.call,
+        )
+        error.stack = self.hung.stack
+        raise error
+
+    def look(self) -> None:
+        """Has the watchdog look at the ranks that have not answered.
+
+        Raises:
+            WorkerHung: one of them hangs.
+        """
+        if self._watchdog is None or self.has_ended():
+            return
+        try:
+            self._watchdog.look(Waiting(self.name, list(self.pending.values()), self._began))
+        except WorkerHung as error:
+            self.hung = error
+            raise
+
+    def overdue(self, ranks: Sequence[int], late: Sequence[int] = ()) -> WorkerHung:
+        """The error of this call when its deadline has passed.
+
+        Args:
+            ranks: that have not answered, as far as is known.
+            late: those of them whose answers Ray has and did not hand over.
+        """
+        if self._watchdog is not None:
+            self.hung = self._watchdog.overdue(Waiting(self.name, ranks, self._began), self._timeout_s)
+        else:
+            self.hung = WorkerHung(
+                f"{self.name} did not finish within {self._timeout_s:g} s",
+                field="cluster.call_timeout_s",
+                hint="look at the rank's log, or raise the timeout",
+                rank=ranks[0],
+                call=self.name,
+            )
+        if late:
+            answered = ", ".join(map(str, late))
+            self.hung.others += (f"rank {answered} has answered, and Ray's object store does not hand the answer over",)
+        return self.hung
+
+
+class CallQueue:
+    """The calls on one set of actors: all of them get them in one order, whichever threads make them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # calls in another order on another rank would have their collectives meet
+        self._newest: Running | None = None
+
+    def require_moving(self, name: str) -> None:
+        """For a call that is about to be prepared.
+
+        Raises:
+            WorkerHung: the actors hang in an earlier one.
+        """
+        if self._newest is not None:
+            self._newest.current().require_moving(name)
+
+    def begin(
+        self,
+        start: Callable[[], Sequence[Any]],
+        *,
+        name: str,
+        timeout_s: float,
+        first_only: bool,
+        watchdog: Watchdog | None = None,
+        counts_from_now: bool = False,
+    ) -> CallFuture:
+        """Makes a call.
+
+        Args:
+            start: gives it to all actors; returns one reference per rank.
+            counts_from_now: the timeout, and not from when the calls before it have ended.
+
+        Raises:
+            WorkerHung: the actors hang in an earlier one; they have not been given this one.
+        """
+        with self._lock:
+            self.require_moving(name)
+            behind = None if self._newest is None or self._newest.has_ended() else self._newest
+            future = CallFuture(
+                start(),
+                name=name,
+                timeout_s=timeout_s,
+                first_only=first_only,
+                watchdog=watchdog,
+                behind=None if counts_from_now else behind,
+            )
+            self._newest = future.running
+            return future
+
+
+def _root_cause(failures: list[tuple[int, Exception]]) -> Exception:
+    """What to report when several ranks failed: a death first, then a typed error, then any other, then a lost peer.
+
+    A typed one gets what the others said besides.
+    """
+
+    def order(failure: tuple[int, Exception]) -> tuple[int, int]:
+        rank, error = failure
+        if isinstance(error, PeerFailed):
+            return 3, rank
+        return 0 if isinstance(error, WorkerDied) else 1 if isinstance(error, SlimeError) else 2, rank
+
+    cause = min(failures, key=order)[1]
+    if isinstance(cause, SlimeError):
+        others: dict[str, list[str]] = {}
+        for rank, error in failures:
+            if error is not cause and _words(error) != _words(cause):
+                others.setdefault(_words(error), []).append(str(rank))
+        cause.others += tuple(f"rank {', '.join(ranks)}: {words}" for words, ranks in others.items())
+    return cause
+
+
+def _words(error: Exception) -> str:
+    """What it says in one line, without the place."""
+    said = error.message if isinstance(error, SlimeError) else str(error.args[0] if error.args else "")
+    return f"{type(error).__name__}: {said.strip().partition(chr(10))[0]}"

@@ -1,0 +1,357 @@
+"""The calls that all ranks of a group answer, as a driver makes them: those of `slimefsdp.Trainer`, and a twin of each.
+
+A twin NAME_async returns a future at once; its `result()` is what NAME returns, or raises what NAME raises. Wrong
+arguments and batches are refused where the call is made: no rank has seen anything then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from slimefsdp.algorithms.registry import LossName
+from slimefsdp.batching.plan import Plan
+from slimefsdp.checkpoint.compatibility import check_loop_state
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.results import (
+    TAGS,
+    Description,
+    GradientHealth,
+    LoadReport,
+    LogProbs,
+    Memory,
+    MemoryReport,
+    ReplicaCheck,
+    SyncReport,
+    Tag,
+)
+from slimefsdp.rpc import require_receivers
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Future(Protocol[Result]):
+    """What comes of a call that has begun."""
+
+    def result(self) -> Result:
+        """Waits for it.
+
+        Raises:
+            WorkerHung: not all ranks answered in time. WorkerDied: a process ended.
+            SlimeError: what a rank raised.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A call for all ranks, before they get it.
+
+    Args:
+        name: of Trainer's method.
+        args, kwargs: of that method, behind the batch.
+        prepare: makes the batch, where there is one, what ranks get in its place.
+        of_all_ranks: every rank's result is wanted, in rank order; else rank 0's.
+    """
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[BatchPlanner], PreparedBatch] | None = None
+    of_all_ranks: bool = False
+
+
+class GroupCalls:
+    """The methods of a handle on a group; a subclass says how a request reaches the ranks."""
+
+    def _start(self, request: Request) -> Future[Any]:
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ log-probs and training
+
+    def compute_log_probs(self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor") -> LogProbs:
+        """Log-probs and entropies of every response token, masked ones too.
+
+        Args:
+            model: the group's weights now, or the frozen reference beside an actor (loaded on first use).
+
+        Raises:
+            BatchError: the batch does not fit the settings. ConfigError: the group has no such model.
+            StateError: the reference is a group of its own, which is to be called instead.
+        """
+        return self.compute_log_probs_async(batch, model).result()
+
+    def compute_log_probs_async(
+        self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor"
+    ) -> Future[LogProbs]:
+        """As `compute_log_probs`, returning a future."""
+        return self._start(
+            Request("compute_log_probs", (model,), prepare=lambda planner: planner.for_forward(batch, model))
+        )
+
+    def compute_values(self, batch: RolloutBatch) -> np.ndarray:
+        """A critic's value of every response token, masked ones too: float32 [R], in the order of the batch.
+
+        Raises:
+            BatchError: the batch does not fit the settings. StateError: the group is no critic.
+        """
+        return self.compute_values_async(batch).result()
+
+    def compute_values_async(self, batch: RolloutBatch) -> Future[np.ndarray]:
+        """As `compute_values`, returning a future."""
+        return self._start(Request("compute_values", prepare=lambda planner: planner.for_forward(batch)))
+
+    def train_step(
+        self,
+        batch: RolloutBatch,
+        plan: Plan | None = None,
+        *,
+        gae_lambda: float | None = None,
+        kl_coefficient: float | None = None,
+    ) -> dict[str, float]:
+        """All updates over one rollout batch; returns metrics averaged over them.
+
+        Args:
+            plan: of `slimefsdp.preparation.plan.plan_training`; made here when not given.
+            gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
+
+        Raises:
+            BatchError: the batch does not fit the settings; nothing was changed.
+            ConfigError: a critic's option is given to another group, or is no number in its range.
+            StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in
+                a row.
+        """
+        return self.train_step_async(batch, plan, gae_lambda=gae_lambda, kl_coefficient=kl_coefficient).result()
+
+    def train_step_async(
+        self,
+        batch: RolloutBatch,
+        plan: Plan | None = None,
+        *,
+        gae_lambda: float | None = None,
+        kl_coefficient: float | None = None,
+    ) -> Future[dict[str, float]]:
+        """As `train_step`, returning a future."""
+        return self._start(
+            Request(
+                "train_step",
+                prepare=lambda planner: planner.for_training(batch, plan, gae_lambda, kl_coefficient),
+            )
+        )
+
+    def forward_backward(
+        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
+    ) -> dict[str, float]:
+        """Adds the gradients of one batch as (part of) one update; nothing is dropped. Returns its metrics.
+
+        Args:
+            loss: `policy` (needs advantages or what they are computed from) or `sft`; of a critic `value`.
+            batch: without `old_log_probs` the current ones serve, and the ratio is 1.
+            denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
+                denominator (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
+
+        Raises:
+            BatchError: the batch does not fit the settings; no gradient was added. ConfigError: no such loss.
+        """
+        return self.forward_backward_async(batch, loss, denominator).result()
+
+    def forward_backward_async(
+        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
+    ) -> Future[dict[str, float]]:
+        """As `forward_backward`, returning a future."""
+        return self._start(
+            Request("forward_backward", prepare=lambda planner: planner.for_gradients(batch, loss, denominator))
+        )
+
+    def optimizer_step(self) -> dict[str, float]:
+        """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
+
+        Raises:
+            StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
+        """
+        return self.optimizer_step_async().result()
+
+    def optimizer_step_async(self) -> Future[dict[str, float]]:
+        """As `optimizer_step`, returning a future."""
+        return self._start(Request("optimizer_step"))
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that forward_backward has gathered; idempotent."""
+        self.zero_grad_async().result()
+
+    def zero_grad_async(self) -> Future[None]:
+        """As `zero_grad`, returning a future."""
+        return self._start(Request("zero_grad"))
+
+    # ------------------------------------------------------------------ memory
+
+    def sleep(self, tags: Sequence[Tag] = TAGS) -> list[MemoryReport]:
+        """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent.
+
+        Returns:
+            What it freed, by rank.
+
+        Raises:
+            ConfigError: there is no such tag. ResourceError: a host has no room for what goes there.
+        """
+        return self.sleep_async(tags).result()
+
+    def sleep_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
+        """As `sleep`, returning a future."""
+        return self._start(Request("sleep", (tags,), of_all_ranks=True))
+
+    def wake_up(self, tags: Sequence[Tag] = TAGS) -> list[MemoryReport]:
+        """Brings them back; idempotent. Calls that need the model do it themselves.
+
+        Returns:
+            What it brought back, by rank.
+
+        Raises:
+            ConfigError: there is no such tag. ResourceError: a device has no room for what comes back.
+        """
+        return self.wake_up_async(tags).result()
+
+    def wake_up_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
+        """As `wake_up`, returning a future."""
+        return self._start(Request("wake_up", (tags,), of_all_ranks=True))
+
+    def memory(self) -> list[Memory]:
+        """Bytes held by each rank."""
+        return self.memory_async().result()
+
+    def memory_async(self) -> Future[list[Memory]]:
+        """As `memory`, returning a future."""
+        return self._start(Request("memory", of_all_ranks=True))
+
+    # ------------------------------------------------------------------ looking inside
+
+    def describe(self) -> list[Description]:
+        """The sharded units of the model by rank: sizes, dtypes and layout."""
+        return self.describe_async().result()
+
+    def describe_async(self) -> Future[list[Description]]:
+        """As `describe`, returning a future."""
+        return self._start(Request("describe", of_all_ranks=True))
+
+    def check_sync(self) -> ReplicaCheck:
+        """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
+        return self.check_sync_async().result()
+
+    def check_sync_async(self) -> Future[ReplicaCheck]:
+        """As `check_sync`, returning a future."""
+        return self._start(Request("check_sync"))
+
+    def gradient_health(self) -> GradientHealth:
+        """The gradients of the last update: their norm by layer, and the first parameter that was not finite.
+
+        Raises:
+            StateError: no update has been tried since the start, or since the last load.
+        """
+        return self.gradient_health_async().result()
+
+    def gradient_health_async(self) -> Future[GradientHealth]:
+        """As `gradient_health`, returning a future."""
+        return self._start(Request("gradient_health"))
+
+    # ------------------------------------------------------------------ weights and state
+
+    def update_weights(self, receivers: Sequence[Any]) -> SyncReport:
+        """Streams the weights, in the compute dtype, to rollout engines.
+
+        Args:
+            receivers: Ray actors with `begin`, `receive` and `commit` as of `slimefsdp.weight_sync.receive.Receiver`.
+
+        Raises:
+            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; it must not be sampled
+                from until the next update.
+        """
+        return self.update_weights_async(receivers).result()
+
+    def update_weights_async(self, receivers: Sequence[Any]) -> Future[SyncReport]:
+        """As `update_weights`, returning a future."""
+        require_receivers(receivers)
+        return self._start(Request("update_weights", (list(receivers),)))
+
+    def update_ref(self) -> None:
+        """Makes the reference model equal to the actor, beside it or in a group of its own.
+
+        Raises:
+            StateError: there is none, or it is of another architecture.
+            SyncError: as `update_weights`, of a reference group.
+        """
+        self.update_ref_async().result()
+
+    def update_ref_async(self) -> Future[None]:
+        """As `update_ref`, returning a future."""
+        return self._start(Request("update_ref"))
+
+    def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
+        """Writes a checkpoint of everything that training continues from; committed whole or not at all.
+
+        With `checkpoint.async_save` it returns at once, and holds this moment all the same: `finish_save` waits for it.
+
+        Args:
+            loop_state: JSON of the caller's own, which `load` returns.
+
+        Raises:
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
+        """
+        return self.save_async(step, loop_state).result()
+
+    def save_async(self, step: int, loop_state: dict[str, Any] | None = None) -> Future[Path]:
+        """As `save`, returning a future."""
+        check_loop_state(loop_state)  # what is nested too deep, or is no data, could not even be sent to the ranks
+        return self._start(Request("save", (step, loop_state)))
+
+    def finish_save(self) -> Path | None:
+        """Waits until the save in the background is on disk; returns its folder, None if there was none.
+
+        Raises:
+            CheckpointError: it could not be written; the earlier checkpoints stand.
+        """
+        return self.finish_save_async().result()
+
+    def finish_save_async(self) -> Future[Path | None]:
+        """As `finish_save`, returning a future."""
+        return self._start(Request("finish_save"))
+
+    def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
+        """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
+
+        Raises:
+            CheckpointError: there is none, or it is torn, altered, or of another model.
+        """
+        return self.load_async(step).result()
+
+    def load_async(self, step: int | Literal["latest"] = "latest") -> Future[dict[str, Any]]:
+        """As `load`, returning a future."""
+        return self._start(Request("load", (step,)))
+
+    def restored(self) -> LoadReport | None:
+        """What the last `load` took and passed over; None before the first one."""
+        return self.restored_async().result()
+
+    def restored_async(self) -> Future[LoadReport | None]:
+        """As `restored`, returning a future."""
+        return self._start(Request("restored"))
+
+    def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
+        """Writes the weights as a folder for `AutoModelForCausalLM`, of a critic for `AutoModelForTokenClassification`.
+
+        Args:
+            dtype: of the tensors, e.g. `bfloat16`; None: the master dtype.
+
+        Raises:
+            ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
+                infinite in `dtype`.
+        """
+        return self.export_hf_async(path, dtype).result()
+
+    def export_hf_async(self, path: str | Path, dtype: str | None = None) -> Future[Path]:
+        """As `export_hf`, returning a future."""
+        return self._start(Request("export_hf", (path, dtype)))

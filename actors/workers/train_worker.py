@@ -1,0 +1,167 @@
+"""One Ray actor: one process, one rank, a Trainer for each role in it. It holds the environment and forwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import traceback
+from typing import Any
+
+import ray
+
+from actors.workers.group_calls import Request
+from actors.workers.watchdog import Watched
+from slimefsdp import heartbeat
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ResourceError, SlimeError, portable
+from slimefsdp.results import Health
+
+EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
+
+
+class TrainWorker(Watched):
+    """A rank. Calls arrive on Ray's threads, so what is per thread or needs torch is set up in `start`."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
+        self._listener: socket.socket | None = None  # of rank 0, until its process group has it
+
+    def free_address(self) -> tuple[str, int]:
+        """An address of this node and a port, where rank 0 listens from now on: nobody else can take it before `start`.
+
+        Raises:
+            ResourceError: this node cannot listen at its own address, or has no port left.
+        """
+        host = ray.util.get_node_ip_address()
+        try:
+            self._listener = socket.create_server((host, 0), backlog=max(128, self.world_size))
+        except OSError as error:
+            raise ResourceError(
+                f"rank 0 cannot listen at {host}, which is its node's address for Ray: {error.strerror}",
+                field="cluster.address",
+                hint="start Ray on that node with an address that it has",
+            ) from error
+        return host, self._listener.getsockname()[1]
+
+    def start(self, config: RunConfig, role: str, address: str, port: int) -> int:
+        """Joins the process group and loads the model; returns the vocabulary size."""
+        self.keep_stacks(config.run.dir, f"{role}_rank_{self.rank}")
+        import torch
+
+        from slimefsdp.distributed.mesh import choose_device, start_process_group
+
+        try:
+            device = choose_device(config.mesh.device)
+            if device.type == "cpu":
+                torch.set_num_threads(1)  # ranks share the cores; threads of their own only contend
+            start_process_group(
+                device,
+                rank=self.rank,
+                world_size=self.world_size,
+                address=address,
+                port=port,
+                timeout_s=config.cluster.call_timeout_s,
+                listener=self._listener,
+            )
+        except Exception as error:
+            raise self._failed(error, "start", config, role) from None
+        return self.add_trainer(config, role)
+
+    def add_trainer(self, config: RunConfig, role: str) -> int:
+        """Loads the model of a role into the process group that there is; returns the vocabulary size."""
+        import torch
+
+        from slimefsdp.distributed.mesh import choose_device
+        from slimefsdp.trainer import Trainer
+
+        heartbeat.enter(heartbeat.LAUNCH)
+        try:
+            device = choose_device(config.mesh.device)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # per thread
+            trainer = Trainer(config, role, device=device)  # type: ignore[arg-type]
+        except Exception as error:
+            raise self._failed(error, "start", config, role) from None
+        self.trainers[role] = trainer
+        heartbeat.enter(heartbeat.IDLE)
+        return int(trainer.folder.vocab_size)
+
+    def call(self, request: Request, role: str = "actor") -> Any:
+        """A method of the role's Trainer; None where only rank 0's result is wanted and this is another rank.
+
+        Args:
+            request: prepared.
+        """
+        import torch
+
+        trainer = self.trainers[role]
+        if trainer.mesh.device.type == "cuda":
+            torch.cuda.set_device(trainer.mesh.device)  # per thread
+        timeout_s = trainer.config.cluster.call_timeout_s
+        try:
+            args = [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in request.args]
+            result = getattr(trainer, request.name)(*args, **request.kwargs)
+        except Exception as error:
+            raise self._failed(error, request.name, trainer.config, role) from None
+        return result if request.of_all_ranks or self.rank == 0 else None
+
+    def update_weights(self, receivers: list[Any], timeout_s: float, role: str = "actor") -> Any:
+        """The Trainer's `update_weights` over Ray's object store."""
+        from actors.workers.weight_transport import ObjectStoreReceiver
+
+        targets = [ObjectStoreReceiver(receivers, timeout_s)] if self.rank == 0 else []
+        return self.call(Request("update_weights", (targets,)), role)
+
+    def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`; for a reference group."""
+        self.trainers["ref"].wake_up(("parameters",))
+        self.trainers["ref"].receiver.begin(version, manifest)
+
+    def receive(self, bucket: Any) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`, from the object store."""
+        from actors.workers.weight_transport import unpack_bucket
+
+        self.trainers["ref"].receiver.receive(unpack_bucket(bucket))
+
+    def commit(self, version: int) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`."""
+        self.trainers["ref"].receiver.commit(version)
+
+    @ray.method(concurrency_group="control")
+    def health(self, role: str = "actor") -> Health:
+        """Answers while another call is stuck in a collective: it runs in a group of threads of its own."""
+        updates = self.trainers[role].updates_taken if role in self.trainers else 0
+        return Health(self.rank, os.getpid(), updates)
+
+    def _failed(self, error: Exception, call: str, config: RunConfig, role: str) -> Exception:
+        """What the caller gets to know; after an error that peers cannot know of, ends this process and so frees them.
+
+        A typed error was raised by all ranks alike, or before any collective: the group is healthy. A peer in a
+        collective lets go when the connections close, and torch keeps them open while anything refers to the process
+        group, also after `destroy_process_group`.
+        """
+        if isinstance(error, SlimeError):
+            error.call = call
+            if error.rank is None:  # else it is agreed on, and says where it happened
+                error.rank = self.rank
+            return error
+        from actors.workers.oom_advice import memory_error
+        from slimefsdp.distributed.comm_errors import lost_a_peer, peer_failed
+        from slimefsdp.distributed.mesh import choose_device
+        from slimefsdp.training.out_of_memory import is_out_of_memory
+
+        try:
+            told = peer_failed(error) if lost_a_peer(error) else error
+            if is_out_of_memory(error):
+                folder = self.trainers[role].folder.config if role in self.trainers else None
+                told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
+            if isinstance(told, SlimeError):
+                told.rank, told.call = self.rank, call
+            told.add_note(f"on rank {self.rank}, in {call}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+            return portable(told)
+        finally:
+            if not lost_a_peer(error):  # once it is worded, which may take longer than to send it
+                threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()

@@ -1,0 +1,289 @@
+"""The driver's handle on all ranks of one role: starting and ending them, and giving them calls.
+
+The driver checks a batch and plans it before any rank sees it, so bad input never disturbs a rank.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from actors.cluster.connect import connect, with_cluster_ranks
+from actors.cluster.placement import Places, actor_options, gpus_per_rank
+from actors.cluster.ray_errors import end_processes, require_cluster, store
+from actors.startup import answered, stage
+from actors.workers.futures import CallFuture, CallQueue
+from actors.workers.group_calls import GroupCalls, Request
+from actors.workers.train_worker import TrainWorker
+from actors.workers.watchdog import Limits, Watchdog, remote_class
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ModelError, SlimeError, StateError
+from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
+from slimefsdp.preparation.plan import cost_model_of
+from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.results import Health
+from slimefsdp.rpc import Role, require_role
+
+SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
+
+
+class WorkerGroup(GroupCalls):
+    """All ranks of one role. Make one with `launch`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        role: Role,
+        workers: Sequence[Any],
+        vocab_size: int,
+        folder: ModelFolder,
+        *,
+        watchdog: Watchdog,
+        places: Places | None = None,
+        is_guest: bool = False,
+    ) -> None:
+        self.config = config
+        self.role: Role = role
+        self.reference_group: WorkerGroup | None = None  # its own group, where reference.placement=group
+        self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
+        self._workers = list(workers)
+        self._watchdog = watchdog
+        self._places = places  # to be given back at the end; None: by another group or a supervisor
+        self._is_guest = is_guest  # in another group's processes
+        cost = cost_model_of(config, folder.config)
+        self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
+        self._queue = CallQueue()
+
+    @classmethod
+    def launch(
+        cls, config: RunConfig, role: Role = "actor", *, beside: WorkerGroup | None = None, places: Places | None = None
+    ) -> WorkerGroup:
+        """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
+
+        An actor group launches its reference group too, with `reference.placement: group`, and under `algorithm: ppo`
+        its critic. With `mesh.dp: auto` the group takes what the cluster has; its `config` has the number.
+
+        Args:
+            beside: for a critic, the actor group in whose processes it is to be; it ends with them.
+            places: where the processes go, kept by the caller when the group ends; None: places of its own.
+
+        Raises:
+            ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
+            StateError: `beside` is no actor group, or the role is no critic.
+            WorkerDied, WorkerHung: a rank did not come up.
+        """
+        found = _model_folder(config, role)
+        if beside is not None:
+            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, found)
+        if role == "actor" and config.algorithm == "ppo":
+            _require_vocabulary(_model_folder(config, "critic"), found)
+        connect(config)
+        config = with_cluster_ranks(config)
+        taken = Places() if places is None else places
+        group: WorkerGroup | None = None
+        try:
+            workers, watchdog, vocab_size = _start_ranks(config, role, taken)
+            own = taken if places is None else None
+            group = cls(config, role, workers, vocab_size, found, watchdog=watchdog, places=own)
+            if role == "actor":
+                group._launch_others(taken)
+        except BaseException:  # Ctrl-C too: in a notebook the driver lives on
+            if group is not None:
+                group.end()
+            if places is None:
+                taken.release()
+            raise
+        return group
+
+    @classmethod
+    def _beside(cls, actor: WorkerGroup, config: RunConfig, role: Role, folder: ModelFolder) -> WorkerGroup:
+        if role != "critic" or actor.role != "actor":
+            raise StateError(
+                f"a group of role {role!r} beside one of role {actor.role!r}",
+                field="beside",
+                hint="only a critic shares the processes of an actor group; launch others without it",
+            )
+        actor._require_workers("launch")
+        vocab_size = actor._queue.begin(
+            lambda: [worker.add_trainer.remote(config, role) for worker in actor._workers],
+            name="launch",
+            timeout_s=config.cluster.launch_timeout_s,
+            first_only=True,
+            watchdog=actor._watchdog,
+        ).result()
+        group = cls(config, role, actor._workers, vocab_size, folder, watchdog=actor._watchdog, is_guest=True)
+        group._queue = actor._queue  # both roles' collectives are on the same ranks
+        return group
+
+    def _launch_others(self, places: Places) -> None:
+        config = self.config
+        if config.reference.placement == "group":
+            self.reference_group = self.launch(config, "ref", places=places)
+        if config.algorithm == "ppo" and config.critic.placement == "colocated":
+            self.critic = self.launch(config, "critic", beside=self)
+        elif config.algorithm == "ppo":
+            self.critic = self.launch(config, "critic", places=places)
+
+    @property
+    def receivers(self) -> list[Any]:
+        """What `update_weights` of another group can send to."""
+        return list(self._workers)
+
+    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
+        """Each rank's answer, or why there is none; works while ranks are inside a collective."""
+        futures = [
+            CallFuture(
+                [worker.health.remote(self.role)], name="health", timeout_s=timeout_s, first_only=True, first_rank=rank
+            )
+            for rank, worker in enumerate(self._workers)
+        ]
+        answers: list[Health | SlimeError] = []
+        for future in futures:
+            try:
+                answers.append(future.result())
+            except SlimeError as error:
+                answers.append(error)
+        return answers
+
+    def shutdown(self) -> None:
+        """Ends all processes of the group, its critic and its reference group, after saves in the background.
+
+        Idempotent. A critic beside an actor only stops answering: the processes are the actor's.
+        """
+        for group in (self, self.critic):
+            if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
+                group._finish_running_save()
+        self.end()
+        if self._places is not None:
+            self._places.release()
+
+    def end(self) -> None:
+        """Ends the same processes as they are, at once; their places stay with whoever reserved them. Idempotent."""
+        for other in (self.critic, self.reference_group):
+            if other is not None:
+                other.end()
+        if self._workers and not self._is_guest:
+            self._watchdog.kill_stopped()
+            end_processes(self._workers)
+        self._workers = []
+
+    def _finish_running_save(self) -> None:
+        """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
+        try:
+            self._queue.begin(
+                lambda: [worker.call.remote(Request("finish_save"), self.role) for worker in self._workers],
+                name="finish_save",
+                timeout_s=SAVE_GRACE_S,
+                first_only=True,
+                counts_from_now=True,
+            ).result()
+        except Exception as error:
+            warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
+
+    def prepared(self, request: Request) -> Request:
+        """A call as the ranks get it: its batch checked, planned, completed, and in the object store once.
+
+        It serves any group of these settings, also one launched later.
+
+        Raises:
+            WorkerHung: the ranks hang in an earlier call.
+            SlimeError: of the class that fits; no rank has seen anything.
+        """
+        self._require_workers(request.name)
+        require_role(request.name, self.role)
+        if request.prepare is None:
+            return request
+        work = request.prepare(self._planner)
+        if self.reference_group is not None:
+            if request.args == ("ref",):
+                problem = "the reference model is a group of its own"
+                raise StateError(problem, field="model", hint="call group.reference_group instead")
+            work = self._with_reference(work, self.reference_group)
+        return replace(request, args=(store(work, "batch"), *request.args), prepare=None)
+
+    def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
+        """The log-probs of a reference group, where a loss reads them and the batch has none."""
+        batch = work.batch
+        if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
+            return work
+        found = reference.compute_log_probs(batch, model="ref").log_probs
+        return replace(work, batch=batch.replace(ref_log_probs=found))
+
+    def begin(self, request: Request) -> CallFuture:
+        """Starts a call with prepared arguments on all ranks."""
+        self._require_workers(request.name)
+        receivers = None
+        if request.name == "update_weights":
+            (receivers,) = request.args
+        elif request.name == "update_ref" and self.reference_group is not None:
+            receivers, request = self.reference_group.receivers, replace(request, name="update_weights")
+        if receivers is not None:
+            timeout_s = self.config.cluster.sync_timeout_s
+            return self._begin(request, lambda worker: worker.update_weights.remote(receivers, timeout_s, self.role))
+        return self._begin(request, lambda worker: worker.call.remote(request, self.role))
+
+    def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
+        return self._queue.begin(
+            lambda: [start(worker) for worker in self._workers],
+            name=request.name,
+            timeout_s=self.config.cluster.call_timeout_s,
+            first_only=not request.of_all_ranks,
+            watchdog=self._watchdog,
+        )
+
+    def _start(self, request: Request) -> CallFuture:
+        return self.begin(self.prepared(request))
+
+    def _require_workers(self, name: str) -> None:
+        if not self._workers:
+            raise StateError(f"{name}() after shutdown()", field=name, hint="launch a new group")
+        require_cluster()
+        self._queue.require_moving(name)
+
+
+def _model_folder(config: RunConfig, role: Role) -> ModelFolder:
+    path, field = config.folder_of(role)
+    found = read_model_folder(path, field=field, with_weights=field != "model.path" or config.model.init == "folder")
+    check_architecture(found, field=field)
+    return found
+
+
+def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
+    if critic.vocab_size != policy.vocab_size:
+        raise ModelError(
+            f"the critic has a vocabulary of {critic.vocab_size}, the policy of {policy.vocab_size}",
+            field="critic.path",
+            hint="choose a critic with the policy's vocabulary",
+        )
+
+
+def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[Any], Watchdog, int]:
+    """The processes of a group with its model loaded, who looks after them, and the vocabulary size."""
+    began = time.monotonic()
+    ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
+    gpus = gpus_per_rank(config.mesh.device)
+    timeout_s = config.cluster.launch_timeout_s
+    placement = places.reserve(role, ranks, gpus_per_rank=gpus, timeout_s=timeout_s)
+    actor_class = remote_class(TrainWorker)
+    workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
+    watchdog = Watchdog(workers, Limits.of(config))
+    try:
+        ready = [worker.__ray_ready__.remote() for worker in workers]
+        with stage(f"starting {ranks} processes of role {role}", answered(ready)):
+            _launched(ready, watchdog, timeout_s, began)
+        address, port = _launched([workers[0].free_address.remote()], watchdog, timeout_s, began)
+        starts = [worker.start.remote(config, role, address, port) for worker in workers]
+        with stage(f"loading the model of role {role}", answered(starts)):
+            return workers, watchdog, _launched(starts, watchdog, timeout_s, began)
+    except BaseException:
+        end_processes(workers)
+        raise
+
+
+def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float, began: float) -> Any:
+    return CallFuture(
+        refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, began=began
+    ).result()

@@ -1,0 +1,257 @@
+"""How much of the product one step of `slimefsdp train` walks through, and how the product is laid out, of checkouts.
+
+    python scripts/count_files.py CHECKOUT [CHECKOUT ...] [--json FILE]
+
+Of each checkout: the distinct files of `slimefsdp/` and `actors/` in which a function ran between the start of the
+command and its first optimiser step, in all processes together, and inside one rank between the beginning of
+`train_step` and that step. What runs while a module is imported does not count. Besides: lines of product and tests,
+the ten longest files, modules that lie loose in the two packages, and circles of imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("slimefsdp", "actors")
+# imported by every Python process that finds it on its path
+TRACER = """
+import os, sys, threading, time
+
+ROOT, LOG = os.environ["COUNT_FILES_OF"], os.environ["COUNT_FILES_INTO"]
+seen, in_step, state = set(), set(), {"step": False, "stopped": False}
+
+def note(kind, name):
+    with open(os.path.join(LOG, str(os.getpid())), "a") as file:
+        file.write(f"{time.time()} {kind} {name}\\n")
+
+def is_import(frame):
+    while frame is not None:
+        name = frame.f_code.co_filename
+        is_module = frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") != "__main__"
+        if is_module and name.startswith(ROOT) or name.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+def profile(frame, event, argument):
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(ROOT) or not code.co_flags & 1:  # 1: a function's own
+        return
+    name = code.co_filename[len(ROOT):]
+    if not name.startswith(("slimefsdp/", "actors/")):
+        return
+    if name == "slimefsdp/trainer.py" and code.co_name == "train_step" and not state["step"]:
+        state["step"] = True
+    if name in seen and (not state["step"] or name in in_step):
+        return
+    if is_import(frame):
+        return
+    if name not in seen:
+        seen.add(name)
+        note("entered", name)
+    if state["step"] and name not in in_step:
+        in_step.add(name)
+        note("in_step", name)
+
+def at_optimizer():
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    def stepping(*_):
+        note("optimizer", "-")
+        sys.setprofile(None)
+        threading.setprofile(None)
+        state.update(step=False, stopped=True)
+    register_optimizer_step_pre_hook(stepping)
+
+def in_ray_calls(module):
+    # Ray runs an actor's calls in threads that `threading` knows nothing of
+    made = module.FunctionActorManager._make_actor_method_executor
+    def executor(self, name, method):
+        run = made(self, name, method)
+        def call(*args, **kwargs):
+            if not state["stopped"]:
+                sys.setprofile(profile)
+            return run(*args, **kwargs)
+        call.name, call.method = run.name, run.method
+        return call
+    module.FunctionActorManager._make_actor_method_executor = executor
+
+AFTER = {"slimefsdp.trainer": lambda _: at_optimizer(), "ray._private.function_manager": in_ray_calls}
+
+class Hook:
+    def find_spec(self, name, path=None, target=None):
+        if name not in AFTER:
+            return None
+        import importlib.util
+        after = AFTER.pop(name)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            after(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hook())
+sys.setprofile(profile)
+threading.setprofile(profile)
+"""
+
+# an untrained model solves nothing, and where all rewards are equal no optimiser steps
+REWARD = "def reward(record, response, finished):\n    return {'reward': float(len(response) % 2)}\n"
+
+
+def walked(checkout: Path) -> dict[str, Any]:
+    """What ran until the first optimiser step of the sort-digits example under the checkout's own configuration."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sitecustomize.py").write_text(TRACER)
+        (folder / "log").mkdir()
+        (folder / "even_length.py").write_text(REWARD)
+        surroundings = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        data = folder / "data"
+        make = [sys.executable, str(checkout / "scripts" / "make_sort_digits.py"), str(data)]
+        subprocess.run(make, env=surroundings, check=True, stdout=subprocess.DEVNULL)
+        settings = [
+            f"run.dir={folder / 'run'}", "run.steps=1", f"model.path={data / 'model'}",
+            f"data.train={data / 'train.jsonl'}", f"data.heldout={data / 'heldout.jsonl'}",
+            "checkpoint.interval_steps=1", "evaluation.interval_steps=null",
+            "rollout.reward=even_length:reward",
+        ]  # fmt: skip
+        config = str(checkout / "configs" / "sort_digits_grpo.yaml")
+        subprocess.run(
+            [sys.executable, "-m", "actors.cli", "train", config, *settings],
+            env=surroundings
+            | {
+                "PYTHONPATH": os.pathsep.join([str(folder), str(checkout)]),
+                "COUNT_FILES_OF": f"{checkout}{os.sep}",
+                "COUNT_FILES_INTO": str(folder / "log"),
+            },
+            cwd=folder,  # or `-m` would find the packages of the folder that this is called in
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        logs = {
+            int(file.name): [line.split(" ", 2) for line in file.read_text().splitlines()]
+            for file in (folder / "log").iterdir()
+        }
+    ranks = {pid: float(time) for pid, lines in logs.items() for time, kind, _ in lines if kind == "optimizer"}
+    until = min(ranks.values())
+    first = min(ranks, key=ranks.__getitem__)
+    before = [(pid, kind, name) for pid, lines in logs.items() for time, kind, name in lines if float(time) <= until]
+    return {
+        "processes": len(logs),
+        "until_first_step": sorted({name for _, kind, name in before if kind == "entered"}),
+        "inside_a_rank": sorted({name for pid, kind, name in before if kind == "in_step" and pid == first}),
+    }
+
+
+def layout(checkout: Path) -> dict[str, Any]:
+    """Lines, the longest files, loose modules and circles of imports."""
+    lines = {
+        str(path.relative_to(checkout)): len(path.read_text().splitlines())
+        for folder in (*PACKAGES, "tests")
+        for path in (checkout / folder).rglob("*.py")
+    }
+    product = {path: count for path, count in lines.items() if not path.startswith("tests")}
+    return {
+        "product_lines": sum(product.values()),
+        "test_lines": sum(lines.values()) - sum(product.values()),
+        "product_files": len(product),
+        "longest": dict(sorted(product.items(), key=lambda entry: -entry[1])[:10]),
+        "loose_modules": {
+            package: sum(1 for path in (checkout / package).glob("*.py") if path.stem != "__init__")
+            for package in PACKAGES
+        },
+        "import_circles": circles({path: set(imports(checkout, path)) for path in product}),
+    }
+
+
+def imports(checkout: Path, path: str) -> Iterator[str]:
+    """Files of the product that a file of it imports, whenever that is, also for the type checker alone.
+
+    `from package import module` needs the module, not what the package offers.
+    """
+    waiting: list[ast.AST] = [ast.parse((checkout / path).read_text())]
+    while waiting:
+        node = waiting.pop()
+        if path.endswith("__init__.py") and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue  # names that a package offers and resolves on first use
+        waiting += ast.iter_child_nodes(node)
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                is_module = any(
+                    (checkout / f"{node.module}.{alias.name}".replace(".", "/")).with_suffix(end).exists()
+                    for end in (".py", "")
+                )
+                names.append(f"{node.module}.{alias.name}" if is_module else node.module)
+        for name in names:
+            for found in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py"):
+                if name.split(".")[0] in PACKAGES and (checkout / found).is_file():
+                    yield found
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of files of which each imports each, directly or through others (Tarjan's components of more than one)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = lowest[node] = len(number)
+        stack.append(node)
+        for other in graph[node] & graph.keys():
+            if other not in number:
+                visit(other)
+                lowest[node] = min(lowest[node], lowest[other])
+            elif other in stack:
+                lowest[node] = min(lowest[node], number[other])
+        if lowest[node] == number[node]:
+            position = stack.index(node)
+            if len(stack) - position > 1:
+                found.append(sorted(stack[position:]))
+            del stack[position:]
+
+    for node in graph:
+        if node not in number:
+            visit(node)
+    return sorted(found)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", nargs="+", type=Path, metavar="CHECKOUT")
+    parser.add_argument("--json", type=Path, help="write all names here, too")
+    options = parser.parse_args()
+    record = {}
+    for checkout in (path.resolve() for path in options.checkouts):
+        commit = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+        found = {"commit": commit.stdout.strip(), **walked(checkout), **layout(checkout)}
+        record[found["commit"] or str(checkout)] = found
+        print(
+            f"{found['commit'][:12]}: {len(found['until_first_step'])} files until the first optimiser step, "
+            f"{len(found['inside_a_rank'])} inside a rank; {found['product_lines']:,} lines of product, "
+            f"{found['test_lines']:,} of tests; loose modules {found['loose_modules']}; "
+            f"{len(found['import_circles'])} circles of imports",
+            flush=True,
+        )
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""One micro-batch's training loss: policy loss, KL and entropy terms under the update's token weights.
+
+The weights were decided for the whole update (`reduction.py`), so the loss of an update is the plain sum of its
+micro-batches' losses over all ranks, and gradients simply add. A pack holds whole samples, so that losses which look
+at whole sequences find all of their tokens here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slimefsdp.algorithms.importance_sampling import (
+    CORRECTIONS,
+    Correction,
+    CorrectionOptions,
+    Statistic,
+    Statistics,
+    correction_statistics,
+    kept_by_opsm,
+    kept_by_veto,
+    mismatch_statistics,
+)
+from slimefsdp.algorithms.kl import kl_estimate
+from slimefsdp.algorithms.policy_losses import PolicyLossFunction, PolicyOptions, PolicyTokens, cross_entropy_loss
+from slimefsdp.algorithms.segment_ops import Sequences
+from slimefsdp.batching.packing import on_device
+
+if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none
+    from slimefsdp.training.metrics import MetricSums
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What the losses read about each token; all [tokens], None where nothing reads it."""
+
+    weights: torch.Tensor
+    sample_ids: torch.Tensor  # int64, below num_samples
+    num_samples: int  # of the whole batch
+    group_ids: torch.Tensor | None = None  # int64, below num_samples; for losses that compare pairs
+    advantages: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None  # None: the current ones, detached
+    old_is_rollout: bool = False  # they are the engine's, whose mismatch shows in the current ones then
+    ref_log_probs: torch.Tensor | None = None
+    rollout_log_probs: torch.Tensor | None = None  # corrections and metrics
+    old_values: torch.Tensor | None = None  # a critic's before the step
+    returns: torch.Tensor | None = None  # what its values should be
+
+    def at(self, index: torch.Tensor) -> TokenInputs:
+        """The tokens at `index` [pairs]."""
+        return self._each(lambda value: value[index])
+
+    def to(self, device: torch.device) -> TokenInputs:
+        """On `device`."""
+        return self._each(lambda value: on_device(value, device))
+
+    def as_dtype(self, dtype: torch.dtype) -> TokenInputs:
+        """Numbers with a fraction as `dtype`."""
+        return self._each(lambda value: value.to(dtype) if value.is_floating_point() else value)
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sample of each token."""
+        return Sequences(self.sample_ids, self.num_samples)
+
+    @property
+    def groups(self) -> Sequences | None:
+        """The pair of each token."""
+        return None if self.group_ids is None else Sequences(self.group_ids, self.num_samples)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenInputs:
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        changed: dict[str, Any] = {n: change(v) for n, v in given.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The terms of a policy's loss and their coefficients."""
+
+    policy: PolicyLossFunction | None  # None: supervised, the cross-entropy of each token
+    options: PolicyOptions = field(default_factory=PolicyOptions)
+    looks_at_sequences: bool = False  # the loss of a token may depend on others of its sequence
+    correction: str = "none"  # or a name in CORRECTIONS
+    correction_options: CorrectionOptions = field(default_factory=CorrectionOptions)
+    kl_coefficient: float = 0.0  # of the term in the loss
+    kl_estimator: str = "k3"
+    kl_unbiased: bool = False
+    entropy_coefficient: float = 0.0
+
+    def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
+        """The 0-d loss of one pack.
+
+        Args:
+            outputs: of the policy, [2 or 3, tokens]: log-probs and entropies, and the KL over the whole vocabulary
+                under kl_estimator "full". Differentiable in the log-probs, and in the others where a term reads them.
+            sums: where metrics are added.
+        """
+        log_probs, entropy = outputs[0], outputs[1]
+        if self.policy is None:
+            per_token = cross_entropy_loss(log_probs)
+        else:
+            per_token = self._policy_terms(self.policy, outputs, inputs, sums)
+        if self.entropy_coefficient:
+            per_token = per_token - self.entropy_coefficient * entropy
+        loss = (inputs.weights * per_token).sum()
+        if sums is not None:
+            sums.add_total("loss", loss)
+            sums.add_mean("entropy", entropy)
+            sums.add_total("tokens", log_probs.new_full((), log_probs.numel()))
+        return loss
+
+    def _policy_terms(
+        self, policy: PolicyLossFunction, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
+    ) -> torch.Tensor:
+        assert inputs.advantages is not None
+        log_probs, sequences = outputs[0], inputs.sequences
+        current = log_probs.detach()
+        old = current if inputs.old_log_probs is None else inputs.old_log_probs
+        weights = self._correction(current, old, inputs, sums)
+        # in place of what moves nothing, so that an infinite rho or ratio there leaves no 0 * inf = nan behind
+        has_no_advantage = inputs.advantages == 0
+        weights = weights.masked_fill(has_no_advantage & weights.isinf(), 0.0)
+        if self.looks_at_sequences:
+            dropped = sequences.spread(sequences.sum(weights)) == 0
+        else:
+            dropped = weights * inputs.advantages == 0
+        counted = torch.where(dropped, old, log_probs)
+        tokens = PolicyTokens(counted, old, inputs.advantages, sequences, inputs.groups, inputs.ref_log_probs)
+        found = policy(tokens, self.options)
+        per_token = found.loss * weights
+        if inputs.ref_log_probs is not None or len(outputs) > 2:
+            kl = self._kl(outputs, old, inputs.ref_log_probs)
+            if self.kl_coefficient:
+                per_token = per_token + self.kl_coefficient * kl
+        if sums is not None:
+            sums.add_mean("ratio", found.ratio)
+            sums.add_max("ratio_deviation_max", (found.ratio - 1).abs())
+            sums.add_mean("clip_fraction_low", found.clipped_low)
+            sums.add_mean("clip_fraction_high", found.clipped_high)
+            sums.add_mean("kl_old", kl_estimate(old, current, "k3"))
+            if inputs.ref_log_probs is not None or len(outputs) > 2:
+                sums.add_mean("kl_ref", kl)
+        return per_token
+
+    def _kl(self, outputs: torch.Tensor, old: torch.Tensor, ref_log_probs: torch.Tensor | None) -> torch.Tensor:
+        """KL(policy || reference) of each token."""
+        if len(outputs) > 2:
+            return outputs[2]
+        assert ref_log_probs is not None
+        sampled_at = old if self.kl_unbiased else None
+        return kl_estimate(outputs[0], ref_log_probs, self.kl_estimator, sampled_at)
+
+    def _correction(
+        self, current: torch.Tensor, old: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None
+    ) -> torch.Tensor:
+        """Weights of the policy loss, [tokens] without graph: how the engine's probabilities differ from ours."""
+        assert inputs.advantages is not None
+        sequences, options = inputs.sequences, self.correction_options
+        nowhere = torch.zeros_like(current, dtype=torch.bool)
+        correction = Correction(torch.ones_like(current), nowhere, nowhere)
+        log_rho = None
+        if inputs.rollout_log_probs is not None:
+            log_rho = (current if inputs.old_is_rollout else old) - inputs.rollout_log_probs
+            if self.correction != "none":
+                correction = CORRECTIONS[self.correction](log_rho, sequences, options)
+            if options.veto_below is not None:
+                correction = correction.dropping(~kept_by_veto(log_rho, sequences, options.veto_below))
+        if options.opsm_threshold is not None:
+            sampled = old if inputs.rollout_log_probs is None else inputs.rollout_log_probs
+            kept = kept_by_opsm(current, sampled, inputs.advantages, sequences, options.opsm_threshold)
+            correction = correction.dropping(~kept)
+        if sums is not None:
+            self._report_correction(correction, log_rho, sequences, sums)
+        return correction.weights
+
+    def _report_correction(
+        self, correction: Correction, log_rho: torch.Tensor | None, sequences: Sequences, sums: MetricSums
+    ) -> None:
+        statistics: Statistics = {}
+        if log_rho is not None:
+            statistics |= mismatch_statistics(log_rho, sequences)
+            statistics["rollout_mismatch"] = Statistic("mean", log_rho.abs())
+            statistics["rollout_mismatch_max"] = Statistic("max", log_rho.abs())
+        options = self.correction_options
+        if self.correction != "none" or options.veto_below is not None or options.opsm_threshold is not None:
+            statistics |= correction_statistics(correction, sequences)
+        for name, (kind, values, counted) in statistics.items():
+            (sums.add_mean if kind == "mean" else sums.add_max)(name, values, counted)

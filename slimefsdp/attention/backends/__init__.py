@@ -1,0 +1,1 @@
+"""Kernels that compute attention over packed sequences."""

@@ -1,0 +1,270 @@
+"""Who attends to whom among the ranks of a pack, as variable-length calls over rows.
+
+A pack is a forest of nodes: runs of tokens, each with a parent or none. Without shared prompts every sample is a node
+of its own. The layout gives each context-parallel rank pieces of nodes, and one predicate decides everything: a piece
+sees the pieces of its node's proper ancestors, and whatever lies before it in its own node.
+
+Three plans follow from it. `RingPlan`: one causal call over the rank's own rows and at most one non-causal call per
+source of keys, to be merged by their log-sum-exps. `GatherPlan`: one causal call in which every piece has its whole
+path (ancestors, then what precedes it, then itself) as keys, which is what a sliding window needs. `UlyssesPlan`: how
+the rows of all ranks make up the pack, for strategies that split heads instead of tokens. The types that strategies
+and kernels share stand here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from slimefsdp.batching.cp_sharding import Piece, ancestors, sent_pieces
+from slimefsdp.batching.packing import on_device
+
+Layout = Sequence[Sequence[Piece]]  # the pieces of every rank, each rank's in ascending order
+Rows = slice | torch.Tensor  # of a tensor: int64 numbers, or a slice where they are a range, so that none is copied
+KernelName = Literal["torch", "flash_attn"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """How a query scores a key, and which keys it sees in a causal call."""
+
+    scale: float  # factor on the products
+    window: int | None = None  # a query sees only so many newest keys, itself included, as in Hugging Face
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap), as in Gemma 2
+    kernel: KernelName = "torch"
+
+
+# (q, k, v, scoring, sinks) of this rank's tokens in one pack to its output, [local_tokens, heads, head_dim]
+PackAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """One variable-length attention call: query segment i sees key segment i.
+
+    No segment is empty: the CPU kernel divides by its length, which would end the process. Every kernel call takes its
+    segments from here, so this is the one place that checks it.
+    """
+
+    cu_q: tuple[int, ...]  # [segments + 1] offsets
+    cu_k: tuple[int, ...]
+    # the same offsets as int32 tensors on the device, as CUDA kernels want them; made once, not once a layer
+    device_cu_q: torch.Tensor
+    device_cu_k: torch.Tensor
+
+    max_q: int = field(init=False)  # of the longest segment; worked out once, as every layer asks
+    max_k: int = field(init=False)
+    can_be_causal: bool = field(init=False)  # no segment has fewer keys than queries
+
+    def __post_init__(self) -> None:
+        assert len(self.cu_q) == len(self.cu_k), f"{len(self.cu_q)} query offsets, {len(self.cu_k)} key offsets"
+        for offsets in (self.cu_q, self.cu_k):
+            assert offsets[0] == 0 and all(a < b for a, b in pairwise(offsets)), f"empty segment in {offsets}"
+        queries, keys = ([b - a for a, b in pairwise(offsets)] for offsets in (self.cu_q, self.cu_k))
+        object.__setattr__(self, "max_q", max(queries, default=0))
+        object.__setattr__(self, "max_k", max(keys, default=0))
+        object.__setattr__(self, "can_be_causal", all(q <= k for q, k in zip(queries, keys, strict=True)))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no segment at all, as on a rank without tokens."""
+        return len(self.cu_q) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCall:
+    """What a rank's queries see of one source's keys, all of it in their past: a non-causal call."""
+
+    segments: CallPlan
+    q_rows: Rows  # [q_tokens] among the local rows
+    k_rows: Rows  # [k_tokens] among the source's sent rows; for the rank itself among its local rows
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlan:
+    """The calls of one rank for one pack, keys arriving source by source."""
+
+    own: CallPlan  # causal, over the rank's own rows
+    sources: tuple[SourceCall | None, ...]  # by rank
+    sent_rows: torch.Tensor  # int64, the local rows that other ranks see, in ascending order
+    sent_counts: tuple[int, ...]  # how many rows every rank sends to others
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPlan:
+    """One causal call of one rank: queries are its rows, keys are rows of [its own rows, the others' sent rows]."""
+
+    call: CallPlan
+    key_rows: torch.Tensor  # int64 [k_tokens]
+    sent_rows: torch.Tensor
+    sent_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UlyssesPlan:
+    """How the rows of all ranks, one rank after the other, make up the pack."""
+
+    counts: tuple[int, ...]  # rows of every rank
+    pack_to_ranks: torch.Tensor  # int64 [tokens]: the place, rank after rank, of every row of the pack
+    ranks_to_pack: torch.Tensor  # its inverse
+
+
+def ring_plan(layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None) -> RingPlan:
+    """The plan of `rank`.
+
+    Args:
+        layout: the pieces of every rank.
+        parents: of every node; None: no node has one.
+    """
+    forest = _Forest(layout, parents)
+    lengths: list[int] = []
+    for previous, piece in zip([None, *layout[rank]], layout[rank], strict=False):
+        size = piece.end - piece.start
+        # pieces of one node are one causal segment: the later sees all of the earlier
+        if previous is not None and previous.node == piece.node:
+            lengths[-1] += size
+        else:
+            lengths.append(size)
+    sent = sent_pieces(layout, parents)
+    sources = []
+    for source in range(len(layout)):
+        is_self = source == rank
+        offsets = _offsets(layout[rank] if is_self else sent[source])
+        sources.append(_source_call(forest, rank, source, offsets, device))
+    return RingPlan(
+        own=_call(lengths, lengths, device),
+        sources=tuple(sources),
+        sent_rows=_rows(sent[rank], _offsets(layout[rank]), device),
+        sent_counts=tuple(_tokens(pieces) for pieces in sent),
+    )
+
+
+def gather_plan(
+    layout: Layout, rank: int, device: torch.device, parents: Sequence[int | None] | None = None
+) -> GatherPlan:
+    """The plan of `rank`; arguments as for `ring_plan`."""
+    forest = _Forest(layout, parents)
+    sent = sent_pieces(layout, parents)
+    # the key buffer: own rows, then the others' sent rows, rank after rank
+    own = _offsets(layout[rank])
+    place: dict[Piece, int] = dict(own)
+    end = _tokens(layout[rank])
+    for source, pieces in enumerate(sent):
+        if source != rank:
+            for piece in pieces:
+                place[piece] = end
+                end += piece.end - piece.start
+    q_lengths, k_lengths, keys = [], [], []
+    for piece in layout[rank]:
+        path = [*forest.seen_by(piece, None), piece]
+        keys += path
+        q_lengths.append(piece.end - piece.start)
+        k_lengths.append(_tokens(path))
+    return GatherPlan(
+        call=_call(q_lengths, k_lengths, device),
+        key_rows=_rows(keys, place, device),
+        sent_rows=_rows(sent[rank], own, device),
+        sent_counts=tuple(_tokens(pieces) for pieces in sent),
+    )
+
+
+def ulysses_plan(layout: Layout, device: torch.device) -> UlyssesPlan:
+    """The same on every rank."""
+    pieces = [piece for owned in layout for piece in owned]
+    parts = [torch.arange(piece.start, piece.end) for piece in pieces]
+    ranks_to_pack = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    return UlyssesPlan(
+        counts=tuple(_tokens(owned) for owned in layout),
+        pack_to_ranks=on_device(torch.argsort(ranks_to_pack), device),
+        ranks_to_pack=on_device(ranks_to_pack, device),
+    )
+
+
+class _Forest:
+    """The pieces of every rank by node, and the one predicate."""
+
+    def __init__(self, layout: Layout, parents: Sequence[int | None] | None) -> None:
+        self.layout = layout
+        self._parents = parents
+        self._by_node: list[dict[int, list[Piece]]] = []
+        for owned in layout:
+            pieces: dict[int, list[Piece]] = {}
+            for piece in owned:
+                pieces.setdefault(piece.node, []).append(piece)
+            self._by_node.append(pieces)
+        self._all_parts: dict[int, list[Piece]] = {}  # of every rank, by node, in order
+        for node, part in sorted((part.node, part) for owned in layout for part in owned):
+            self._all_parts.setdefault(node, []).append(part)
+
+    def seen_by(self, piece: Piece, source: int | None, *, own_node: bool = True) -> list[Piece]:
+        """The pieces of one rank, or of all, that `piece` sees, root first and in order."""
+        seen = [part for node in ancestors(piece.node, self._parents) for part in self._parts(node, source)]
+        if own_node:
+            seen += [part for part in self._parts(piece.node, source) if part.end <= piece.start]
+        return seen
+
+    def _parts(self, node: int, source: int | None) -> list[Piece]:
+        return (self._all_parts if source is None else self._by_node[source]).get(node, [])
+
+
+def _source_call(
+    forest: _Forest, rank: int, source: int, key_offsets: dict[Piece, int], device: torch.device
+) -> SourceCall | None:
+    """Pieces that see the same keys of the source share a segment."""
+    queries_of: dict[tuple[Piece, ...], list[Piece]] = {}
+    for piece in forest.layout[rank]:
+        # within the rank, a piece's own node is the causal call's affair
+        if keys := tuple(forest.seen_by(piece, source, own_node=source != rank)):
+            queries_of.setdefault(keys, []).append(piece)
+    if not queries_of:
+        return None
+    query_offsets = _offsets(forest.layout[rank])
+    return SourceCall(
+        segments=_call([_tokens(pieces) for pieces in queries_of.values()], [_tokens(k) for k in queries_of], device),
+        q_rows=_range_or_rows([piece for pieces in queries_of.values() for piece in pieces], query_offsets, device),
+        k_rows=_range_or_rows([piece for keys in queries_of for piece in keys], key_offsets, device),
+    )
+
+
+def _tokens(pieces: Iterable[Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces)
+
+
+def _offsets(pieces: Iterable[Piece]) -> dict[Piece, int]:
+    """Where each piece begins when they lie end to end."""
+    offsets, end = {}, 0
+    for piece in pieces:
+        offsets[piece] = end
+        end += piece.end - piece.start
+    return offsets
+
+
+def _rows(pieces: Iterable[Piece], offsets: dict[Piece, int], device: torch.device) -> torch.Tensor:
+    parts = [torch.arange(offsets[piece], offsets[piece] + piece.end - piece.start) for piece in pieces]
+    return on_device(torch.cat(parts), device) if parts else torch.zeros(0, dtype=torch.int64, device=device)
+
+
+def _range_or_rows(pieces: Sequence[Piece], offsets: dict[Piece, int], device: torch.device) -> Rows:
+    start = end = offsets[pieces[0]]
+    for piece in pieces:
+        if offsets[piece] != end:
+            return _rows(pieces, offsets, device)
+        end += piece.end - piece.start
+    return slice(start, end)
+
+
+def _call(q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> CallPlan:
+    cu_q, cu_k = _cumulative(q_lengths), _cumulative(k_lengths)
+    return CallPlan(cu_q, cu_k, *(on_device(torch.tensor(cu, dtype=torch.int32), device) for cu in (cu_q, cu_k)))
+
+
+def _cumulative(lengths: Sequence[int]) -> tuple[int, ...]:
+    total, offsets = 0, [0]
+    for length in lengths:
+        total += length
+        offsets.append(total)
+    return tuple(offsets)

@@ -1,0 +1,66 @@
+"""What attention sends between context-parallel ranks, and how many bytes that was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+class Transfer:
+    """Messages under way; what they read and write must not be touched before `wait`."""
+
+    def __init__(
+        self, received: list[torch.Tensor], requests: Sequence[dist.Work], sent: Sequence[torch.Tensor]
+    ) -> None:
+        self._received = received
+        self._requests = requests
+        self._sent = sent  # kept alive until the messages are out
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors received, once they are complete."""
+        for request in self._requests:
+            request.wait()
+        return self._received
+
+
+class Comm:
+    """The ranks that share a pack. All make the same calls in the same order; sizes may differ, and may be 0."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.sent_bytes = 0  # by this rank, since it was made
+        self._group = group
+
+    def pass_on(self, held: torch.Tensor, rows: int) -> Transfer:
+        """Sends `held` to the next rank and receives from the previous one.
+
+        Args:
+            held: [2, any, heads, head_dim], contiguous.
+            rows: of what arrives, [2, rows, heads, head_dim].
+        """
+        arriving = held.new_empty(2, rows, *held.shape[2:])
+        return self._start([(held, (self.rank + 1) % self.size)], [(arriving, (self.rank - 1) % self.size)])
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], arriving: Sequence[torch.Tensor]) -> Transfer:
+        """Sends outgoing[r] to every other rank r and receives arriving[r] from it; a rank's own entries are unused."""
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        return self._start([(outgoing[r], r) for r in others], [(arriving[r], r) for r in reversed(others)])
+
+    def all_to_all(self, rows: torch.Tensor, outgoing: Sequence[int], arriving: Sequence[int]) -> torch.Tensor:
+        """Sends outgoing[r] rows to every rank r and receives arriving[r] from it, both rank after rank."""
+        received = rows.new_empty(sum(arriving), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), list(arriving), list(outgoing), group=self._group)
+        self.sent_bytes += (rows.shape[0] - outgoing[self.rank]) * rows[0:1].nbytes
+        return received
+
+    def _start(self, outgoing: list[tuple[torch.Tensor, int]], arriving: list[tuple[torch.Tensor, int]]) -> Transfer:
+        sends = [(tensor, rank) for tensor, rank in outgoing if tensor.numel()]
+        receives = [(tensor, rank) for tensor, rank in arriving if tensor.numel()]
+        operations = [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=rank) for tensor, rank in sends]
+        operations += [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=rank) for tensor, rank in receives]
+        self.sent_bytes += sum(tensor.nbytes for tensor, _ in sends)
+        requests = dist.batch_isend_irecv(operations) if operations else []
+        return Transfer([tensor for tensor, _ in arriving], requests, [tensor for tensor, _ in sends])

@@ -1,0 +1,213 @@
+"""Variable-length attention with its log-sum-exp, forward and backward: one interface, several kernels.
+
+torch's own flash kernels serve the CPU and CUDA, so nothing needs compiling; what they lack (soft-capped scores, wide
+heads, float32 on CUDA) goes to a kernel in plain torch, and the flash-attn package is taken where it is asked for.
+`varlen_backward` takes the output and log-sum-exp it is given rather than recomputing them, which is what lets several
+calls over different keys be merged and differentiated together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from slimefsdp.attention.backends import eager, flash_attn_package
+from slimefsdp.attention.call_plan import AttentionParams, CallPlan
+
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_HALVES = (torch.bfloat16, torch.float16)
+_MAX_FLASH_HEAD_DIM = 256
+# torch's CPU kernel leaves hidden keys out by blocks of 512 only, and so computes up to twice what is visible. Bands of
+# queries with as many keys as they see are faster between these lengths.
+_BANDED_LENGTHS = range(128, 1025)
+_BAND, _LONG_BAND = 64, 512  # query rows per masked call: with up to so many keys, and more; a mask is [band, keys]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the backward needs from the forward beyond its inputs and output."""
+
+    lse: torch.Tensor  # [heads, tokens] natural log, at least float32
+    rng_state: torch.Tensor | None = None  # torch's CUDA kernel hands these through
+    unused: torch.Tensor | None = None
+
+
+def varlen_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: CallPlan, scoring: AttentionParams, *, causal: bool
+) -> tuple[torch.Tensor, Saved]:
+    """Attention of each query segment over its key segment.
+
+    Args:
+        q: [q_tokens, heads, head_dim].
+        k, v: [k_tokens, kv_heads, head_dim]; heads is a multiple of kv_heads (grouped-query attention).
+        call: the segments; without any, the result is empty.
+        causal: query and key segments end together, and a query sees no key behind itself: with n more keys than
+            queries, query i sees keys 0..i + n.
+
+    Returns:
+        out [q_tokens, heads, head_dim] in q's dtype, and what the backward needs.
+    """
+    _check(call, causal, scoring)
+    if call.is_empty:
+        return torch.empty_like(q), Saved(q.new_empty(q.shape[1], 0, dtype=_wide(q.dtype)))
+    kernel = _kernel_for(q, scoring)
+    if kernel == "plain":
+        out, lse = eager.forward(q, k, v, call, scoring, causal=causal)
+        return out, Saved(lse)
+    if kernel == "flash_attn":
+        out, lse = flash_attn_package.forward(q, k, v, call, scoring, causal=causal)
+        return out, Saved(lse)
+    if kernel == "cuda":
+        out, lse, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal, False,
+            scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
+        )  # fmt: skip
+        return out, Saved(lse, rng_state, unused)
+    outs, lses = [], []
+    queries, keys, values = _heads_first(q), _heads_first(k), _heads_first(v)
+    for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
+        segment_out, segment_lse = _cpu_forward(
+            queries[:, :, qs], keys[:, :, ks], values[:, :, ks],
+            0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
+        )  # fmt: skip
+        outs.append(segment_out[0].transpose(0, 1))
+        lses.append(segment_lse[0])
+    return _joined(outs, 0), Saved(_joined(lses, 1))
+
+
+def varlen_backward(
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    saved: Saved,
+    call: CallPlan,
+    scoring: AttentionParams,
+    *,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v, in their shapes and dtypes, for the `out` and log-sum-exp given."""
+    _check(call, causal, scoring)
+    if call.is_empty:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    kernel = _kernel_for(q, scoring)
+    if kernel == "plain":
+        return eager.backward(grad_out, q, k, v, out, saved.lse, call, scoring, causal=causal)
+    if kernel == "flash_attn":
+        return flash_attn_package.backward(grad_out, q, k, v, out, saved.lse, call, scoring, causal=causal)
+    if kernel == "cuda":
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_out, q, k, v, out, saved.lse, call.device_cu_q, call.device_cu_k, call.max_q, call.max_k, 0.0, causal,
+            saved.rng_state, saved.unused,
+            scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
+        )  # fmt: skip
+        return dq, dk, dv
+    dqs = []
+    # bands of one segment share keys, so those gradients add up
+    dk, dv = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (k, v))
+    queries, keys, values = _heads_first(q), _heads_first(k), _heads_first(v)
+    grads, outs, lse = _heads_first(grad_out), _heads_first(out), saved.lse.unsqueeze(0)
+    for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
+        gq, gk, gv = _cpu_backward(
+            grads[:, :, qs], queries[:, :, qs], keys[:, :, ks], values[:, :, ks], outs[:, :, qs], lse[:, :, qs],
+            0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
+        )  # fmt: skip
+        dqs.append(gq[0].transpose(0, 1))
+        dk[ks] += gk[0].transpose(0, 1)
+        dv[ks] += gv[0].transpose(0, 1)
+    return _joined(dqs, 0), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _kernel_for(q: torch.Tensor, scoring: AttentionParams) -> Literal["cpu", "cuda", "plain", "flash_attn"]:
+    """Which kernel computes a call; the same one in forward and backward."""
+    if scoring.kernel == "flash_attn":
+        return "flash_attn"
+    if scoring.softcap is not None:
+        return "plain"
+    if q.device.type == "cpu":
+        return "cpu"
+    # the kernel takes heads of whole 16-byte words, and torch pads them only in its own scaled_dot_product_attention
+    fits = q.dtype in _HALVES and q.shape[-1] <= _MAX_FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
+    return "cuda" if fits else "plain"
+
+
+def _check(call: CallPlan, causal: bool, scoring: AttentionParams) -> None:
+    assert call.can_be_causal or not causal, "a causal call over too few keys"
+    assert causal or scoring.window is None, "a window in a call that is not causal"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _left(scoring: AttentionParams) -> int | None:
+    # the kernel counts keys to the left of the query itself
+    return None if scoring.window is None else scoring.window - 1
+
+
+def _right(scoring: AttentionParams) -> int | None:
+    return None if scoring.window is None else 0
+
+
+def _heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).unsqueeze(0)  # [tokens, heads, head_dim] -> [1, heads, tokens, head_dim]
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _masked_segments(
+    call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """The (queries, keys, additive mask) of each CPU kernel call.
+
+    The kernel's own causal mask aligns queries and keys at their beginning, so it serves segments of equal lengths
+    alone. Others, and where it pays, are cut into bands of queries with a mask each.
+    """
+    triangles: dict[int, torch.Tensor] = {}
+    for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
+        queries, more = q1 - q0, (k1 - k0) - (q1 - q0)
+        sees_all = window is None or k1 - k0 <= window
+        if not causal or (more == 0 and sees_all and queries not in _BANDED_LENGTHS):
+            yield slice(q0, q1), slice(k0, k1), None
+        elif sees_all:
+            band = _BAND if k1 - k0 < _BANDED_LENGTHS.stop else _LONG_BAND
+            if band not in triangles:
+                triangles[band] = _triangle(band, call.max_k + band, dtype)
+            triangle = triangles[band]
+            for start in range(0, queries, band):
+                end = min(start + band, queries)
+                last = triangle.shape[1] - band + end - start
+                mask = triangle[: end - start, last - (end + more) : last]
+                yield slice(q0 + start, q0 + end), slice(k0, k0 + end + more), mask
+        else:
+            assert window is not None
+            yield from _windowed_segments(q0, k0, queries, more, window, dtype)
+
+
+def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
+    """[band, keys] mask of a band of queries, the last of which sees all keys; masks of fewer keys are its columns."""
+    mask = torch.zeros(band, keys, dtype=dtype)
+    mask[:, -band:].masked_fill_(torch.ones(band, band, dtype=torch.bool).triu(1), float("-inf"))
+    return mask
+
+
+def _windowed_segments(
+    q0: int, k0: int, queries: int, more: int, window: int, dtype: torch.dtype
+) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
+    """Of one segment, with `more` keys than queries."""
+    band = max(window, 64)
+    for start in range(0, queries, band):
+        end = min(start + band, queries)
+        first_key = max(0, start + more - window + 1)
+        distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
+        mask = torch.zeros(distance.shape, dtype=dtype)
+        mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+        yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + end + more), mask

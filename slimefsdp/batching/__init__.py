@@ -1,0 +1,1 @@
+"""How a batch becomes packs: the plan, balancing over ranks, shared prefixes, packing, context-parallel sharding."""

@@ -1,0 +1,282 @@
+"""The plan says which samples each dp rank trains on, micro-batch by micro-batch, in every update of a step.
+
+It is made once, from lengths and shared prefixes, and is equal on every machine that makes it, so ranks never
+negotiate: all of them see the same number of micro-batches in an update, and no pack is longer than the cap. This
+module cuts updates and decides whether samples that begin alike share what they have in common: where that saves time
+by the estimate, though prefix groups are harder to even out than samples. `slimefsdp.batching.balance` places them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from slimefsdp.batching.balance import balanced_packs
+from slimefsdp.batching.cost import DEFAULT_COST_MODEL, CostModel
+from slimefsdp.batching.groups import Groups, SampleCosts, groups, prefix_groups, singles
+from slimefsdp.batching.prefix_tree import SharedPrefixes
+from slimefsdp.errors import BatchError
+
+MIN_GAIN = 0.05  # sharing that saves less of the estimated time is not worth its further attention calls
+
+Update = tuple[tuple[np.ndarray, ...], ...]  # [dp_rank][micro_batch] -> ascending sample indices
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Plan:
+    """updates[u][dp_rank][micro_batch] -> ascending int64 sample indices (empty: a zero-weight dummy).
+
+    Within an update every dp rank has equally many micro-batches, its costliest first; only a rank that has fewer
+    samples than micro-batches has dummies, and they come last.
+    """
+
+    updates: tuple[Update, ...]
+    num_dropped: int  # samples of the batch left out because nothing in them trains, counted once for all epochs
+    num_skipped_updates: int  # updates with nothing left to train on, over all epochs; they are not in `updates`
+    num_first_epoch_updates: int  # updates[:this] are the first epoch
+    max_pack_tokens: int
+    shared: SharedPrefixes | None = None  # what samples have in common is in a pack once; None: every sample is whole
+    # [u] -> ascending int64 indices of the samples in the denominators of an update, those that are not computed, too;
+    # None: those that are
+    counted: tuple[np.ndarray, ...] | None = None
+
+    def digest(self) -> str:
+        """sha256 over the whole content, as hex; equal on every rank that made the same plan."""
+        counts = (self.num_dropped, self.num_skipped_updates, self.num_first_epoch_updates, self.max_pack_tokens)
+        # every count precedes what it counts, so no two plans write the same numbers
+        parts = [np.array([*counts, len(self.updates)])]
+        for update in self.updates:
+            packs = [pack for micro_batches in update for pack in micro_batches]
+            parts += [np.array([len(update), *map(len, update)]), np.array([len(pack) for pack in packs]), *packs]
+        if self.shared is not None:
+            parts += [self.shared.place, self.shared.shared]
+        if self.counted is not None:  # no place of a sample is negative
+            parts += [np.array([-1, *map(len, self.counted)]), *self.counted]
+        return hashlib.sha256(np.concatenate(parts).astype("<i8").tobytes()).hexdigest()
+
+    def samples_of(self, update: int) -> np.ndarray:
+        """All sample indices of one update, ascending; int64 [samples]."""
+        return np.sort(np.concatenate([pack for packs in self.updates[update] for pack in packs]))
+
+    def counted_of(self, update: int) -> np.ndarray:
+        """The samples that one update's loss is divided by, ascending; int64 [samples], `samples_of` among them."""
+        return self.samples_of(update) if self.counted is None else self.counted[update]
+
+    def imbalance(self, lengths: np.ndarray, cost_model: CostModel = DEFAULT_COST_MODEL, cp: int = 1) -> float:
+        """Cost of the busiest dp rank over the mean, summed update by update because ranks meet after each; 1 is ideal.
+
+        Args:
+            lengths: int64 [B], tokens per sample of the batch that was planned.
+            cp: ranks that share each pack, as when it was planned.
+        """
+        costs = SampleCosts(lengths, cost_model, cp, self.max_pack_tokens, self.shared)
+        loads = [[sum(map(costs.work, packs)) for packs in update] for update in self.updates]
+        if not loads:
+            return 1.0
+        by_rank = np.array(loads)  # [updates, dp]
+        return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
+
+    def computed_tokens(self, lengths: np.ndarray) -> int:
+        """Tokens of all packs, what samples share counted once; of a batch of these lengths, int64 [B]."""
+        whole = SampleCosts(lengths, DEFAULT_COST_MODEL, 1, self.max_pack_tokens, self.shared)
+        return sum(whole.tokens(pack) for update in self.updates for packs in update for pack in packs)
+
+
+def plan_batch(
+    lengths: np.ndarray,
+    *,
+    dp: int,
+    max_pack_tokens: int,
+    samples_per_update: int | None = None,
+    epochs: int = 1,
+    seed: int | None = None,
+    trains: np.ndarray | None = None,
+    counts: np.ndarray | None = None,
+    drop: bool = True,
+    together: np.ndarray | None = None,
+    shared: SharedPrefixes | None = None,
+    min_gain: float = MIN_GAIN,
+    cost_model: CostModel = DEFAULT_COST_MODEL,
+    cp: int = 1,
+) -> Plan:
+    """The plan of a whole training step over one batch of B samples; one update of everything by default.
+
+    Args:
+        lengths: int64 [B], tokens per sample.
+        max_pack_tokens: hard cap on the tokens of a pack, batch.max_tokens_per_rank x mesh.cp.
+        samples_per_update: samples per update, before dropping; the last update of an epoch takes what is left over.
+            None: all samples in one update.
+        epochs: how often every sample is used.
+        seed: shuffle each epoch, by a generator seeded with (seed, epoch). None: the order of the batch.
+        trains: bool [B], False where nothing in a sample trains (zero advantage, all masked). Dropped after updates
+            are cut, so that an update's content does not depend on what else is dropped; an update in which nothing
+            trains is skipped. None: all train.
+        counts: bool [B], True where a sample is in the denominators of its update, whether it trains or not. None:
+            those that train.
+        drop: whether samples that count and do not train are left out of the packs.
+        together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
+            holds as many of these groups as fill `samples_per_update`, at least one. None: every sample by itself.
+        shared: what samples have in common at their beginning; None: nothing, or it is computed for each.
+        min_gain: share only where that saves this part of the estimated time; minus infinity: share in any case.
+        cp: context-parallel ranks that share each pack; a sample's cost is its time on all of them.
+
+    Raises:
+        BatchError: a sample that trains, or a group that stays together, is longer than max_pack_tokens.
+    """
+    assert lengths.ndim == 1 and len(lengths) > 0 and epochs >= 1, (lengths.shape, epochs)
+    trains = np.ones(len(lengths), dtype=bool) if trains is None else trains
+    counts = trains if counts is None else trains | counts
+    for flags in (trains, counts):
+        assert flags.dtype == bool and flags.shape == lengths.shape, (flags.dtype, flags.shape)
+    computed = trains if drop else counts
+    cut = _cut_updates(trains, counts, computed, together, samples_per_update, epochs, seed)
+    first_epoch = cut.contents[: cut.num_first_epoch]
+    planned_samples = np.sort(np.concatenate(first_epoch)) if first_epoch else np.zeros(0, dtype=np.int64)
+    all_computed = sum(map(len, cut.counted)) == sum(map(len, cut.contents))
+    counted = None if all_computed else tuple(cut.counted)
+
+    def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
+        costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared)
+        _refuse_over_the_cap(costs, planned_samples, together)  # all updates, before any is planned
+        updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in cut.contents)
+        time = sum(_time_of(update, costs) for update in updates)
+        num_dropped = len(lengths) - len(planned_samples)
+        return Plan(updates, num_dropped, cut.num_skipped, cut.num_first_epoch, max_pack_tokens, shared, counted), time
+
+    if shared is None or not cut.contents:
+        return planned(None)[0]
+    with_sharing, time = planned(shared)
+    try:
+        without, time_without = planned(None)
+    except BatchError:  # a group that fits only because its samples share
+        return with_sharing
+    return with_sharing if time <= (1 - min_gain) * time_without else without
+
+
+def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: np.ndarray | None = None) -> Update:
+    """One update as [dp_rank][micro_batch] -> ascending sample indices, each rank's costliest micro-batch first.
+
+    Depends on which samples there are, not on their order.
+
+    Args:
+        costs: of the batch's samples.
+        samples: int64 [n], the distinct indices of those to plan; at least one.
+        together: int64 [B], samples of equal number stay in one pack; None: every sample by itself.
+
+    Raises:
+        BatchError: a sample, or a group, is longer than the cap.
+    """
+    assert dp >= 1 and len(samples) > 0, (dp, len(samples))
+    assert costs.lengths[samples].min() >= 1, "an empty sample"
+    _refuse_over_the_cap(costs, samples, together)
+    samples = np.sort(samples)
+    if together is not None:
+        return _placed(groups(costs, samples, together), costs, dp)
+    if costs.shared is None:
+        return _placed(singles(costs, samples), costs, dp)
+    # larger prefix groups share more and are harder to even out: whatever takes the least time by the estimate
+    best, least_time = None, float("inf")
+    longest, limit = int(costs.lengths[samples].max()), costs.max_pack_tokens
+    while best is None or limit >= longest:
+        items = prefix_groups(costs, samples, limit)
+        update = _placed(items, costs, dp)
+        time = _time_of(update, costs)
+        if time < least_time:
+            best, least_time = update, time
+        # what prefix groups have beyond the longest sample is halved: below that hardly anything is left to share
+        largest = int(items.tokens.max())
+        limit = (largest + longest) // 2 if largest > longest + 1 else longest - 1
+    return best
+
+
+class _Cut(NamedTuple):
+    """The updates of a step with something to train on."""
+
+    contents: list[np.ndarray]  # the samples to compute in each
+    counted: list[np.ndarray]  # those that its denominators count, ascending
+    num_skipped: int  # updates without anything to train on
+    num_first_epoch: int
+
+
+def _cut_updates(
+    trains: np.ndarray,
+    counts: np.ndarray,
+    computed: np.ndarray,
+    together: np.ndarray | None,
+    samples_per_update: int | None,
+    epochs: int,
+    seed: int | None,
+) -> _Cut:
+    """All samples cut into updates, and these emptied of what is not `computed`; bool [B], as the other two."""
+    # units are cut and shuffled as one: samples, or groups of them
+    unit_of = np.arange(len(trains)) if together is None else np.unique(together, return_inverse=True)[1]
+    sizes = np.bincount(unit_of)
+    members = np.split(np.argsort(unit_of, kind="stable"), np.cumsum(sizes)[:-1]) if together is not None else None
+    trains_unit = np.bincount(unit_of, trains) > 0
+    computed_unit = np.bincount(unit_of, computed) > 0
+    num_units = len(sizes)
+    stride = num_units if samples_per_update is None else max(1, samples_per_update // int(sizes.max()))
+
+    def samples_of(units: np.ndarray) -> np.ndarray:
+        return units if members is None else np.concatenate([members[unit] for unit in units])
+
+    contents: list[np.ndarray] = []
+    counted: list[np.ndarray] = []
+    num_skipped = num_first_epoch = 0
+    for epoch in range(epochs):
+        order = np.arange(num_units) if seed is None else _shuffled(num_units, seed, epoch)
+        for start in range(0, num_units, stride):
+            units = order[start : start + stride]
+            if not trains_unit[units].any():
+                num_skipped += 1
+                continue
+            cut = samples_of(units)
+            contents.append(samples_of(units[computed_unit[units]]))
+            counted.append(np.sort(cut[counts[cut] | computed_unit[unit_of[cut]]]))
+        if epoch == 0:
+            num_first_epoch = len(contents)
+            # what was in skipped updates alone has no log-probs of before the step, and trains in no other either
+            first = np.concatenate(contents) if contents else np.zeros(0, dtype=np.int64)
+            computed_unit &= np.bincount(unit_of[first], minlength=num_units) > 0
+    return _Cut(contents, counted, num_skipped, num_first_epoch)
+
+
+def _placed(items: Groups, costs: SampleCosts, dp: int) -> Update:
+    packs = balanced_packs(items.tokens, items.costs, dp=dp, cap=costs.max_pack_tokens)
+    ends = np.cumsum(items.sizes)
+
+    def samples_of(pack: np.ndarray) -> np.ndarray:
+        if len(ends) == len(items.samples):  # an item is a sample
+            return np.sort(items.samples[pack])
+        parts = [items.samples[ends[item] - items.sizes[item] : ends[item]] for item in pack.tolist()]
+        return np.sort(np.concatenate(parts)) if parts else pack
+
+    return tuple(tuple(map(samples_of, of_rank)) for of_rank in packs)
+
+
+def _time_of(update: Update, costs: SampleCosts) -> float:
+    """Of the rank with most work; the others wait for it."""
+    return max(sum(map(costs.work, packs)) for packs in update)
+
+
+def _shuffled(num_units: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).permutation(num_units)
+
+
+def _refuse_over_the_cap(costs: SampleCosts, samples: np.ndarray, together: np.ndarray | None) -> None:
+    if len(samples) == 0:
+        return
+    items = singles(costs, samples) if together is None else groups(costs, samples, together)
+    longest = int(np.argmax(items.tokens))  # naming the longest, one raise of the setting is enough
+    length = int(items.tokens[longest])
+    if length > costs.max_pack_tokens:
+        of = f"sample {samples[longest]}" if together is None else f"group {np.unique(together[samples])[longest]}"
+        raise BatchError(
+            f"batch.max_tokens_per_rank x mesh.cp = {costs.max_pack_tokens} tokens cannot hold {of}, "
+            f"which has {length}",
+            field="batch.max_tokens_per_rank",
+            hint=f"raise batch.max_tokens_per_rank or mesh.cp, so that their product is at least {length}",
+        )

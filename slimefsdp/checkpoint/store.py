@@ -1,0 +1,279 @@
+"""A folder of files that becomes a checkpoint whole or not at all, and is checked byte for byte before anyone loads it.
+
+Layout under the store's root (one writing run per root, one save at a time):
+
+    step_00000012/            a committed checkpoint: its files and manifest.json
+    .tmp_step_00000012/       being written, or left by a writer that died; never read
+    .replaced_step_00000012/  the earlier save of a step while the new one takes its place; read if the step is gone
+    latest                    the name of the folder that was committed last
+    .lock                     held by the run that writes here
+
+Every rank leaves checksums of the files that it writes before `commit` lists them in manifest.json.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
+from slimefsdp.errors import CheckpointError
+from slimefsdp.io.checksummed_files import damaged, io_reported, sync, write_synced
+from slimefsdp.io.file_lock import FolderLock
+
+LATEST = "latest"
+_TMP, _REPLACED = ".tmp_", ".replaced_"
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+# every place at which a writer may die with something else on disk than at the place before, in order
+POINTS = (
+    "begin",
+    "begin: earlier leftovers are gone",
+    "begin: the folder is there",
+    "shard",
+    "shard: half of the tensors are written",
+    "shard: the tensor file is written",
+    "shard: the tensor file has its checksum",
+    "shard: both files have their checksums",
+    "commit",
+    "commit: the manifest is written",
+    "commit: an earlier save of the step is moved aside",
+    "commit: the folder has its name",
+    "commit: the pointer is written",
+    "commit: the pointer is in place",
+    "commit: the earlier save of the step is removed",
+    "prune",
+    "prune: a checkpoint is moved aside",
+    "prune: a checkpoint is removed",
+)
+
+
+def _pass_by(point: str) -> None:
+    """Nothing happens at any point."""
+
+
+at_point: Callable[[str], None] = _pass_by  # called at each of POINTS; a test puts its own here
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Only rank 0 calls `begin`, `commit` and `prune`; any process may read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @classmethod
+    def of_run(cls, run_dir: Path, role: str = "actor") -> Self:
+        """Those of a role in a run's folder."""
+        return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")
+
+    def begin(self, step: int) -> Path:
+        """Clear what dead writers left, and make the empty folder that every rank writes step `step` into."""
+        temporary = self.temporary_path(step)
+        self.lock()
+        at_point("begin")
+        with io_reported(temporary, "save"):
+            for parent in (self.root.parent, self.root.parent.parent):  # which may be new, as run.dir is
+                sync(parent)
+            if (self.root / LATEST).is_dir():
+                raise damaged(self.root / LATEST, "is a folder")
+            for torn in self.root.glob(f"{_TMP}step_*"):
+                remove(torn)
+            for replaced in self.root.glob(f"{_REPLACED}step_*"):
+                final = self.root / replaced.name.removeprefix(_REPLACED)
+                if final.exists():
+                    remove(replaced)
+                else:  # the writer died between moving it aside and moving the new one in
+                    replaced.rename(final)
+            at_point("begin: earlier leftovers are gone")
+            temporary.mkdir()
+            at_point("begin: the folder is there")
+        return temporary
+
+    def lock(self) -> None:
+        """Make this process the one that writes here, until it ends.
+
+        CheckpointError if another run does, or if the folder cannot be written.
+        """
+        FolderLock(self.root).acquire()
+
+    def abandon(self, step: int) -> None:
+        """Remove what was written since `begin(step)`, after all ranks have stopped writing; its space comes back."""
+        shutil.rmtree(self.temporary_path(step), ignore_errors=True)
+
+    def temporary_path(self, step: int) -> Path:
+        """The folder that `begin` makes on rank 0, for the other ranks."""
+        return self.root / f"{_TMP}{_step_name(step)}"
+
+    def final_path(self, step: int) -> Path:
+        """The folder that `commit` makes."""
+        return self.root / _step_name(step)
+
+    def commit(self, step: int, info: dict[str, Any]) -> Path:
+        """Make the files of `begin(step)` the newest checkpoint. Call after every rank has written its own.
+
+        An earlier save of the same step stays loadable until the new one is in place. CheckpointError if a file has no
+        checksum or changed size since, if `info` is not plain JSON, or if the disk refuses.
+        """
+        temporary, final = self.temporary_path(step), self.final_path(step)
+        replaced = self.root / f"{_REPLACED}{final.name}"
+        at_point("commit")
+        with io_reported(temporary, "save"):
+            write_manifest(temporary, step, info)
+            sync(temporary)
+            at_point("commit: the manifest is written")
+            if final.exists():
+                final.rename(replaced)
+                at_point("commit: an earlier save of the step is moved aside")
+            temporary.rename(final)
+            sync(self.root)
+            at_point("commit: the folder has its name")
+            pointer = self.root / f".{LATEST}.tmp"
+            write_synced(pointer, f"{final.name}\n".encode())
+            at_point("commit: the pointer is written")
+            pointer.replace(self.root / LATEST)
+            sync(self.root)
+            at_point("commit: the pointer is in place")
+            if replaced.exists():
+                remove(replaced)
+                at_point("commit: the earlier save of the step is removed")
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps with a committed folder, ascending; nothing is verified."""
+        return sorted(self._folders())
+
+    def path_of(self, step: int) -> Path:
+        """The folder of a committed step; CheckpointError if there is none."""
+        folders = self._folders()
+        if step not in folders:
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {self.root}", field="step", hint=f"choose one of {sorted(folders)}"
+            )
+        return folders[step]
+
+    def verify(self, step_folder: Path) -> Manifest:
+        """Reread every byte and compare with the manifest.
+
+        CheckpointError names the first bad file: missing, surplus, not a plain file, wrong size or sha256, a manifest
+        that cannot be parsed, was altered, is of another step or of a newer schema.
+        """
+        manifest = self.manifest_of(step_folder)
+        with io_reported(step_folder, "load"):
+            check_files(step_folder, manifest)
+        return manifest
+
+    def manifest_of(self, step_folder: Path) -> Manifest:
+        """The first part of `verify`: the files that the manifest lists are not looked at."""
+        manifest = read_manifest(step_folder)
+        named = _STEP_NAME.search(step_folder.name)
+        if named and int(named[1]) != manifest.step:
+            raise damaged(step_folder / MANIFEST, f"is of step {manifest.step}")
+        return manifest
+
+    def newest_verified(self) -> tuple[int, Path, list[CheckpointError]]:
+        """Step and folder of the newest whole checkpoint, and why each preferred one was passed over: log those loudly.
+
+        Newest means committed last: the one `latest` names, then earlier steps. Later steps (a crash before `latest`
+        moved, or the future of a run that was resumed from an earlier step) come after all of those. Without a usable
+        `latest` the highest step comes first. CheckpointError if nothing is whole.
+        """
+        folders, skipped = self.candidates()
+        manifest, folder, skipped = first_verified(self.root, folders, skipped, self.verify)
+        return manifest.step, folder, skipped
+
+    def candidates(self) -> tuple[list[Path], list[CheckpointError]]:
+        """The folders of `newest_verified` in its order, not verified, and what is odd about `latest`."""
+        folders = self._folders()
+        latest, skipped = self._latest(folders)
+        return [folders[step] for step in _by_preference(folders, latest)], skipped
+
+    def prune(self, keep_last: int) -> list[int]:
+        """Remove all but the `keep_last` checkpoints that `newest_verified` would try first; returns those removed."""
+        assert keep_last >= 1
+        at_point("prune")
+        folders = self._folders()
+        removed = _by_preference(folders, self._latest(folders)[0])[keep_last:]
+        for step in removed:
+            doomed = self.temporary_path(step)  # a kill halfway leaves what the next `begin` clears, not a torn step
+            with io_reported(doomed, "prune"):
+                if doomed.exists():
+                    remove(doomed)
+                folders[step].rename(doomed)
+                at_point("prune: a checkpoint is moved aside")
+                remove(doomed)
+                at_point("prune: a checkpoint is removed")
+        return sorted(removed)
+
+    def _folders(self) -> dict[int, Path]:
+        with io_reported(self.root, "load"):
+            names = {path.name for path in self.root.iterdir() if path.is_dir()} if self.root.exists() else set()
+        found: dict[int, Path] = {}
+        for prefix in (_REPLACED, ""):  # a step moved aside counts only while nothing has taken its place
+            for name in names:
+                match = _STEP_NAME.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+                if match and match[0] == _step_name(int(match[1])):
+                    found[int(match[1])] = self.root / name
+        return found
+
+    def _latest(self, folders: dict[int, Path]) -> tuple[int | None, list[CheckpointError]]:
+        """The step that `latest` names, None if it names none of `folders`, and what is odd about it."""
+        if not folders:
+            return None, []
+        pointer = self.root / LATEST
+        try:
+            if not stat.S_ISREG(pointer.lstat().st_mode):  # a pipe would block
+                return None, [damaged(pointer, "is no plain file")]
+            with pointer.open("rb") as file:
+                content = file.read(100).decode(errors="replace").strip()
+        except OSError as error:
+            return None, [damaged(pointer, f"cannot be read ({error.strerror})")]
+        match = _STEP_NAME.fullmatch(content)
+        if not match or int(match[1]) not in folders:
+            return None, [damaged(pointer, f"names {content!r}, which is no checkpoint here")]
+        latest = int(match[1])
+        later = [
+            damaged(folders[step], f"is later than latest ({content})") for step in sorted(folders) if step > latest
+        ]
+        return latest, later
+
+
+def first_verified(
+    root: Path, folders: Sequence[Path], skipped: Sequence[CheckpointError], verify: Callable[[Path], Manifest]
+) -> tuple[Manifest, Path, list[CheckpointError]]:
+    """The first of `folders` that `verify` lets pass, and why each one before it was passed over, after `skipped`.
+
+    CheckpointError with all reasons if there is none.
+    """
+    reasons = list(skipped)
+    for folder in folders:
+        try:
+            return verify(folder), folder, reasons
+        except CheckpointError as error:
+            reasons.append(error)
+    listed = "; ".join(error.message for error in reasons)
+    raise CheckpointError(
+        f"no whole checkpoint in {root}" + (f" ({listed})" if listed else ""),
+        field="run.dir",
+        hint="point it at the folder of an earlier run, or start a new run in an empty folder",
+        call="load",
+    )
+
+
+def remove(path: Path) -> None:
+    """Removes a folder with all that is in it, or whatever else has its name; what a link leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _step_name(step: int) -> str:
+    assert step >= 0
+    return f"step_{step:08d}"
+
+
+def _by_preference(folders: dict[int, Path], latest: int | None) -> list[int]:
+    return sorted(folders, key=lambda step: (latest is not None and step > latest, -step))

@@ -1,0 +1,21 @@
+"""The settings of a run: pydantic models of each section, and how they are read from YAML and overrides.
+
+Names are resolved on first use, so that finding a user's function, or wording an error, costs no pydantic import.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slimefsdp.config.tree import RunConfig, config_from_dict, load_config
+
+__all__ = ["RunConfig", "config_from_dict", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'slimefsdp.config' has no attribute {name!r}")
+    from slimefsdp.config import tree
+
+    return getattr(tree, name)

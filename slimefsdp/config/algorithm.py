@@ -1,0 +1,414 @@
+"""The sections of the settings tree that make an algorithm: advantages, loss, correction, critic; with their rules."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from slimefsdp.algorithms.registry import (
+    CORRECTIONS,
+    ESTIMATORS,
+    PAIRED_ESTIMATORS,
+    PER_SEQUENCE,
+    POLICY_LOSSES,
+    TOKEN_ESTIMATORS,
+)
+from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
+from slimefsdp.errors import short_text
+
+
+def _name_in(table: Iterable[str]) -> Callable[[str], str]:
+    """A validator: a name of the table, or a function of the user's own as `module:function`."""
+    names = list(table)
+
+    def check(value: str) -> str:
+        if value in names:
+            return value
+        if ":" in value:
+            return function_name(value)
+        near = difflib.get_close_matches(value, names, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(names)}"
+        raise broken_rule("is no name here", f"{hint} A function of your own is written module:function")
+
+    return check
+
+
+def _choices(table: Iterable[str]) -> str:
+    return f"{', '.join(table)}; or a function of your own as `module:function` (docs/algorithms.md)"
+
+
+class AdvantageSettings(Settings):
+    """How rewards become advantages; computed once for a whole rollout batch."""
+
+    estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS))] | None = Field(
+        None, description=f"{_choices(ESTIMATORS)}; null: grpo, or gae under algorithm=ppo"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards a token (reinforce_pp, gae)")
+    gae_lambda: float = Field(1.0, ge=0, le=1, description="lambda of gae: 1 trusts rewards alone, 0 the critic")
+    pass_k: PositiveInt | None = Field(None, description="k of pass_at_k")
+    whiten: bool | None = Field(
+        None,
+        description="give the advantages of a whole batch mean 0 and variance 1 over its trained tokens; null: as the "
+        "estimator's authors do",
+    )
+
+    def refuse_unread(self, estimator: str) -> None:
+        """Refuses parameters that the estimator does not read; which one it is depends on the algorithm, too.
+
+        Raises:
+            ValueError: naming the parameter and who reads it.
+        """
+        owners = {"gamma": ("reinforce_pp", "gae"), "gae_lambda": ("gae",), "pass_k": ("pass_at_k",)}
+        _refuse_unread(self, "advantage", "estimator", estimator, owners)
+
+    @model_validator(mode="after")
+    def check_pass_at_k(self) -> AdvantageSettings:
+        if self.estimator == "pass_at_k" and self.pass_k is None:
+            raise ValueError("advantage.estimator=pass_at_k needs advantage.pass_k, which is not set; set it")
+        return self
+
+
+class LossSettings(Settings):
+    """The training loss: which terms, and how tokens are weighted."""
+
+    policy: Annotated[str, AfterValidator(_name_in(POLICY_LOSSES))] = Field("ppo", description=_choices(POLICY_LOSSES))
+    reduction: Literal["token_mean", "sequence_mean", "constant", "prompt_mean"] = Field(
+        "token_mean",
+        description="1/N tokens; mean over samples of their token mean; sum over constant_length; mean over prompts of "
+        "their token mean",
+    )
+    constant_length: Annotated[int, Field(ge=1, le=2**31)] | None = Field(
+        None, description="the divisor of reduction=constant (Dr.GRPO)"
+    )
+    clip_low: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below at 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, le=LARGEST, description="and above at 1 + clip_high")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        le=LARGEST,
+        description="ppo: bounds the loss of a negative advantage A by dual_clip x |A|; null: no bound",
+    )
+    sapo_temperature_positive: float = Field(
+        1.0, gt=0, le=LARGEST, description="sapo: of the gate where the advantage is positive"
+    )
+    sapo_temperature_negative: float = Field(
+        1.05, gt=0, le=LARGEST, description="sapo: of the gate where it is negative"
+    )
+    dpo_beta: float = Field(0.1, gt=0, le=LARGEST, description="dpo: how strongly the reference holds")
+    kl_coefficient: float = Field(
+        0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); the first one, with kl_target"
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "full"] | None = Field(
+        None,
+        description="per-token estimator of that KL; full: exact over the vocabulary, from a colocated reference; "
+        "null: k3 in the loss, k1 in the reward",
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="a term of the loss, or taken off each token's reward before advantages are computed"
+    )
+    kl_unbiased: bool = Field(
+        False,
+        description="weight k1 or k3 by the ratio, so that the term's gradient is that of the KL however far the "
+        "policy has moved",
+    )
+    kl_target: float | None = Field(
+        None, gt=0, description="adapt the coefficient after each step so that the KL nears this many nats a token"
+    )
+    kl_horizon: PositiveInt = Field(10000, description="samples over which it may change by a fifth (kl_target)")
+    entropy_coefficient: float = Field(0.0, ge=0, le=LARGEST, description="weight of the entropy bonus")
+    old_log_probs: Literal["auto", "recompute", "rollout"] = Field(
+        "auto",
+        description="where the batch brings none; auto: the current ones if the step has one update, else recompute; "
+        "rollout: the engine's",
+    )
+    drop_zero_advantages: bool = Field(
+        True,
+        description="do not compute samples of groups without variance, where neither KL, entropy nor max_kl reads "
+        "them; they stay in the denominators, so this is a matter of speed alone",
+    )
+    epochs: PositiveInt = Field(1, description="passes over one rollout batch")
+    max_kl: float | None = Field(
+        None, gt=0, description="end the step before an update whose KL(old || policy) exceeds this; null: never"
+    )
+
+    @model_validator(mode="after")
+    def check_constant_length(self) -> LossSettings:
+        if self.reduction == "constant" and self.constant_length is None:
+            raise ValueError("loss.reduction=constant divides by loss.constant_length, which is not set; set it")
+        if self.reduction != "constant" and self.constant_length is not None:
+            raise ValueError(
+                f"loss.constant_length={self.constant_length} does nothing with loss.reduction={self.reduction}; "
+                "remove it, or set loss.reduction=constant"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_policy_loss_parameters(self) -> LossSettings:
+        clipped = ("ppo", "gspo", "gspo_token", "cispo", "gmpo")
+        sapo = ("sapo",)
+        owners = {
+            "clip_low": clipped, "clip_high": clipped, "dual_clip": ("ppo",), "dpo_beta": ("dpo",),
+            "sapo_temperature_positive": sapo, "sapo_temperature_negative": sapo,
+        }  # fmt: skip
+        _refuse_unread(self, "loss", "policy", self.policy, owners)
+        return self
+
+    @model_validator(mode="after")
+    def check_kl_settings(self) -> LossSettings:
+        given = [
+            name for name in ("kl_estimator", "kl_in", "kl_unbiased", "kl_target", "kl_horizon") if self._is_given(name)
+        ]
+        if self.kl_coefficient == 0 and given:
+            raise ValueError(
+                f"loss.{given[0]}={short_text(getattr(self, given[0]))} does nothing with loss.kl_coefficient=0; "
+                "remove it, or raise loss.kl_coefficient"
+            )
+        if self.kl_target is None and self._is_given("kl_horizon"):
+            raise ValueError(
+                f"loss.kl_horizon={self.kl_horizon} does nothing without loss.kl_target; set that, or remove it"
+            )
+        if self.kl_unbiased and (self.kl_in == "reward" or self.kl_estimator not in ("k1", "k3", None)):
+            other = "kl_in=reward" if self.kl_in == "reward" else f"kl_estimator={self.kl_estimator}"
+            raise ValueError(
+                f"loss.kl_unbiased=true corrects the gradient of k1 and k3 in the loss, not that of loss.{other}; "
+                "remove one"
+            )
+        if self.kl_in == "reward" and self.kl_estimator == "full":
+            raise ValueError(
+                "loss.kl_estimator=full is a term of the loss, not of the reward; set loss.kl_in=loss, or choose k1"
+            )
+        return self
+
+    def _is_given(self, name: str) -> bool:
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+
+class CorrectionSettings(Settings):
+    """Weights and masks for tokens that the rollout engine drew with another probability than the trainer's own."""
+
+    method: Literal["none", "importance", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = (
+        Field("none", description=f"none, or one of {', '.join(CORRECTIONS)}; reads rollout_log_probs")
+    )
+    low: float | None = Field(
+        None, ge=0, le=LARGEST, description="lower bound of trainer / rollout probability, where the method has one"
+    )
+    high: float | None = Field(None, gt=0, le=LARGEST, description="upper bound of it")
+    veto_below: float | None = Field(
+        None, gt=0, lt=1, description="drop a sequence with any token of a trainer / rollout probability below this"
+    )
+    opsm_threshold: float | None = Field(
+        None,
+        ge=0,
+        description="drop sequences of negative advantage whose mean log(engine / policy) exceeds this (OPSM)",
+    )
+
+    @model_validator(mode="after")
+    def check_correction_bounds(self) -> CorrectionSettings:
+        needed, allowed = CORRECTION_BOUNDS[self.method]
+        for name in ("low", "high"):
+            value = getattr(self, name)
+            if name in needed and value is None:
+                raise ValueError(f"correction.method={self.method} needs correction.{name}, which is not set; set it")
+            if name not in allowed and value is not None:
+                raise ValueError(
+                    f"correction.{name}={value} does nothing with correction.method={self.method}; "
+                    "remove it, or choose another method"
+                )
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(
+                f"correction.low={self.low} is not below correction.high={self.high}; lower it, "
+                "or raise correction.high"
+            )
+        return self
+
+    @property
+    def reads_rollout_log_probs(self) -> bool:
+        """Whether anything here compares with the engine's log-probs."""
+        return self.method != "none" or self.veto_below is not None
+
+
+CORRECTION_BOUNDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "none": ((), ()),
+    "importance": ((), ("high",)),
+    "tis": (("high",), ("high",)),
+    "mis": (("high",), ("low", "high")),
+    "icepop": (("low", "high"), ("low", "high")),
+    "sequence_tis": (("high",), ("high",)),
+    "sequence_mis": (("high",), ("low", "high")),
+    "geometric_mis": (("low", "high"), ("low", "high")),
+}
+"""Method -> the bounds that it needs, and those that it reads."""
+
+
+class CriticSettings(Settings):
+    """The value model of algorithm=ppo; what is not said here (optimiser, schedule, epochs) is as for the policy."""
+
+    path: PathSetting | None = Field(
+        None,
+        description="its folder: a causal LM, whose value head starts at 0, or a token classifier of one label; "
+        "null: model.path",
+    )
+    placement: Literal["colocated", "group"] = Field(
+        "colocated", description="in the actor's processes, or a worker group of its own"
+    )
+    dp: RankCount | None = Field(
+        None, description="data ranks of its own group (placement: group); default: the actor's mesh"
+    )
+    offload: Literal["sleep", "none"] = Field(
+        "sleep", description="where it is while the policy trains or samples (placement: colocated)"
+    )
+    lr: float | None = Field(None, gt=0, le=LARGEST, description="peak learning rate; null: optim.lr")
+    clip: float | None = Field(
+        0.2,
+        gt=0,
+        le=LARGEST,
+        description="values further than this from those before the step stop counting; null: no clipping",
+    )
+    pretrain_steps: int = Field(
+        0, ge=0, description="first steps of the run: the critic alone is trained, on rewards to go (lambda 1)"
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="steps after those in which the critic alone is trained, as later on"
+    )
+
+    @model_validator(mode="after")
+    def check_critic_placement(self) -> CriticSettings:
+        if self.dp is not None and self.placement != "group":
+            raise ValueError(f"critic.dp={self.dp} is for a group of its own; set critic.placement=group, or remove it")
+        if self.placement == "group" and "offload" in self.model_fields_set:
+            raise ValueError(
+                f"critic.offload={self.offload} is for a critic beside the policy; remove it, or set "
+                "critic.placement=colocated"
+            )
+        return self
+
+
+def _refuse_unread(
+    settings: Settings, section: str, choice: str, chosen: str, owners: dict[str, tuple[str, ...]]
+) -> None:
+    """Parameters that the chosen function does not read; a function of the user's own may read all."""
+    if ":" in chosen:
+        return
+    for name, readers in owners.items():
+        value: Any = getattr(settings, name)
+        if chosen not in readers and value != type(settings).model_fields[name].default:
+            raise ValueError(
+                f"{section}.{name}={value} does nothing with {section}.{choice}={chosen}; remove it (its default is "
+                f"{short_text(type(settings).model_fields[name].default)}), or set {section}.{choice} to "
+                f"{' or '.join(readers)}"
+            )
+
+
+class AlgorithmSettings(Settings):
+    """The choices that make an algorithm; `slimefsdp.config.RunConfig` adds everything else."""
+
+    algorithm: Literal["grpo", "ppo", "sft"] = Field(
+        "grpo", description="grpo: reinforcement learning without a critic; ppo: with one; sft: supervised"
+    )
+    advantage: AdvantageSettings = AdvantageSettings()
+    loss: LossSettings = LossSettings()
+    correction: CorrectionSettings = CorrectionSettings()
+    critic: CriticSettings = CriticSettings()
+
+    @model_validator(mode="after")
+    def check_critic_requires_ppo(self) -> Self:
+        given = [name for name, value in self.critic if value != type(self.critic).model_fields[name].default]
+        if self.algorithm == "grpo" and given:
+            field = f"critic.{given[0]}"
+            raise ValueError(
+                f"{field}={short_text(self.value_of(field))} does nothing with algorithm=grpo, which has no critic; "
+                "remove it, or set algorithm=ppo"
+            )
+        if self.algorithm == "ppo" and self.estimator != "gae" and ":" not in self.estimator:
+            raise ValueError(
+                f"advantage.estimator={self.estimator} reads no values, and algorithm=ppo trains a critic for them; "
+                "remove it, or set algorithm=grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_advantage_parameters(self) -> Self:
+        if self.algorithm != "sft":  # which reads none of them
+            self.advantage.refuse_unread(self.estimator)
+        return self
+
+    @model_validator(mode="after")
+    def check_kl_in_reward(self) -> Self:
+        if self.has_kl_in_reward and self.estimator in ("maxrl", "pass_at_k"):
+            raise ValueError(
+                f"loss.kl_in=reward takes a KL off the rewards, and advantage.estimator={self.estimator} counts them; "
+                "set loss.kl_in=loss, or choose another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_sequence_loss_estimator(self) -> Self:
+        discounts = self.estimator == "reinforce_pp" and self.advantage.gamma != 1
+        has_token_rewards = self.has_kl_in_reward and self.estimator in TOKEN_ESTIMATORS
+        by_token = self.estimator == "gae" or discounts or has_token_rewards
+        if self.loss.policy in PER_SEQUENCE and by_token:
+            raise ValueError(
+                f"loss.policy={self.loss.policy} has one advantage for each sequence, and advantage.estimator="
+                f"{self.estimator} gives each token its own; choose gspo_token or ppo, or another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_single_correction(self) -> Self:
+        if self.correction.method != "none" and self.loss.old_log_probs == "rollout":
+            raise ValueError(
+                f"correction.method={self.correction.method} corrects for the engine's log-probs, and "
+                "loss.old_log_probs=rollout measures the ratio from them already; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_dpo_estimator(self) -> Self:
+        corrections = [f"correction.{name}" for name in ("method", "veto_below", "opsm_threshold")]
+        changing = [field for field in corrections if self.value_of(field) not in ("none", None)]
+        changing += ["loss.kl_in"] if self.has_kl_in_reward else []
+        changing += ["advantage.whiten"] if self.advantage.whiten else []
+        if self.loss.policy == "dpo" and changing:
+            raise ValueError(
+                f"{changing[0]}={short_text(self.value_of(changing[0]))} changes what single tokens count, and "
+                "loss.policy=dpo compares the rewards of whole pairs; remove one"
+            )
+        if self.loss.policy == "dpo" and self.estimator not in PAIRED_ESTIMATORS and ":" not in self.estimator:
+            raise ValueError(
+                f"advantage.estimator={self.estimator} does not say which of two samples is the better one, and "
+                f"loss.policy=dpo takes it from the sign; choose {' or '.join(PAIRED_ESTIMATORS)}"
+            )
+        return self
+
+    @property
+    def loss_name(self) -> Literal["policy", "sft"]:
+        """The loss that an actor's `train_step` takes under this algorithm."""
+        return "sft" if self.algorithm == "sft" else "policy"
+
+    @property
+    def kl_estimator(self) -> str:
+        """The KL estimator: `loss.kl_estimator`, or the one whose gradient is right where the KL enters."""
+        return self.loss.kl_estimator or ("k1" if self.loss.kl_in == "reward" else "k3")
+
+    @property
+    def estimator(self) -> str:
+        """The advantage estimator: `advantage.estimator`, or what the algorithm is known by."""
+        return self.advantage.estimator or ("gae" if self.algorithm == "ppo" else "grpo")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether training reads a reference model."""
+        return self.loss.kl_coefficient > 0 or self.loss.policy == "dpo"
+
+    @property
+    def has_kl_in_reward(self) -> bool:
+        """Whether rewards, and so advantages, depend on log-probs of policy and reference."""
+        return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
+
+    def value_of(self, field: str) -> Any:
+        """The value of `section.name`."""
+        section, name = field.split(".")
+        return getattr(getattr(self, section), name)

@@ -1,0 +1,124 @@
+"""What `slimefsdp train` needs of the settings, beyond what a loop of one's own does."""
+
+from __future__ import annotations
+
+from slimefsdp.algorithms.registry import GROUPED
+from slimefsdp.config.tree import RunConfig
+from slimefsdp.errors import ConfigError, short_text
+
+MOST_SAMPLES = 10_000_000
+"""In one step; a plan of more takes longer than anybody waits."""
+
+
+def check_ready_to_train(config: RunConfig) -> None:
+    """Refuses settings that the loop of `slimefsdp train` cannot serve.
+
+    Raises:
+        ConfigError: naming the first setting that is missing, or that cannot be served.
+    """
+    needed = ["run.dir", "run.steps", "data.train"]
+    needed += ["batch.samples_per_update"] if config.algorithm == "sft" else ["rollout.reward"]
+    needed += ["data.heldout"] if config.evaluation.interval_steps is not None else []
+    for field in needed:
+        if config.value_of(field) is None:
+            raise ConfigError(f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML")
+    if config.samples_per_step > MOST_SAMPLES:
+        field = "batch.samples_per_update" if config.algorithm == "sft" else "rollout.prompts_per_step"
+        raise ConfigError(
+            f"{field}={config.value_of(field)} makes a step of more than {MOST_SAMPLES:,} samples, which are in one "
+            "batch",
+            field=field,
+            hint="lower it",
+        )
+    if config.algorithm == "sft":
+        _check_demonstrations(config)
+        return
+    if config.rollout.max_new_tokens >= config.max_pack_tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt in packs of "
+            f"{config.max_pack_tokens} tokens",
+            field="rollout.max_new_tokens",
+            hint="raise batch.max_tokens_per_rank, or lower it",
+        )
+    _check_estimator(config)
+    _check_effects(config)
+    if config.loss.policy == "dpo":
+        _check_pairs(config)
+
+
+def _check_demonstrations(config: RunConfig) -> None:
+    if config.loss.reduction == "prompt_mean":
+        raise ConfigError(
+            "loss.reduction=prompt_mean counts groups, and the records of algorithm=sft are in none",
+            field="loss.reduction",
+            hint="choose sequence_mean, which counts each record once",
+        )
+
+
+def _check_estimator(config: RunConfig) -> None:
+    if config.estimator == "gae" and config.algorithm != "ppo":
+        raise ConfigError(
+            f"advantage.estimator=gae reads values, and algorithm={config.algorithm} has no critic to give them",
+            field="advantage.estimator",
+            hint="set algorithm=ppo, or choose another estimator",
+        )
+    if config.estimator in ("maxrl", "pass_at_k") and config.rollout.overlong_buffer_tokens is not None:
+        raise ConfigError(
+            f"rollout.overlong_buffer_tokens={config.rollout.overlong_buffer_tokens} takes a penalty off the "
+            f"rewards, and advantage.estimator={config.estimator} counts them",
+            field="rollout.overlong_buffer_tokens",
+            hint="remove it, or choose another estimator",
+        )
+    smallest = 2 if config.estimator in GROUPED else 1
+    if config.estimator == "pass_at_k":
+        smallest = (config.advantage.pass_k or 1) + 1  # a group of k has one subset, which nothing is compared with
+    if config.rollout.samples_per_prompt < smallest:
+        raise ConfigError(
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt} makes groups in which advantage.estimator="
+            f"{config.estimator} finds no advantage",
+            field="rollout.samples_per_prompt",
+            hint=f"sample at least {smallest} responses per prompt, or choose an estimator without groups",
+        )
+
+
+def _check_effects(config: RunConfig) -> None:
+    """Whether the policy will ever be trained, and whether loss.max_kl can ever end a step early."""
+    assert config.run.steps is not None
+    alone = config.critic.pretrain_steps + config.critic.warmup_steps
+    if alone >= config.run.steps:
+        raise ConfigError(
+            f"critic.pretrain_steps + critic.warmup_steps={alone} leave the policy none of "
+            f"run.steps={config.run.steps}",
+            field="critic.warmup_steps",
+            hint="lower them, or raise run.steps",
+        )
+    moves_before = config.updates_per_step > 1 or config.loss.old_log_probs == "rollout"
+    if config.loss.max_kl is not None and not moves_before:
+        raise ConfigError(
+            f"loss.max_kl={config.loss.max_kl} does nothing in steps of one update, before which the "
+            "policy is the old one",
+            field="loss.max_kl",
+            hint="remove it, or lower batch.samples_per_update or raise loss.epochs",
+        )
+
+
+def _check_pairs(config: RunConfig) -> None:
+    """Whether every group that is sampled will be a pair of which one response is the better one."""
+    rollout = config.rollout
+    if rollout.samples_per_prompt != 2:
+        field, problem, hint = "samples_per_prompt", "makes no pairs", "set it to 2"
+    elif rollout.filter is None:
+        field, problem, hint = "filter", "lets pairs of equal reward through", "set it to mixed_groups"
+    elif rollout.mask_truncated:
+        field, problem, hint = "mask_truncated", "leaves pairs with one response", "remove it"
+    elif rollout.filter == "mixed_groups" and rollout.overlong_buffer_tokens is not None:
+        field, problem = "overlong_buffer_tokens", "can make rewards equal that rollout.filter=mixed_groups saw differ"
+        hint = "remove it, or write a filter of your own"
+    else:
+        return
+    raise ConfigError(
+        f"rollout.{field}={short_text(getattr(rollout, field))} {problem}, and loss.policy=dpo compares the two "
+        "responses of a pair",
+        field=f"rollout.{field}",
+        hint=hint,
+    )

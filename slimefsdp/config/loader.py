@@ -1,0 +1,229 @@
+"""YAML as people expect it: the core schema of YAML 1.2, and an error where the 1.1 reading would surprise.
+
+`1e-6` is a float, `yes` is a string, and what two parsers read differently (`010`, `1:30`, a key given
+twice) is refused. Aliases are refused too: they are how a small file becomes a very large tree.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from slimefsdp.errors import ConfigError, short_text
+from slimefsdp.io.plain_file import open_plain
+
+MAX_BYTES = 100_000
+MAX_DEPTH = 20
+MAX_INTEGER_DIGITS = 40
+
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?(?:0|[1-9][0-9]*)$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:(?:\.[0-9]+|(?:0|[1-9][0-9]*)\.[0-9]*)(?:[eE][-+]?[0-9]+)?|(?:0|[1-9][0-9]*)[eE][-+]?[0-9]+)$"
+    r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_SURPRISE = re.compile(
+    r"^[-+]?(?:0[0-9_]+|0[oO][0-7_]+|0[xX][0-9a-fA-F_]+|0[bB][01_]+|[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)$"
+)
+
+# a piece of PyYAML's sentence, what to say instead (None keeps it), and the way out
+_SYNTAX_ERRORS = (
+    ("found character '\\t'", "a tab", "use spaces, not tabs"),
+    ("found another document", "a second document begins", "keep one: remove the `---` and what does not belong"),
+    ("mapping values are not allowed", "a `:` where no setting can begin", "quote text that holds `: `; indent evenly"),
+    ("cannot start any token", None, "put the value in quotes"),
+    ("stream end", "it ends inside a bracket", "close the bracket"),
+    ("end of stream", "it ends inside a quote", "close the quote"),
+    ("expected <block end>", "this does not fit the lines above", "indent one section's settings alike"),
+)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own protocol
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent):
+            _refuse(event.start_mark, f"alias *{event.anchor}", "write the value out where it is used")
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
+            _refuse(event.start_mark, f"tag {tag}", "remove it: a value's type follows from how it is written")
+        self._depth = getattr(self, "_depth", 0) + 1
+        if self._depth > MAX_DEPTH:
+            _refuse(event.start_mark, f"more than {MAX_DEPTH} levels", "write settings as section and name")
+        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if not isinstance(key, str):
+                _refuse(key_node.start_mark, f"key {short_text(key)} is not a name", "quote it or remove it")
+            if key == "<<":
+                _refuse(key_node.start_mark, "merge key <<", "write the settings out where they are used")
+            if key in seen:
+                _refuse(key_node.start_mark, f"key {short_text(key)} is given twice", "keep one of them")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _refuse(mark: Any, problem: str, hint: str) -> NoReturn:
+    where = f"line {mark.line + 1}, column {mark.column + 1}"
+    raise ConfigError(f"{problem} ({mark.name}, {where})", hint=hint)
+
+
+def _construct_surprise(loader: _StrictLoader, node: yaml.ScalarNode) -> None:
+    _refuse(
+        node.start_mark,
+        f"{short_text(node.value)} means different numbers to different YAML parsers",
+        "write a plain decimal number, or quote it if text is meant",
+    )
+
+
+def _construct_int(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
+    digits = len(node.value.lstrip("+-"))
+    if digits > MAX_INTEGER_DIGITS:  # Python itself refuses to convert some thousands
+        _refuse(node.start_mark, f"an integer of {digits} digits", "write a smaller number")
+    return int(node.value)
+
+
+def _construct_float(loader: _StrictLoader, node: yaml.ScalarNode) -> float:
+    if node.value[-1] in "fFnN":  # .inf, .nan; the caller decides whether they are legal
+        return float(node.value.replace(".", ""))
+    value = float(node.value)
+    if math.isinf(value):
+        _refuse(node.start_mark, f"{short_text(node.value)} is beyond the range of a float", "write a smaller number")
+    return value
+
+
+def _construct_text(loader: _StrictLoader, node: yaml.ScalarNode) -> str:
+    text = str(node.value)
+    if "\0" in text:
+        _refuse(node.start_mark, f"{short_text(text)} holds a NUL", "remove the escape")
+    if any("\ud800" <= character <= "\udfff" for character in text):  # JSON's pairs of escapes, which YAML lacks
+        _refuse(node.start_mark, f"{short_text(text)} holds half a character", "write the character itself")
+    return text
+
+
+for _tag, _pattern, _first in (
+    ("tag:yaml.org,2002:bool", _BOOL, "tTfF"),
+    ("!surprise", _SURPRISE, "-+0123456789"),
+    ("tag:yaml.org,2002:int", _INT, "-+0123456789"),
+    ("tag:yaml.org,2002:float", _FLOAT, "-+0123456789."),
+    ("tag:yaml.org,2002:null", _NULL, ["~", "n", "N", ""]),
+):
+    _StrictLoader.add_implicit_resolver(_tag, _pattern, list(_first))
+for _tag, _constructor in (
+    ("!surprise", _construct_surprise),
+    ("tag:yaml.org,2002:int", _construct_int),
+    ("tag:yaml.org,2002:float", _construct_float),
+    ("tag:yaml.org,2002:str", _construct_text),
+):
+    _StrictLoader.add_constructor(_tag, _constructor)
+
+
+def parse_yaml(text: str, *, name: str = "<text>") -> Any:
+    """The value of one YAML document.
+
+    Raises:
+        ConfigError: with line and column, on bad syntax, duplicate or non-string keys, aliases, tags, several
+            documents, numbers out of range, and scalars that YAML 1.1 and 1.2 read differently.
+    """
+    try:
+        loader = _StrictLoader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"character U+{ord(text[error.position]):04X} is not text ({name}, line {line})", hint="remove it"
+        ) from None
+    loader.name = name
+    try:
+        return loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(error, text, name) from None
+    except (ValueError, OverflowError):  # "\UFFFFFFFF"
+        line = loader.get_mark().line + 1  # type: ignore[no-untyped-call]
+        raise ConfigError(
+            f"an escape that names no character ({name}, line {line})", hint="remove the escape"
+        ) from None
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigError:
+    problem, hint = error.problem, "correct it at that place"
+    for needle, instead, way_out in _SYNTAX_ERRORS:
+        if needle in str(error.problem):
+            problem, hint = instead or problem, way_out
+            break
+    # where an unclosed bracket was opened says more than where the file ends
+    ends_early = "ends inside" in str(problem)
+    mark = (error.context_mark if ends_early else None) or error.problem_mark or error.context_mark
+    if mark is None:
+        return ConfigError(f"not valid YAML: {problem} ({name})", hint=hint)
+    line = "".join(text.splitlines()[mark.line : mark.line + 1]).strip(" ")
+    where = f"{name}, line {mark.line + 1}, column {mark.column + 1}"
+    return ConfigError(f"not valid YAML: {problem} at {short_text(line)} ({where})", hint=hint)
+
+
+def read_yaml_mapping(path: Path) -> dict[str, Any]:
+    """The top-level mapping of a YAML file of at most 100 kB.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, not UTF-8, too large, empty or not a mapping.
+    """
+    name = str(path) if str(path).isprintable() and len(str(path)) < 300 else short_text(str(path))
+    try:
+        with open_plain(path) as file:
+            raw = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cannot read {name}: {reason}", hint="give the path of a YAML file") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"{name} is larger than {MAX_BYTES} bytes", hint="give a settings file: a few kilobytes")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte 0x{raw[error.start]:02x} in line {line})", hint="save it as UTF-8"
+        ) from None
+    value = parse_yaml(text, name=name)
+    if not isinstance(value, dict):
+        problem = "is empty" if value is None else f"holds {short_text(value)}, not sections of settings"
+        raise ConfigError(f"{name} {problem}", hint="begin with sections such as `model:` and `optim:`")
+    return value
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one value of the nested `tree` in place, as `section.name=value` on a command line says.
+
+    Raises:
+        ConfigError: another form, a value that is not YAML, or a value where the name needs a section.
+    """
+    name, equals, text = override.partition("=")
+    keys = name.split(".")
+    if not equals or not all(key.isidentifier() for key in keys) or len(keys) > MAX_DEPTH:
+        raise ConfigError(
+            f"override {short_text(override)} is not of the form section.name=value",
+            hint="write it like optim.lr=1e-6, without spaces or dashes before the =",
+        )
+    node = tree
+    for depth, key in enumerate(keys[:-1], start=1):
+        child = node.setdefault(key, {})
+        if not isinstance(child, dict):
+            section = ".".join(keys[:depth])
+            raise ConfigError(
+                f"{name}={short_text(text)} needs the section {section}, but {section}={short_text(child)}",
+                field=name,
+                hint=f"remove that value of {section}, or correct the name",
+            )
+        node = child
+    node[keys[-1]] = parse_yaml(text, name=f"override {short_text(override)}")

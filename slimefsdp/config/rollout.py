@@ -1,0 +1,109 @@
+"""The sections of the settings tree that make rollouts: prompts, sampling, evaluation; with their rules."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
+
+
+def _filter_name(value: str) -> str:
+    if value != "mixed_groups" and ":" not in value:
+        raise broken_rule("is no filter", "write mixed_groups, or a function of your own as module:function")
+    return value if value == "mixed_groups" else function_name(value)
+
+
+class DataSettings(Settings):
+    """JSONL files."""
+
+    train: PathSetting | None = Field(None, description="records with `prompt` (and `answer` under sft)")
+    heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
+    max_prompt_tokens: PositiveInt | None = Field(
+        None,
+        description="longest prompt, chat template included; null: what leaves room for a response in a pack "
+        "(batch.max_tokens_per_rank x mesh.cp, rollout.max_new_tokens) and in the model's learned positions",
+    )
+    overlong_prompts: Literal["error", "skip"] = Field(
+        "error",
+        description="records that are too long: error ends the run before it starts, naming the first; skip leaves "
+        "them out and lists them in run.dir/skipped_prompts.jsonl",
+    )
+    allow_changed: bool = Field(
+        False,
+        description="a resumed run takes other records in data.train than it began with, from the next epoch on",
+    )
+
+
+class RolloutSettings(Settings):
+    """Sampling. The temperature is the engine's and the trainer's at once."""
+
+    temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
+    prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
+    samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
+    max_new_tokens: PositiveInt = Field(256, description="longest response")
+    engines: RankCount = Field(1, description="embedded engine processes")
+    sync_interval_steps: PositiveInt = Field(
+        1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
+    )
+    reward: Annotated[str, AfterValidator(function_name)] | None = Field(
+        None, description="reward function as `module:function`"
+    )
+    filter: Annotated[str, AfterValidator(_filter_name)] | None = Field(
+        None,
+        description="which prompts are trained on; mixed_groups: those whose responses got different rewards (dynamic "
+        "sampling of DAPO); or a function of your own as `module:function` (docs/rollouts.md); null: all",
+    )
+    max_rounds: PositiveInt = Field(
+        1,
+        description="how often prompts_per_step prompts may be drawn in a step until that many have passed the filter",
+    )
+    overlong_buffer_tokens: PositiveInt | None = Field(
+        None,
+        description="the last so many of max_new_tokens cost reward: nothing where they begin, overlong_penalty where "
+        "the response is cut (soft punishment of DAPO); null: they cost nothing",
+    )
+    overlong_penalty: float = Field(1.0, gt=0, description="what a response of max_new_tokens loses of its reward")
+    mask_truncated: bool = Field(
+        False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
+    )
+
+    @model_validator(mode="after")
+    def check_filter_rounds(self) -> RolloutSettings:
+        if self.max_rounds > 1 and self.filter is None:
+            raise ValueError(
+                f"rollout.max_rounds={self.max_rounds} draws again what a filter dropped, and rollout.filter is not "
+                "set; remove it, or set rollout.filter=mixed_groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_filter_group_size(self) -> RolloutSettings:
+        if self.filter == "mixed_groups" and self.samples_per_prompt == 1:
+            raise ValueError(
+                "rollout.filter=mixed_groups drops every group of rollout.samples_per_prompt=1; raise that, "
+                "or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_overlong_buffer(self) -> RolloutSettings:
+        if self.overlong_buffer_tokens is None and self.overlong_penalty != 1:
+            raise ValueError(
+                f"rollout.overlong_penalty={self.overlong_penalty} does nothing without "
+                "rollout.overlong_buffer_tokens; set that, or remove it"
+            )
+        if self.overlong_buffer_tokens is not None and self.overlong_buffer_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"rollout.overlong_buffer_tokens={self.overlong_buffer_tokens} is more than a response of "
+                f"rollout.max_new_tokens={self.max_new_tokens} has; lower it, or raise that"
+            )
+        return self
+
+
+class EvaluationSettings(Settings):
+    """Held-out evaluation by sampling at the rollout temperature."""
+
+    interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
+    samples_per_prompt: PositiveInt = Field(1, description="responses per held-out prompt")

@@ -1,0 +1,450 @@
+"""Sections of the settings tree (others: algorithm.py, rollout.py), their base and shared types; tree.py joins them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from slimefsdp.io.paths import NoPath, path_of, possible
+
+
+def broken_rule(rule: str, hint: str) -> PydanticCustomError:
+    """The error of a rule about one value; the setting and the value are named in front of it."""
+    return PydanticCustomError("rule", "{rule}", {"rule": rule, "hint": hint})
+
+
+MOST = 10**12
+"""The largest whole number of any setting: products of a few of them are still exact in 64 bits, or nearly so."""
+LARGEST = 1e30  # float32 holds it
+LONGEST_S = 1e9  # thirty years; system calls take no wait that is much longer
+MOST_RANKS = 100_000
+
+
+def _within_range(value: Any) -> Any:
+    if type(value) is int and abs(value) > MOST:
+        rule, hint = (f"must be at most {MOST:,}", "lower it") if value > 0 else ("must not be so low", "raise it")
+        raise broken_rule(rule, hint)
+    return value
+
+
+def _path_from_text(value: Any) -> Path:
+    try:
+        return possible(value) if isinstance(value, Path) else path_of(value)
+    except NoPath as error:
+        raise broken_rule(error.rule, error.hint) from None
+
+
+def _two_fractions(value: Any) -> tuple[float, float]:
+    is_pair = isinstance(value, list | tuple) and len(value) == 2
+    if not is_pair or not all(type(item) in (int, float) and 0 <= item < 1 for item in value):
+        raise broken_rule("must be two numbers in [0, 1)", "write them like [0.9, 0.95]")
+    return (float(value[0]), float(value[1]))
+
+
+def function_name(value: str) -> str:
+    """The value, if it has the form `module:function`. Raises the error of `broken_rule` otherwise."""
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
+    return value
+
+
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise broken_rule("must be a power of two", "choose one such as 65536")
+    return value
+
+
+def _class_names(value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) and item.isidentifier() for item in value):
+        raise broken_rule("must be a list of module class names", "write it like [Qwen3DecoderLayer, Qwen3MLP]")
+    return tuple(value)
+
+
+def _name_patterns(value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
+        raise broken_rule("must be a list of name patterns", "write it like ['model.embed_tokens.*', '*.mlp.*']")
+    return tuple(value)
+
+
+def _update_numbers(value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(type(item) is int and 1 <= item <= MOST for item in value):
+        raise broken_rule("must be a list of update numbers from 1 on", "write it like [3, 100]")
+    return tuple(value)
+
+
+def _count_or_auto(value: Any) -> Any:
+    """One answer for what would otherwise be refused twice, as a number and as a word."""
+    if value != "auto" and type(value) is not int:
+        raise broken_rule("must be a whole number, or auto", "write digits only, without quotes, or auto")
+    if value != "auto" and value < 1:
+        raise broken_rule("must be at least 1", "raise it")
+    return value if value == "auto" else _within_ranks(value)
+
+
+def _within_ranks(value: Any) -> Any:
+    if type(value) is int and value > MOST_RANKS:
+        raise broken_rule(f"must be at most {MOST_RANKS:,}", "lower it")
+    return value
+
+
+def _switch_or_name(value: Any) -> Any:
+    """YAML has written this setting as true or false."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+PathSetting = Annotated[
+    Path,
+    BeforeValidator(_path_from_text),
+    PlainSerializer(lambda path: str(path).replace("$", "$$"), return_type=str, when_used="json"),  # read back as it is
+]
+PositiveInt = Annotated[int, Field(ge=1)]
+RankCount = Annotated[PositiveInt, BeforeValidator(_within_ranks)]
+
+
+class Settings(BaseModel):
+    """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def check_integer_range(cls, value: Any) -> Any:
+        return _within_range(value)
+
+
+class RunSettings(Settings):
+    """What one run is and where it leaves its files."""
+
+    dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
+    steps: PositiveInt | None = Field(None, description="steps of the loop: rollout batches, or updates under sft")
+    seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
+    deterministic: bool = Field(
+        False,
+        description="ranks use deterministic kernels alone, an operation without one being an error, and seed every "
+        "generator by run.seed, update and data rank before a train_step; slower on CUDA",
+    )
+    export_dir: PathSetting | None = Field(None, description="write a Hugging Face folder here after the last step")
+    export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
+        "auto", description="of the tensors in run.export_dir; auto: that of the master weights"
+    )
+    wandb_project: str | None = Field(None, min_length=1, description="also log to this Weights & Biases project")
+
+    @model_validator(mode="after")
+    def check_export_dtype(self) -> RunSettings:
+        if self.export_dtype != "auto" and self.export_dir is None:
+            raise ValueError(
+                f"run.export_dtype={self.export_dtype} does nothing without run.export_dir; set that, or remove it"
+            )
+        return self
+
+
+class ModelSettings(Settings):
+    """The policy."""
+
+    path: PathSetting = Field(description="local Hugging Face folder with safetensors weights")
+    init: Literal["folder", "random"] = Field(
+        "folder",
+        description="random: draw the weights from run.seed by transformers' own rules, the same on every mesh; "
+        "model.path then needs config.json and the tokenizer alone",
+    )
+    read: Literal["every_rank", "first_rank"] = Field(
+        "every_rank",
+        description="who reads model.path and reference.path; first_rank: rank 0 reads the folder and sends each rank "
+        "its rows; the other ranks need no copy of it",
+    )
+    frozen: Annotated[tuple[str, ...], BeforeValidator(_name_patterns)] | None = Field(
+        None,
+        description="patterns like `*.mlp.*` of parameter names, as `group.describe()` lists them: these parameters "
+        "keep their values, and take no gradient and no optimiser state; null: all are trained",
+    )
+    activation_checkpointing: Annotated[Literal["none", "full", "selective"], BeforeValidator(_switch_or_name)] = Field(
+        "none",
+        description="recompute decoder layers in backward; selective: all but matrix products and attention outputs; "
+        "true is full, false none",
+    )
+    checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
+    compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
+
+    @model_validator(mode="after")
+    def check_checkpoint_every_n_layers(self) -> ModelSettings:
+        if self.activation_checkpointing == "none" and self.checkpoint_every_n_layers != 1:
+            raise ValueError(
+                f"model.checkpoint_every_n_layers={self.checkpoint_every_n_layers} does nothing with "
+                "model.activation_checkpointing=none; remove it, or choose full or selective"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_compile_with_checkpointing(self) -> ModelSettings:
+        if self.compile and self.activation_checkpointing == "selective":
+            raise ValueError(
+                "model.activation_checkpointing=selective cannot see inside the layers of model.compile=true; "
+                "use full or none, or remove model.compile"
+            )
+        return self
+
+
+class ReferenceSettings(Settings):
+    """The frozen model that KL is measured against; used only when `loss.kl_coefficient` > 0, or on request."""
+
+    path: PathSetting | None = Field(None, description="its folder; default: model.path")
+    placement: Literal["colocated", "group"] = Field(
+        "colocated", description="in the actor's processes, or a worker group of its own"
+    )
+    dp: RankCount | None = Field(
+        None, description="data ranks of its own group (placement: group); default: the actor's mesh"
+    )
+    offload: Literal["sleep", "fsdp", "none"] = Field(
+        "sleep",
+        description="where it is between uses (placement: colocated); sleep: its shards go to the host and come back "
+        "whole; fsdp: they stay there, and units are gathered from the host; none: on the device",
+    )
+    update_interval_steps: PositiveInt | None = Field(
+        None, description="it takes the policy's weights after every so many steps; null: it keeps its own"
+    )
+
+
+class MeshSettings(Settings):
+    """The device mesh (dp_replicate, dp, cp); its size is the number of ranks, cp ranks are adjacent."""
+
+    dp_replicate: RankCount = Field(
+        1, description="copies of the sharded model; gradients are summed over them, parameters sharded inside each"
+    )
+    dp: Annotated[PositiveInt | Literal["auto"], BeforeValidator(_count_or_auto)] = Field(
+        1, description="data-parallel ranks of a copy; auto: as many as the ranks started, or the cluster, leave for it"
+    )
+    cp: RankCount = Field(1, description="context-parallel ranks that share each pack")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+
+
+class AttentionSettings(Settings):
+    """How attention is computed, and how the cp ranks share it."""
+
+    strategy: Literal["auto", "ring", "ulysses", "all_gather", "ring_flash_attn"] = Field(
+        "auto",
+        description="how cp ranks exchange keys and values; auto: chosen by model and mesh, as `train` prints",
+    )
+    kernel: Literal["torch", "flash_attn"] = Field(
+        "torch", description="torch's own kernels, or the flash-attn package"
+    )
+
+
+class PrecisionSettings(Settings):
+    """Number formats. Masters are fp32 whatever the checkpoint's dtype (fp64 when computing in fp64)."""
+
+    compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = Field(
+        "bfloat16", description="parameters and activations in forward and backward"
+    )
+    reduce_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        "auto", description="in which gradients are summed over ranks; auto: that of the masters"
+    )
+    buffer_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
+        "auto", description="of rotary frequencies and the like; auto: as transformers makes them"
+    )
+    tf32: bool = Field(
+        False, description="let CUDA multiply what is float32 in TF32, faster and with 10 bits of fraction"
+    )
+    loss_scale_init: Annotated[int, Field(ge=1), AfterValidator(_power_of_two)] = Field(
+        2**16, description="float16: the loss is multiplied by this at first; a power of two, halved at each overflow"
+    )
+    loss_scale_growth_interval: PositiveInt = Field(
+        2000, description="float16: updates in a row without overflow after which the loss scale doubles"
+    )
+
+    @model_validator(mode="after")
+    def check_loss_scale(self) -> PrecisionSettings:
+        for name in ("loss_scale_init", "loss_scale_growth_interval"):
+            value = getattr(self, name)
+            if self.compute_dtype != "float16" and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"precision.{name}={value} does nothing with precision.compute_dtype={self.compute_dtype}, "
+                    "whose range needs no loss scale; remove it, or set precision.compute_dtype=float16"
+                )
+        return self
+
+
+class FsdpSettings(Settings):
+    """How parameters, gradients and optimiser state are spread over ranks and host memory."""
+
+    sharding: Literal["full", "keep_parameters", "optimizer", "replicate", "auto"] = Field(
+        "full",
+        description="full: parameters are gathered for each use; keep_parameters: they stay whole from forward to "
+        "backward; optimizer: they stay whole, and gradients too, over all micro-batches of an update, which are "
+        "summed over ranks once; replicate: every rank holds everything; auto: of the first three the one that sends "
+        "least and, by the estimate of `slimefsdp plan`, fits the memory that is free",
+    )
+    wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
+        None, description="classes of modules that are units; null: decoder layers and an untied embedding"
+    )
+    wrap_min_parameters: PositiveInt | None = Field(
+        None, description="instead: modules with so many parameters that are in no smaller unit"
+    )
+    prefetch_layers: int = Field(0, ge=0, description="units gathered ahead of their use; 0: FSDP2's own order")
+    cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
+    pin_memory: bool = Field(True, description="page-locked host memory for sleep and cpu_offload, where there is CUDA")
+
+    @model_validator(mode="after")
+    def check_fsdp_wrapping(self) -> FsdpSettings:
+        if self.wrap_layers is not None and self.wrap_min_parameters is not None:
+            raise ValueError(
+                f"fsdp.wrap_min_parameters={self.wrap_min_parameters} chooses units, and so does "
+                f"fsdp.wrap_layers={list(self.wrap_layers)}; remove one"
+            )
+        return self
+
+
+class BatchSettings(Settings):
+    """The two knobs of batch size, and what is computed once for several samples."""
+
+    samples_per_update: PositiveInt | None = Field(None, description="samples per optimiser update; null: all at once")
+    max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
+    cost_model: PathSetting | None = Field(
+        None,
+        description="file of `slimefsdp calibrate`, the same on every machine: packs and ranks are balanced by what it "
+        "measured of attention and of sending; null: by the model's dimensions",
+    )
+    share_prefixes: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="compute what samples of a pack have in common at their beginning, such as a group's prompt, once; "
+        "auto: where it saves at least 5 % of the estimated time",
+    )
+
+
+class OptimSettings(Settings):
+    """Optimiser and schedule; counted in optimiser updates, not rollouts."""
+
+    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
+    implementation: Literal["auto", "foreach", "fused"] = Field(
+        "auto",
+        description="fused: one kernel for a whole AdamW update, where foreach has one for each operation; auto: "
+        "fused for adamw, foreach for sgd",
+    )
+    lr: float = Field(1e-6, gt=0, le=LARGEST, description="peak learning rate")
+    betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
+        (0.9, 0.95), description="momentum, second moment; each in [0, 1)"
+    )
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled decay; none on norms, biases and embeddings")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
+    warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
+    total_updates: PositiveInt = Field(description="where the schedule ends")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
+    max_grad_norm: float = Field(1.0, gt=0, description="global-norm clipping")
+    max_skipped_updates: PositiveInt = Field(3, description="stop after this many non-finite gradient norms in a row")
+    log_layer_norms: bool = Field(False, description="metrics also have the gradient norm of each layer")
+
+    @model_validator(mode="after")
+    def check_warmup(self) -> OptimSettings:
+        if self.warmup_updates >= self.total_updates:
+            raise ValueError(
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
+                f"optim.total_updates={self.total_updates}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_fused_optimizer(self) -> OptimSettings:
+        if self.name == "sgd" and self.implementation == "fused":
+            raise ValueError(
+                "optim.implementation=fused has no kernel for the sharded parameters of optim.name=sgd; "
+                "use foreach, or adamw"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_schedule_floor(self) -> OptimSettings:
+        if self.schedule == "constant" and "min_lr_ratio" in self.model_fields_set:
+            raise ValueError(
+                f"optim.min_lr_ratio={self.min_lr_ratio} does nothing with optim.schedule=constant; "
+                "remove it or choose linear or cosine"
+            )
+        return self
+
+
+class CheckpointSettings(Settings):
+    """Checkpoints under `run.dir`/checkpoints."""
+
+    interval_steps: PositiveInt | None = Field(None, description="every so many steps; null: none are written")
+    keep_last: PositiveInt = Field(2, description="older ones are removed")
+    resume: bool = Field(False, description="continue from the newest verified one; an error where there is none")
+    async_save: bool = Field(
+        False,
+        description="save() returns at once: copying to host buffers, writing, hashing and the commit go on in the "
+        "background, one save at a time; the next update waits for the copy",
+    )
+
+
+class ProfileSettings(Settings):
+    """Where the time of single updates goes, and what speed is measured against."""
+
+    updates: Annotated[tuple[int, ...], BeforeValidator(_update_numbers)] | None = Field(
+        None,
+        description="updates of train_step to profile, 1 is the run's first: traces of all ranks and a table of "
+        "compute, communication and idle shares in run.dir/profile; null: none",
+    )
+    memory: bool = Field(
+        False, description="with each of them every allocation, and the peak; on CUDA a snapshot of its allocator, too"
+    )
+    peak_tflops: float | None = Field(
+        None, gt=0, description="dense TFLOP/s of one rank's device, which `mfu` is a share of; null: by its name"
+    )
+
+    @model_validator(mode="after")
+    def check_profile_memory(self) -> ProfileSettings:
+        if self.memory and self.updates is None:
+            raise ValueError("profile.memory=true does nothing without profile.updates; set that, or remove it")
+        return self
+
+
+class ClusterSettings(Settings):
+    """Ray, and how long to wait for it."""
+
+    address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
+    max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
+    launch_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="all ranks ready")
+    call_timeout_s: float = Field(
+        3600.0, gt=0, le=LONGEST_S, description="one call on all ranks, from when it begins there"
+    )
+    sync_timeout_s: float = Field(120.0, gt=0, le=LONGEST_S, description="one transfer of weights to the engines")
+    ping_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=LONGEST_S,
+        description="while a call waits: a process that does not answer a ping for so long counts as hung",
+    )
+    hang_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        le=LONGEST_S,
+        description="so does one without progress for so long and for 10 times what is usual in that activity (at most "
+        "10 times this setting more); the first time of an activity, and the launch, have as long as the call",
+    )
+    grace_s: float = Field(
+        120.0,
+        gt=0,
+        le=LONGEST_S,
+        description="after SIGTERM or SIGINT, for the end of the step and a checkpoint; then `train` ends without one. "
+        "Where the run has to go on to a later step, each has as long",
+    )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        description="how often a run replaces lost ranks and goes on from its newest checkpoint, and how often lost "
+        "engines, counted each for itself; 0: a loss ends it",
+    )

@@ -1,0 +1,316 @@
+"""The settings tree, and every rule between its sections.
+
+Read once, checked once, frozen: past `load_config` nobody asks whether a setting makes sense. Importing this file costs
+pydantic and PyYAML, never torch, so that a bad setting is answered at once.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError, model_validator
+
+from slimefsdp.config.algorithm import AlgorithmSettings
+from slimefsdp.config.loader import apply_override, read_yaml_mapping
+from slimefsdp.config.messages import config_error
+from slimefsdp.config.rollout import DataSettings, EvaluationSettings, RolloutSettings
+from slimefsdp.config.sections import (
+    AttentionSettings,
+    BatchSettings,
+    CheckpointSettings,
+    ClusterSettings,
+    FsdpSettings,
+    MeshSettings,
+    ModelSettings,
+    OptimSettings,
+    PrecisionSettings,
+    ProfileSettings,
+    ReferenceSettings,
+    RunSettings,
+)
+from slimefsdp.errors import ConfigError, short_repr, short_text
+from slimefsdp.rpc import Role
+
+
+class RunConfig(AlgorithmSettings):
+    """Everything one run is made of."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings
+    reference: ReferenceSettings = ReferenceSettings()
+    mesh: MeshSettings = MeshSettings()
+    attention: AttentionSettings = AttentionSettings()
+    precision: PrecisionSettings = PrecisionSettings()
+    fsdp: FsdpSettings = FsdpSettings()
+    batch: BatchSettings = BatchSettings()
+    optim: OptimSettings
+    data: DataSettings = DataSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    cluster: ClusterSettings = ClusterSettings()
+    profile: ProfileSettings = ProfileSettings()
+
+    @model_validator(mode="after")
+    def check_sft_settings(self) -> RunConfig:
+        if self.algorithm != "sft":
+            return self
+        given = [
+            f"{section}.{name}"
+            for section in ("rollout", "evaluation", "reference", "advantage", "loss", "correction", "critic", "data")
+            for name in sorted(getattr(self, section).model_fields_set)
+        ]
+        kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
+        kept |= {f"data.{name}" for name in ("train", "max_prompt_tokens", "overlong_prompts", "allow_changed")}
+        unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
+        if unread:
+            verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
+            raise ValueError(
+                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what}, or set algorithm=grpo"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_dpo_update_size(self) -> RunConfig:
+        per_update = self.batch.samples_per_update
+        if self.loss.policy == "dpo" and per_update is not None and per_update % 2:
+            raise ValueError(
+                f"batch.samples_per_update={per_update} is odd, and loss.policy=dpo keeps the two samples of a pair in "
+                "one update; make it even"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_full_kl_reference(self) -> RunConfig:
+        if self.loss.kl_estimator == "full" and self.reference.placement == "group":
+            raise ValueError(
+                "loss.kl_estimator=full reads the hidden states of the reference, and reference.placement=group keeps "
+                "them elsewhere; set reference.placement=colocated, or choose k3"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_reference_group_size(self) -> RunConfig:
+        if self.reference.dp is not None and self.reference.placement != "group":
+            raise ValueError(
+                f"reference.dp={self.reference.dp} is for a group of its own; set reference.placement=group, "
+                "or remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_reference_offload_requires_colocated(self) -> RunConfig:
+        if self.reference.placement == "group" and "offload" in self.reference.model_fields_set:
+            raise ValueError(
+                f"reference.offload={self.reference.offload} is for a reference beside the policy; remove it, "
+                "or set reference.placement=colocated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_reference_update_is_read(self) -> RunConfig:
+        if self.reference.update_interval_steps is not None and not self.needs_reference:
+            raise ValueError(
+                f"reference.update_interval_steps={self.reference.update_interval_steps} updates a model that "
+                "loss.kl_coefficient=0 never asks; remove it, or raise loss.kl_coefficient"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_reference_update_interval(self) -> RunConfig:
+        updates, saves = self.reference.update_interval_steps, self.checkpoint.interval_steps
+        if self.reference.placement == "group" and updates is not None and saves is not None and saves % updates:
+            raise ValueError(
+                f"checkpoint.interval_steps={saves} is no multiple of reference.update_interval_steps={updates}: no "
+                "checkpoint holds the reference of a group of its own, which equals the policy at its updates; "
+                "make it a multiple, or set reference.placement=colocated"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_sync_interval(self) -> RunConfig:
+        syncs, saves = self.rollout.sync_interval_steps, self.checkpoint.interval_steps
+        if saves is not None and saves % syncs:
+            raise ValueError(
+                f"checkpoint.interval_steps={saves} is no multiple of rollout.sync_interval_steps={syncs}: a "
+                "resumed run begins with engines of the checkpoint's weights; make it a multiple"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_cpu_offload_reference(self) -> RunConfig:
+        if self.fsdp.cpu_offload and self.reference.offload == "none":
+            raise ValueError(
+                "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_auto_dp_with_groups(self) -> RunConfig:
+        for name, group in (("reference", self.reference), ("critic", self.critic)):
+            if self.mesh.dp == "auto" and group.placement == "group" and group.dp is None:
+                raise ValueError(
+                    f"mesh.dp=auto cannot share the cluster with {name}.placement=group of the same size; "
+                    f"set {name}.dp, or mesh.dp"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def check_schedule_length(self) -> RunConfig:
+        needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
+        if needed is not None and self.optim.total_updates < needed:
+            raise ValueError(
+                f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates "
+                f"(run.steps={self.run.steps} x {self.updates_per_step} updates each); set optim.total_updates={needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_profiled_updates(self) -> RunConfig:
+        chosen = self.profile.updates
+        if chosen is not None and max(chosen) > self.optim.total_updates:
+            raise ValueError(
+                f"profile.updates={list(chosen)} goes beyond optim.total_updates={self.optim.total_updates}; "
+                "choose earlier ones"
+            )
+        if chosen is not None and self.run.dir is None:
+            raise ValueError(f"profile.updates={list(chosen)} has no folder to be written to; set run.dir")
+        return self
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples in one step of the loop: prompts x responses, or one update's under sft."""
+        if self.algorithm == "sft":
+            return self.batch.samples_per_update or 1
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser updates that one full rollout batch leads to."""
+        per_update = self.batch.samples_per_update or self.samples_per_step
+        return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
+
+    @property
+    def actor_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of the actor group. Raises ConfigError while mesh.dp is auto: see `with_ranks`."""
+        if self.mesh.dp == "auto":
+            raise ConfigError(
+                "mesh.dp=auto is not a number yet", field="mesh.dp", hint="use with_ranks(ranks), or set mesh.dp"
+            )
+        return self.mesh.dp_replicate, self.mesh.dp
+
+    @property
+    def data_ranks(self) -> int:
+        """Shares that a batch of the actor group is cut into: dp_replicate x dp."""
+        dp_replicate, dp = self.actor_mesh
+        return dp_replicate * dp
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the actor group; as `data_ranks`, not known while mesh.dp is auto."""
+        return self.data_ranks * self.mesh.cp
+
+    @property
+    def reference_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of a reference group of its own; its cp is the actor's."""
+        return self.actor_mesh if self.reference.dp is None else (1, self.reference.dp)
+
+    @property
+    def reference_ranks(self) -> int:
+        """Processes of a reference group of its own."""
+        dp_replicate, dp = self.reference_mesh
+        return dp_replicate * dp * self.mesh.cp
+
+    def with_ranks(self, ranks: int) -> RunConfig:
+        """These settings for an actor group of `ranks` processes: where mesh.dp is auto, it becomes a number.
+
+        Raises:
+            ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp.
+        """
+        if self.mesh.dp != "auto":
+            return self
+        copies = self.mesh.dp_replicate * self.mesh.cp
+        if ranks < 1 or ranks % copies:
+            raise ConfigError(
+                f"mesh.dp=auto: {ranks} ranks are no multiple of mesh.dp_replicate={self.mesh.dp_replicate} x "
+                f"mesh.cp={self.mesh.cp}",
+                field="mesh.dp",
+                hint=f"start {max(1, round(ranks / copies)) * copies} ranks, or change mesh.cp or mesh.dp_replicate",
+            )
+        mesh = self.mesh.model_copy(update={"dp": ranks // copies})
+        return self.model_copy(update={"mesh": mesh})
+
+    @property
+    def max_pack_tokens(self) -> int:
+        """Hard cap on the tokens of one pack, which the cp ranks share."""
+        return self.batch.max_tokens_per_rank * self.mesh.cp
+
+    @property
+    def critic_mesh(self) -> tuple[int, int]:
+        """(dp_replicate, dp) of the critic; its cp is the actor's."""
+        return self.actor_mesh if self.critic.dp is None else (1, self.critic.dp)
+
+    @property
+    def critic_ranks(self) -> int:
+        """Processes of a critic group of its own."""
+        dp_replicate, dp = self.critic_mesh
+        return dp_replicate * dp * self.mesh.cp
+
+    def mesh_of(self, role: Role) -> tuple[int, int]:
+        """(dp_replicate, dp) of a role."""
+        if role == "actor":
+            return self.actor_mesh
+        return self.reference_mesh if role == "ref" else self.critic_mesh
+
+    def folder_of(self, role: Role) -> tuple[Path, str]:
+        """The model folder of a role, and the setting that names it."""
+        path = {"actor": None, "ref": self.reference.path, "critic": self.critic.path}[role]
+        if path is None:
+            return self.model.path, "model.path"
+        return path, "reference.path" if role == "ref" else "critic.path"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The checked settings of one YAML file with dotted overrides (`optim.lr=1e-6`) on top.
+
+    Raises:
+        ConfigError: naming the setting, its value, the rule and the way out.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint="name a YAML file")
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
+    if not is_list or not all(isinstance(override, str) for override in overrides):
+        problem = f"overrides={short_repr(overrides)} is not a list of texts"
+        raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
+    tree = read_yaml_mapping(Path(path))
+    for override in overrides:
+        apply_override(tree, override)
+    return config_from_dict(tree)
+
+
+def config_from_dict(tree: dict[str, Any]) -> RunConfig:
+    """The checked settings of a nested dict (what a YAML file holds).
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise config_error(error.errors(include_url=False), _known_settings()) from None
+
+
+def _known_settings() -> dict[str, dict[str, bool]]:
+    """Section ("" for the top level) -> its names -> whether one must be given."""
+    models: dict[str, type[BaseModel]] = {"": RunConfig}
+    for name, info in RunConfig.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            models[name] = info.annotation
+    return {
+        section: {name: info.is_required() for name, info in model.model_fields.items()}
+        for section, model in models.items()
+    }

@@ -1,0 +1,305 @@
+"""Models between folders: Hugging Face, torch.distributed.checkpoint, and the checkpoints of a run.
+
+Each conversion is one process without Ray or a process group. It compares all names and shapes with the model of a
+config.json before it reads a tensor, holds one parameter at a time, and leaves a whole folder or none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slimefsdp.checkpoint.compatibility import architecture_of, check_identity, check_info
+from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
+from slimefsdp.checkpoint.manifest import MANIFEST
+from slimefsdp.convert.dcp import read_saved, write_dcp_folder
+from slimefsdp.convert.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
+from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
+from slimefsdp.errors import CheckpointError
+from slimefsdp.io.byte_text import byte_text
+from slimefsdp.io.safetensors_file import TensorSpec
+from slimefsdp.models.build import build_policy
+from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
+from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
+from slimefsdp.models.load_weights import TIED_HEAD, OpenTensors, check_tensor_names
+from slimefsdp.models.policy import PolicyModel
+
+Note = Callable[[str], None]  # receives progress, a line at a time
+# components of keys under which trainers keep what is no weight of the model
+_TRAINING_STATE = re.compile(
+    r"(.*\.)?(optim\w*|\w*scheduler\w*|exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer|step)(\..*)?"
+)
+_NOTED_EVERY_BYTES = 1 << 30
+
+
+def hugging_face_to_dcp(source: ModelFolder, target: Path, note: Note) -> list[TensorSpec]:
+    """Writes a folder's weights for `torch.distributed.checkpoint.load`; returns what was written.
+
+    The keys are those of the model's `state_dict()` in transformers: experts of a layer are one tensor, and a head tied
+    to the embedding is there under both names.
+
+    Raises:
+        ModelError: the folder does not hold the model of its config.json. CheckpointError: `target` is taken, or the
+            disk refused.
+    """
+    policy = build_policy(source, torch.float32)
+    check_tensor_names(policy, source)
+    parts = {
+        name: stored_parts(source.model_type, name, parameter.shape, source.tensors)
+        for name, parameter in policy.named_weights()
+    }
+    with OpenTensors(source.tensors) as files:
+        specs = _specs(policy, parts, {part.name: files.dtype(part.name) for held in parts.values() for part in held})
+
+        def read(part: Part) -> torch.Tensor:
+            tensor = torch.empty(part.shape, dtype=files.dtype(part.name))
+            files.read(part.name, 0, tensor.view(-1))
+            return tensor
+
+        embedding = _embedding_name(policy)
+        if embedding is not None:
+            head = next(spec for spec in specs if spec.name == embedding)
+            if TIED_HEAD in source.tensors:
+                _require_tied(read(Part(TIED_HEAD, head.shape)), _assembled(head, parts[embedding], read), source.path)
+            specs = [*specs, TensorSpec(TIED_HEAD, head.dtype, head.shape)]
+            parts[TIED_HEAD] = parts[embedding]
+        progress, by_name = _Progress(len(specs), note), {spec.name: spec for spec in specs}
+
+        def tensor_of(name: str) -> torch.Tensor:
+            progress.count(by_name[name])
+            return _assembled(by_name[name], parts[name], read)
+
+        write_dcp_folder(target, specs, tensor_of)
+    return specs
+
+
+def dcp_to_hugging_face(
+    source: Path, target: Path, like: ModelFolder, *, dtype: str | None, note: Note
+) -> list[TensorSpec]:
+    """Writes the model in a DCP folder as a Hugging Face folder; returns what was read.
+
+    The keys are the model's names, or all have one prefix before them. Experts may be one tensor a layer, or apart.
+
+    Args:
+        like: has config.json and the tokenizer; its weights are not looked at.
+        dtype: a name in `EXPORT_DTYPES`; None keeps each tensor's own.
+
+    Raises:
+        CheckpointError: the folder is not sound, does not hold that model, or `target` is taken.
+    """
+    folder = read_dcp_folder(source)
+    policy = build_policy(like, torch.float32)
+    prefix = _prefix(folder, policy)
+    stored = {key.removeprefix(prefix): saved for key, saved in folder.tensors.items() if key.startswith(prefix)}
+    parts = {
+        name: stored_parts(like.model_type, name, parameter.shape, stored) for name, parameter in policy.named_weights()
+    }
+    embedding = _embedding_name(policy)
+    wanted = {part.name: part.shape for held in parts.values() for part in held}
+    if embedding is not None and TIED_HEAD in stored:
+        wanted[TIED_HEAD] = parts[embedding][0].shape
+    _check_tensors(folder, prefix, stored, wanted, like.model_type)
+    specs = _specs(policy, parts, {name: saved.dtype for name, saved in stored.items()})
+    passed_over = len(folder.tensors) + len(folder.others) - len(wanted)
+    if passed_over:
+        note(f"passed over {passed_over} entries that are no weights of the model")
+
+    def read(part: Part) -> torch.Tensor:
+        return read_saved(stored[part.name])
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        progress = _Progress(len(specs), note)
+        for spec in specs:
+            progress.count(spec)
+            tensor = _assembled(spec, parts[spec.name], read)
+            if spec.name == embedding and TIED_HEAD in stored:
+                _require_tied(read_saved(stored[TIED_HEAD]), tensor, source)
+            yield spec.name, tensor
+            del tensor
+
+    write_model_folder(target, specs, tensors(), like, dtype=dtype)
+    return specs
+
+
+def checkpoint_to_hugging_face(
+    source: Path, target: Path, like: Path | None, *, dtype: str | None, note: Note
+) -> list[TensorSpec]:
+    """Writes the model of a run's checkpoint as a Hugging Face folder; returns what was read.
+
+    Args:
+        source: as `find_checkpoint`; all of it is verified before anything is read.
+        like: has config.json and the tokenizer; None: the model.path of the run.
+        dtype: a name in `EXPORT_DTYPES`; None: that of the master weights.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, it does not hold that model, or `target` is taken. ModelError:
+            `like` is no model folder.
+    """
+    folder, manifest, skipped = find_checkpoint(source)
+    for error in skipped:
+        note(f"passed over: {error.message}")
+    note(f"reading {folder}")
+    if like is None:
+        settings = manifest.info.get("config")
+        path = settings.get("model", {}).get("path") if isinstance(settings, dict) else None
+        if not isinstance(path, str):
+            raise CheckpointError(f"{folder} does not say which model it is of", field="--like", hint="give --like")
+        like = Path(path)
+    model = read_model_folder(like, field="--like", with_weights=False)
+    check_info(manifest.info, folder / MANIFEST)
+    _require_same_model(manifest.info["identity"].get("config.json", {}), model, folder / MANIFEST, note)
+    policy, saved = build_policy(model, torch.float32), SavedWeights(folder)
+    wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}
+    held = {name: spec.shape for name, spec in saved.specs.items()}
+    _check_names(folder, wanted, held, surplus=held.keys() - wanted.keys())
+    specs = [saved.specs[name] for name in wanted]
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        progress = _Progress(len(specs), note)
+        for spec in specs:
+            progress.count(spec)
+            yield spec.name, saved.read(spec.name)
+
+    write_model_folder(target, specs, tensors(), model, dtype=dtype)
+    return specs
+
+
+def _require_same_model(saved: dict[str, Any], model: ModelFolder, file: Path, note: Note) -> None:
+    """Equal shapes do not make an equal model: rope_theta, norms and windows are compared too."""
+    own = architecture_of(model.config)
+    both = saved.keys() & own.keys()
+    check_identity({name: saved[name] for name in both}, {name: own[name] for name in sorted(both)}, file)
+    if one_sided := sorted(saved.keys() ^ own.keys()):  # by another release of transformers, which knows other defaults
+        note(f"not compared, since one of the two configurations lacks them: {', '.join(one_sided)}")
+
+
+def _embedding_name(policy: PolicyModel) -> str | None:
+    """The parameter that a tied head is; None where the head is one of its own."""
+    if not policy.has_tied_embeddings:
+        return None
+    embedding = policy.hf.get_input_embeddings().weight
+    return next(name for name, parameter in policy.named_weights() if parameter is embedding)
+
+
+def _specs(policy: PolicyModel, parts: dict[str, list[Part]], dtypes: dict[str, torch.dtype]) -> list[TensorSpec]:
+    """The model's parameters, each in a dtype that holds all parts of it."""
+    specs = []
+    for name, parameter in policy.named_weights():
+        dtype = dtypes[parts[name][0].name]
+        for part in parts[name][1:]:
+            dtype = torch.promote_types(dtype, dtypes[part.name])
+        specs.append(TensorSpec(name, dtype, tuple(parameter.shape)))
+    return specs
+
+
+def _assembled(spec: TensorSpec, parts: Sequence[Part], read: Callable[[Part], torch.Tensor]) -> torch.Tensor:
+    """A parameter from its parts, read one after the other."""
+    if parts[0].expert is None:
+        return read(parts[0])
+    whole = torch.empty(spec.shape, dtype=spec.dtype)
+    for part in parts:
+        whole[part.expert, part.start : part.end].copy_(read(part))
+    return whole
+
+
+def _require_tied(head: torch.Tensor, embedding: torch.Tensor, path: Path) -> None:
+    if not torch.equal(head.to(embedding.dtype), embedding):
+        raise CheckpointError(
+            f"{path}: tensor {TIED_HEAD!r} differs from the embedding, but config.json says tie_word_embeddings=true",
+            field="path",
+            hint="use the config.json it was trained with",
+        )
+
+
+def _prefix(folder: DcpFolder, policy: PolicyModel) -> str:
+    """What stands before the model's names in the keys; nothing, where one of them is a key as it is.
+
+    Raises:
+        CheckpointError: more than one prefix would do.
+    """
+    names = [name for name, _ in policy.named_weights() if ".experts." not in name]
+    last = names[-1]
+    found = {
+        key.removesuffix(last)
+        for key in folder.tensors
+        if (key == last or key.endswith(f".{last}")) and not _TRAINING_STATE.fullmatch(key)
+    }
+    found = {prefix for prefix in found if all(prefix + name in folder.tensors for name in names)} or found
+    if "" in found or not found:
+        return ""
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{folder.path} holds several models, under {', '.join(map(repr, sorted(found)))}",
+            field="path",
+            hint="save the one you want into a folder of its own",
+        )
+    return found.pop()
+
+
+def _check_tensors(
+    folder: DcpFolder,
+    prefix: str,
+    stored: dict[str, SavedTensor],
+    wanted: dict[str, tuple[int, ...]],
+    model_type: str,
+) -> None:
+    """Whether the folder holds what is wanted, in a dtype of weights, and under the prefix nothing else of a model."""
+    held = {name: saved.shape for name, saved in stored.items() if not _TRAINING_STATE.fullmatch(name)}
+    surplus = {name for name in held if name not in wanted and not is_no_weight(model_type, name)}
+    _check_names(folder.path, wanted, held, surplus, prefix)
+    for name in wanted:
+        if stored[name].dtype not in EXPORT_DTYPES.values():
+            problem = f"{folder.path}: tensor {prefix + name!r} is {stored[name].dtype}"
+            raise CheckpointError(problem, field="path", hint=f"convert it to one of {', '.join(EXPORT_DTYPES)}")
+
+
+def _check_names(
+    path: Path,
+    wanted: dict[str, tuple[int, ...]],
+    held: dict[str, tuple[int, ...]],
+    surplus: set[str],
+    prefix: str = "",
+) -> None:
+    missing = [name for name in wanted if name not in held]
+    problems = [
+        f"{what} {prefix + names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for what, names in (("lacks", missing), ("has, beyond the model,", sorted(surplus)))
+        if names
+    ]
+    for name, shape in wanted.items():
+        if name in held and held[name] != shape:
+            problems.append(
+                f"has {prefix + name!r} of shape {list(held[name])}, where config.json implies {list(shape)}"
+            )
+            break
+    if problems:
+        raise CheckpointError(
+            f"{path} {'; '.join(problems)}",
+            field="path",
+            hint="check that config.json belongs to these weights; the keys are the model's names, or all have one "
+            "prefix",
+        )
+
+
+@dataclass
+class _Progress:
+    """Says now and then how far a stream of parameters has come."""
+
+    total: int  # tensors
+    note: Note
+    tensors: int = 0
+    nbytes: int = 0
+    noted: int = 0
+
+    def count(self, spec: TensorSpec) -> None:
+        """The parameter comes next."""
+        self.tensors += 1
+        self.nbytes += spec.nbytes
+        if self.nbytes - self.noted >= _NOTED_EVERY_BYTES:
+            self.noted = self.nbytes
+            self.note(f"{self.tensors} of {self.total} tensors, {byte_text(self.nbytes)}")

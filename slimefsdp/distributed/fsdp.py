@@ -1,0 +1,219 @@
+"""How a model is sharded by FSDP2: its units, dtypes and places, with FSDP's own averaging switched off.
+
+A unit's parameters are gathered only inside its forward and backward, so it must be a module that the model calls. The
+root, which is not listed, keeps what is in no unit: the final norm, the head, and an embedding tied to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from slimefsdp.distributed.activation_checkpointing import Recompute, compile_layers, recompute_layers
+from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.errors import ConfigError
+
+if TYPE_CHECKING:  # a name for mypy only: models lie above this package
+    from slimefsdp.models.base import DecoderModel
+
+
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """What `parallelize` does to a model; the settings of `fsdp`, `precision` and `model` as values."""
+
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype  # of parameters, gradients and optimiser state
+    reduce_dtype: torch.dtype | None = None  # in which gradients are summed over ranks; None: master_dtype
+    buffer_dtype: torch.dtype | None = None  # None: as the model makes them
+    keep_parameters: bool = False  # whole from forward to backward; see also `gradients_summed_once`
+    wrap_layers: Sequence[str] | None = None  # see `choose_units`
+    wrap_min_parameters: int | None = None
+    prefetch_layers: int = 0  # units gathered ahead of their use; 0: FSDP's own order
+    cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
+    pin_memory: bool = False
+    recompute: Recompute = "none"
+    recompute_every: int = 1  # the first of every so many layers
+    compile: bool = False
+
+
+def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderModel:
+    """Prepares the layers and shards the policy over the mesh, in place; its parameters may have no memory yet.
+
+    The order matters: a compiled layer may be recomputed, and sharding comes last, around both.
+
+    Raises:
+        ConfigError: a unit's class has no module.
+    """
+    if how.compile:
+        compile_layers(policy.decoder_layers())
+    recompute_layers(policy.decoder_layers(), how.recompute, how.recompute_every)
+    apply_fsdp(policy, mesh.fsdp, how)
+    return policy
+
+
+def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None:
+    """Shards the policy over a mesh (shard) or (replicate, shard), in place.
+
+    Outside the units, the root holds everything else (final norm, head), whose forward is the only place where the
+    head's weight is whole. Gradients are summed over all ranks: the loss's weights alone own normalisation.
+    """
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if how.compute_dtype == how.master_dtype else how.compute_dtype,
+        reduce_dtype=how.reduce_dtype or how.master_dtype,
+    )
+    offload = CPUOffloadPolicy(pin_memory=how.pin_memory) if how.cpu_offload else OffloadPolicy()
+    units = choose_units(policy, wrap_layers=how.wrap_layers, min_parameters=how.wrap_min_parameters)
+    for unit in reversed(units):  # inner ones first: an outer unit holds what they have left
+        fully_shard(
+            unit, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=not how.keep_parameters
+        )
+    # by default the root stays whole from forward to backward, where it is the first that is needed
+    fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
+            module.set_force_sum_reduction_for_comms(True)
+    if how.prefetch_layers:
+        _prefetch(policy, units, how.prefetch_layers)
+
+
+def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
+    """While a unit computes, the next `depth` ones in forward, or previous ones in backward, are gathered."""
+    order: list[FSDPModule] = [module for module in (root, *units) if isinstance(module, FSDPModule)]
+    for index, unit in enumerate(order):
+        # backward begins at the root and ends with the first unit
+        before = order[max(1, index - depth) : index] if index else order[1:][-depth:]
+        unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+        unit.set_modules_to_backward_prefetch(before[::-1])
+
+
+@contextmanager
+def gradients_summed_once(policy: nn.Module) -> Iterator[Callable[[bool], None]]:
+    """Collective: inside, gradients add up unsharded on each rank until the last micro-batch, where ranks sum them.
+
+    So a rank holds all gradients, in the dtype that they are summed in. With `keep_parameters` parameters are gathered
+    once, too, and stay whole until then. Every rank runs the same number of micro-batches, so the last is the same
+    one everywhere. After an error see `abandon_update`.
+
+    Yields:
+        What to call before each micro-batch, with whether it is the last.
+    """
+    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+    def begin(is_last: bool) -> None:
+        for module in modules:
+            module.set_requires_gradient_sync(is_last, recurse=False)
+            module.set_reshard_after_backward(is_last, recurse=False)
+
+    try:
+        yield begin
+    finally:
+        begin(True)
+
+
+def abandon_update(policy: nn.Module) -> None:
+    """After an error in a forward or backward pass: drops all gradients, so that the next pass begins an update anew.
+
+    FSDP takes itself to be inside of the failed backward still, and would leave the next one's gradients unsummed.
+    """
+    assert isinstance(policy, FSDPModule)
+    if hasattr(policy, "reset_iter_state"):  # from torch 2.13 on
+        policy.reset_iter_state()
+    else:
+        policy._get_fsdp_state()._state_ctx.post_backward_final_callback_queued = False
+    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for parameter in (p for module in modules for group in parameter_groups(module) for p in group.fsdp_params):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+    reshard(policy)
+    for sharded in policy.parameters():
+        sharded.grad = None
+
+
+def reshard(policy: nn.Module) -> None:
+    """Frees every gathered parameter, and finishes gathers under way: whoever changes the shards must not be outrun.
+
+    A unit that was prefetched and then not called would otherwise begin its next forward with what was gathered before.
+    """
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            for group in parameter_groups(module):
+                group.wait_for_unshard()
+            module.reshard()
+
+
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """torch's own record of a unit's parameters; torch 2.13 keeps a list of them, earlier versions at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def choose_units(
+    policy: DecoderModel, *, wrap_layers: Sequence[str] | None = None, min_parameters: int | None = None
+) -> list[nn.Module]:
+    """The units, outer ones before those inside them, otherwise in the order in which the model registers them.
+
+    Args:
+        wrap_layers: class names; all modules of these classes are units.
+        min_parameters: instead, modules with at least so many parameters that are in no smaller unit.
+            Neither: decoder layers, and the embedding unless it is tied to the head.
+
+    Raises:
+        ConfigError: a class of `wrap_layers` has no module here; the candidates are named.
+    """
+    candidates = _candidates(policy)
+    if wrap_layers is not None:
+        known = {_class_name(module) for module in candidates}
+        for name in wrap_layers:
+            if name not in known:
+                raise ConfigError(
+                    f"fsdp.wrap_layers names {name}, and no module of this {policy.hf.config.model_type} model "
+                    "that can be a unit is one",
+                    field="fsdp.wrap_layers",
+                    hint=f"use some of {', '.join(sorted(known))}",
+                )
+        return [module for module in candidates if _class_name(module) in wrap_layers]
+    if min_parameters is not None:
+        chosen: set[nn.Module] = set()
+        _choose_by_size(policy.hf.get_decoder(), set(candidates), min_parameters, chosen)
+        return [module for module in candidates if module in chosen]
+    chosen = {*policy.decoder_layers(), policy.hf.get_input_embeddings()}
+    return [module for module in candidates if module in chosen]
+
+
+def _candidates(policy: DecoderModel) -> list[nn.Module]:
+    """Modules with parameters that the decoder calls, in its order; a list of modules is never called."""
+    decoder = policy.hf.get_decoder()
+    in_root = {decoder, policy.hf.get_input_embeddings()} if policy.has_tied_embeddings else {decoder}
+    return [
+        module
+        for module in decoder.modules()
+        if module not in in_root
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        and any(True for _ in module.parameters())
+    ]
+
+
+def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, chosen: set[nn.Module]) -> int:
+    """Adds to `chosen` from the inside out; returns the parameters of `module` that are in no unit."""
+    rest = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+    rest += sum(_choose_by_size(child, candidates, least, chosen) for child in module.children())
+    if module in candidates and rest >= least:
+        chosen.add(module)
+        return 0
+    return rest
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__

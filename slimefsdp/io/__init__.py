@@ -1,0 +1,1 @@
+"""Files: strict JSON, locks, whole folders or none, safetensors checked before they are read."""

@@ -1,0 +1,129 @@
+"""Files that are on disk when a call returns, with a checksum file (`.sha256`) beside each, and strict JSON in them.
+
+Every writer hashes a file as it writes it, so that nobody rereads it for its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimefsdp.errors import CheckpointError
+from slimefsdp.io.strict_json import is_deeper, parse_json
+
+MAX_JSON_BYTES = 64 << 20  # far above any honest index; keeps an altered file from filling the memory
+MAX_DEPTH = 64  # of JSON; deeper nesting fails in one library after another, each in its own way
+SIDECAR = ".sha256"
+CHECKSUM_LINE = re.compile(r"([0-9a-f]{64}) (\d+)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What a finished file holds: sha256 in hex, and its size."""
+
+    sha256: str
+    bytes: int
+
+
+@contextmanager
+def io_reported(path: Path, call: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a CheckpointError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or path}: {error.strerror or error}",
+            field="run.dir",
+            hint="check that the folder exists for every rank, is writable and has free space",
+            call=call,
+        ) from error
+
+
+def json_bytes(value: Any, what: str) -> bytes:
+    """`value` as strict JSON; CheckpointError if it would not come back equal (NaN, tuples, integer keys, tensors)."""
+    if is_deeper(value, MAX_DEPTH):
+        raise CheckpointError(
+            f"{what} is nested more than {MAX_DEPTH} deep", field=what, hint="keep it flat: lists and dicts of values"
+        )
+    try:
+        text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+        survives = json.loads(text) == value
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not JSON: {error}", field=what, hint="pass plain JSON values") from error
+    if not survives:
+        raise CheckpointError(f"{what} changes when read back from JSON", field=what, hint="use lists and string keys")
+    if len(raw := text.encode()) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{what} is {len(raw)} bytes of JSON, {MAX_JSON_BYTES} are the limit",
+            field=what,
+            hint="keep large data in files of its own, and their names here",
+        )
+    return raw
+
+
+def read_json(path: Path) -> tuple[Any, bytes]:
+    """The parsed file and its bytes; CheckpointError if it is missing, over MAX_JSON_BYTES, or not strictly JSON."""
+    with io_reported(path, "load"):
+        # lstat: a link could lead out of the folder, a pipe would block
+        if not stat.S_ISREG(path.lstat().st_mode) or path.stat().st_size > MAX_JSON_BYTES:
+            raise damaged(path, f"is not a plain file of at most {MAX_JSON_BYTES} bytes")
+        raw = path.read_bytes()
+    try:
+        return parse_json(raw), raw
+    except ValueError as error:
+        raise damaged(path, f"is not JSON ({error})") from error
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write the file and wait until the disk has it."""
+    path.unlink(missing_ok=True)  # what is there may be a link that leads elsewhere
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_with_checksum(path: Path, data: bytes) -> None:
+    """Write the file, wait until the disk has it, and leave its checksum beside it."""
+    write_synced(path, data)
+    write_checksum(path, Checksum(hashlib.sha256(data).hexdigest(), len(data)))
+
+
+def write_checksum(path: Path, checksum: Checksum) -> None:
+    """Leave the digest and size of a file that the disk has beside it, for `write_manifest`."""
+    # not synced: it is gone before the folder becomes a checkpoint
+    path.with_name(path.name + SIDECAR).write_text(f"{checksum.sha256} {checksum.bytes}\n")
+
+
+def whole(value: Any) -> int:
+    """A size or count that JSON holds; ValueError if it is none."""
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.100} is no whole number from 0 to 2^63")
+    return value
+
+
+def damaged(path: Path, problem: str) -> CheckpointError:
+    """The error that a file of the store is not what was saved."""
+    return CheckpointError(
+        f"{path} {problem}",
+        field=path.name,
+        hint="load another checkpoint, or restore this one from a copy",
+        call="load",
+    )

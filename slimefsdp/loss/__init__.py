@@ -1,1 +1,0 @@
-"""Pure losses: tensors in, tensors out. One other function, in `reduce.py`, owns normalisation."""

@@ -1,0 +1,184 @@
+"""The sizes of a model that decide what a token costs, read from config.json alone: no weight, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from slimefsdp.errors import ModelError
+
+# what transformers assumes where config.json says nothing
+_TIED_BY_DEFAULT = ("gpt2", "gemma2", "gemma3_text")
+# architectures with windows: transformers' default, and whether it is layer_types that say which layers have one
+_WINDOWS: dict[str, tuple[int | None, bool]] = {
+    "qwen2": (4096, True),
+    "qwen3": (4096, True),
+    "qwen3_moe": (4096, False),
+    "mistral": (4096, False),
+    "mixtral": (None, False),
+    "phi3": (None, False),
+    "gemma2": (4096, True),
+    "gemma3_text": (4096, True),
+    "gpt_oss": (128, True),
+}
+# norms of a layer beside the two that every decoder has, and those of queries and keys; they only cost memory
+_FOUR_NORMS = ("gemma2", "gemma3_text", "glm4")
+_HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
+_EVERY_SO_MANY_LAYERS_WHOLE = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # the layers between see a window
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes of a decoder. Biases and norms are left out: below 0.1 % of a model of useful size."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int  # rows of the MLP; of one expert in a mixture
+    vocab: int
+    mlp_matrices: int = 3  # gate, up, down; 2 without a gate
+    experts: int = 1
+    active_experts: int = 1  # per token
+    window: int = 0  # tokens that a windowed layer sees; 0: no layer is windowed
+    windowed_layers: int = 0
+    positions: int = 0  # rows of a learned position embedding
+    is_tied: bool = False  # the head is the embedding
+    norms_per_layer: int = 2  # of hidden states
+    has_head_norms: bool = False  # queries and keys are normed
+
+    @property
+    def attention_parameters(self) -> int:
+        return 2 * self.hidden * (self.heads + self.kv_heads) * self.head_dim
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.mlp_matrices * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        return self.attention_parameters + self.experts * self.expert_parameters + router
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        embeddings = self.embedding_parameters * (1 if self.is_tied else 2) + self.positions * self.hidden
+        return self.layers * self.layer_parameters + embeddings
+
+    @property
+    def root_parameters(self) -> int:
+        """Of the FSDP unit with the head, which is the embedding where they are tied."""
+        return self.embedding_parameters + self.positions * self.hidden
+
+    @property
+    def embedding_unit_parameters(self) -> int:
+        """Of the embedding's own FSDP unit; 0 where it is tied to the head."""
+        return 0 if self.is_tied else self.embedding_parameters
+
+    def trained_parameters(self, frozen: Sequence[str] = ()) -> int:
+        """Parameters that `model.frozen` leaves to train, by the names that most decoders give their matrices.
+
+        Args:
+            frozen: shell-style patterns; one that matches none of these names freezes nothing here.
+        """
+        keys = self.hidden * self.kv_heads * self.head_dim
+        queries = self.hidden * self.heads * self.head_dim
+        sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+        sizes["self_attn.o_proj"] = queries
+        if self.experts > 1:
+            up, down = self.experts * self.expert_parameters * 2 // 3, self.experts * self.expert_parameters // 3
+            sizes |= {"mlp.gate": self.hidden * self.experts, "mlp.experts.gate_up_proj": up}
+            sizes["mlp.experts.down_proj"] = down
+        else:
+            names = ("gate_proj", "up_proj", "down_proj")[-self.mlp_matrices :]
+            sizes |= {f"mlp.{name}": self.hidden * self.intermediate for name in names}
+
+        def is_frozen(*names: str) -> bool:
+            written = [f"{name}{end}" for name in names for end in (".weight", "")]
+            return any(fnmatchcase(name, pattern) for name in written for pattern in frozen)
+
+        trained = sum(
+            size
+            for layer in range(self.layers)
+            for name, size in sizes.items()
+            if not is_frozen(f"model.layers.{layer}.{name}")
+        )
+        embedding, head = ("model.embed_tokens",), ("lm_head",)
+        for names in (embedding + head,) if self.is_tied else (embedding, head):
+            trained += 0 if is_frozen(*names) else self.embedding_parameters
+        return trained + (0 if is_frozen("transformer.wpe") else self.positions * self.hidden)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, field: str = "model.path") -> ModelSpec:
+        """The dimensions that a config.json states, under the names that transformers' decoders use.
+
+        Raises:
+            ModelError: a size is missing or no positive integer.
+        """
+
+        def size(*names: str, default: int | None = None) -> int:
+            value = next((config[name] for name in names if config.get(name) is not None), default)
+            if type(value) is not int or value < 1:
+                raise ModelError(
+                    f"config.json has {names[0]} = {value!r}, where a positive integer is needed",
+                    field=field,
+                    hint="restore the model's own config.json",
+                )
+            return value
+
+        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+        layers = size("num_hidden_layers", "n_layer")
+        experts = size("num_local_experts", "num_experts", default=1)
+        is_gpt2 = config.get("model_type") == "gpt2"
+        inner = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size", "n_inner")
+        windowed = windowed_layers(config, layers)
+        tied = config.get("tie_word_embeddings")
+        return cls(
+            hidden=hidden,
+            layers=layers,
+            heads=heads,
+            kv_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=max(1, hidden // heads)),
+            intermediate=size(*inner, default=4 * hidden if is_gpt2 else None),
+            vocab=size("vocab_size"),
+            mlp_matrices=2 if is_gpt2 else 3,
+            experts=experts,
+            active_experts=size("num_experts_per_tok", default=1) if experts > 1 else 1,
+            window=size("sliding_window", default=_WINDOWS[str(config["model_type"])][0]) if windowed else 0,
+            windowed_layers=windowed,
+            positions=size("n_positions", default=1024) if is_gpt2 else 0,
+            is_tied=config.get("model_type") in _TIED_BY_DEFAULT if tied is None else bool(tied),
+            norms_per_layer=4 if config.get("model_type") in _FOUR_NORMS else 2,
+            has_head_norms=config.get("model_type") in _HEAD_NORMS,
+        )
+
+
+def windowed_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers see a sliding window, by a config.json as written or as transformers completed it."""
+    model_type = str(config.get("model_type"))
+    if model_type not in _WINDOWS:  # the others read no window, whatever their config.json says
+        return 0
+    default, by_layer_types = _WINDOWS[model_type]
+    switched_on = config.get("use_sliding_window", False) if model_type.startswith("qwen") else True
+    if config.get("sliding_window", default) is None or not switched_on:
+        return 0
+    if not by_layer_types:
+        return layers
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return kinds.count("sliding_attention")
+    if "max_window_layers" in config:  # Qwen: the layers from here on
+        first = config["max_window_layers"]
+        return max(0, layers - first) if type(first) is int else layers
+    pattern = config.get("sliding_window_pattern")
+    is_count = type(pattern) is int and pattern > 0
+    whole_every = pattern if is_count else _EVERY_SO_MANY_LAYERS_WHOLE.get(model_type)
+    return layers - layers // whole_every if whole_every else layers

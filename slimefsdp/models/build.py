@@ -1,0 +1,236 @@
+"""From a Hugging Face folder to a sharded model, each rank holding only the slices it keeps.
+
+The model is built without memory for its parameters, sharded, given memory for the local shards, and filled straight
+from the safetensors files, or drawn at random where that is asked for. Buffers (rotary frequencies, embedding scales)
+are never built empty: they are computed for real and survive.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.attention.hf_interface import register_attention
+from slimefsdp.attention.select import AttentionShape
+from slimefsdp.distributed.activation_checkpointing import require_compiler
+from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.fsdp import Parallelism, parallelize
+from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.errors import ModelError
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
+from slimefsdp.models.load_weights import ReadBy, check_tensor_names, local_shard, read_weights
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.random_init import draw_weights
+
+AnyModel = TypeVar("AnyModel", bound=DecoderModel)
+
+# noise that training adds on purpose: a ratio of two policies would measure it
+_NOISE = re.compile(r"\w*dropout\w*|\w*_pdrop|router_jitter_noise")
+
+
+def load_model(
+    kind: type[AnyModel],
+    folder: ModelFolder,
+    mesh: Mesh,
+    how: Parallelism,
+    *,
+    attention_for: Callable[[AttentionShape], Attention] | None = None,
+    random_seed: int | None = None,
+    frozen: Sequence[str] = (),
+    read_by: ReadBy = "every_rank",
+) -> AnyModel:
+    """Collective: the folder's model, sharded over the mesh, its weights loaded.
+
+    Args:
+        kind: PolicyModel or ValueModel, whose head is 0 where the folder holds none.
+        how: dtypes, units, places, recomputation.
+        attention_for: makes the model's attention, or refuses the model; None: that of one rank a pack.
+        random_seed: draw the weights from it instead, the same on every mesh; None: read them.
+        frozen: patterns of `DecoderModel.freeze`.
+        read_by: first_rank: rank 0 alone opens files of the folder, and sends the others their rows.
+
+    Raises:
+        ModelError: on every rank alike; the folder cannot be loaded faithfully.
+        ConfigError: as `parallelize` and `DecoderModel.freeze`; or what `how` asks for needs a compiler that some rank
+            lacks.
+    """
+    built: list[AnyModel] = []
+
+    def build() -> None:  # every rank reads its own copy of the folder, and copies differ
+        if how.compile:
+            require_compiler(mesh.device)
+        built.append(build_model(kind, folder, how.master_dtype))
+        if attention_for is not None:
+            built[0].attention = attention_for(built[0].attention_shape())
+        if random_seed is None:
+            check_tensor_names(built[0], folder)
+        built[0].freeze(frozen)
+
+    run_together(build, mesh.group)
+    (model,) = built
+    parallelize(model, mesh, how)
+    host = torch.device("cpu")
+    materialise(model, mesh.device, host if how.cpu_offload else None, buffer_dtype=how.buffer_dtype)
+    if random_seed is None:
+        read_weights(model, folder, mesh.group, device=mesh.device, read_by=read_by)
+    else:
+        draw_weights(model, build_model(kind, folder, torch.float32), random_seed)
+    _zero_what_no_folder_holds(model, folder)
+    return model
+
+
+load_policy = partial(load_model, PolicyModel)
+
+
+def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.dtype) -> AnyModel:
+    """The model of a folder, its parameters on the meta device in `master_dtype`, its buffers real.
+
+    Args:
+        kind: PolicyModel or ValueModel.
+
+    Raises:
+        ModelError: an architecture or feature that cannot be trained faithfully here.
+    """
+    config = _supported_config(folder)
+    attention, experts = register_attention(), _experts_implementation(master_dtype)
+    try:
+        with _parameters_on_meta():
+            hf = AutoModelForCausalLM.from_config(
+                config,
+                trust_remote_code=False,
+                dtype=master_dtype,
+                attn_implementation=attention,
+                experts_implementation=experts,
+            )
+    except Exception as error:  # not every release checks the values when it reads them
+        raise _unusable_config(folder, error) from error
+    hf.tie_weights()
+    model = kind(hf)
+    return model.train()  # there is no noise left that the mode could switch on
+
+
+build_policy = partial(build_model, PolicyModel)
+
+
+@torch.no_grad()
+def _zero_what_no_folder_holds(model: DecoderModel, folder: ModelFolder) -> None:
+    held = {name for name, _ in model.weights_in(folder.tensors)}
+    for name, parameter in model.named_weights():
+        if name not in held:
+            local_shard(parameter).zero_()
+
+
+def materialise(
+    model: DecoderModel,
+    device: torch.device,
+    parameters_on: torch.device | None = None,
+    *,
+    buffer_dtype: torch.dtype | None = None,
+) -> None:
+    """Gives every (sharded) parameter memory on `device`; buffers move there with their values; ties stay tied.
+
+    Args:
+        parameters_on: another device for the parameters alone.
+        buffer_dtype: of floating-point buffers; None: as the model made them.
+    """
+    # under every name, also where two share a tensor: to_empty parts them, as it does tied parameters
+    buffers = {
+        name: buffer.to(device, buffer_dtype if buffer.is_floating_point() else None)
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+    }
+    tied = model.has_tied_embeddings
+    model.to_empty(device=parameters_on or device)
+    for name, buffer in buffers.items():
+        module, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(module), own_name, buffer)
+    if tied:
+        model.hf.get_output_embeddings().weight = model.hf.get_input_embeddings().weight
+
+
+def _supported_config(folder: ModelFolder) -> PretrainedConfig:
+    check_architecture(folder)
+    try:
+        # not from folder.path, which only rank 0 may have; and not by its class, which transformers decides on
+        with TemporaryDirectory() as copy:
+            (Path(copy) / "config.json").write_text(json.dumps(folder.config))
+            config = AutoConfig.from_pretrained(copy, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise _unusable_config(folder, error) from error
+    refuse_unpackable(config.to_dict(), folder.path / "config.json")  # also what transformers filled in
+    _switch_noise_off(config)
+    return config
+
+
+def _experts_implementation(dtype: torch.dtype) -> str | None:
+    """None is transformers' choice, where a model has experts: all of a layer in one grouped matrix product.
+
+    Torch has none for float64: there, one after the other. Either way their weights are one parameter, which has a
+    gradient (of zeros) also for experts that no token visits.
+    """
+    return "eager" if dtype == torch.float64 else None
+
+
+def _switch_noise_off(config: PretrainedConfig) -> None:
+    """Sets dropout rates and router jitter of a built configuration to 0; the folder's config.json stays as it is."""
+    for name, value in config.to_dict().items():
+        if _NOISE.fullmatch(name) and isinstance(value, int | float):
+            setattr(config, name, 0.0)
+
+
+def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """The architecture of a folder with transformers' own attention, its weights empty until somebody sends them."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+    # SDPA of transformers 5.0 leaves out Gemma 2's soft-cap, and GPT-2's own ways to scale, without a word
+    needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt2"
+    with _parameters_on_meta():
+        hf = AutoModelForCausalLM.from_config(
+            config,
+            trust_remote_code=False,
+            dtype=dtype,
+            attn_implementation="eager" if needs_eager else None,
+            experts_implementation=_experts_implementation(dtype),
+        )
+    hf.tie_weights()
+    policy = PolicyModel(hf)
+    materialise(policy, device)
+    return policy.hf.eval().requires_grad_(False)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, new parameters take no memory and no initialisation, while buffers are computed as always.
+
+    `torch.device("meta")` would leave the buffers that no checkpoint stores (rotary frequencies) as garbage.
+    """
+    register: Callable[..., None] = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _unusable_config(folder: ModelFolder, error: Exception) -> ModelError:
+    return ModelError(
+        f"transformers cannot make a model of {folder.path / 'config.json'}: {type(error).__name__}: {error}",
+        field="model.path",
+        hint="correct config.json, or export the model again",
+    )

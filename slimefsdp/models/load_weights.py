@@ -1,0 +1,299 @@
+"""Fills a sharded model from safetensors files: each rank reads the rows it keeps, or rank 0 reads and sends them.
+
+Whatever a folder lacks, has too much of, or holds as NaN is an error on every rank, never a random weight. Files are
+read into the shards, with no more memory besides than a buffer: mapped files would count as resident.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from slimefsdp.distributed.consensus import run_together
+from slimefsdp.errors import ModelError
+from slimefsdp.io.safetensors_file import TORCH_DTYPES, read_rows
+from slimefsdp.io.safetensors_header import TensorEntry
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
+
+ReadBy = Literal["every_rank", "first_rank"]
+TIED_HEAD = "lm_head.weight"
+BUCKET_BYTES = 64 << 20  # of what rank 0 sends at once; a multiple of the alignment
+_BUFFER_BYTES = 16 << 20
+_ALIGNMENT = 8  # bytes, of the widest dtype
+
+
+def check_tensor_names(model: DecoderModel, folder: ModelFolder) -> None:
+    """Compares the checkpoint's tensors with the model's parameters before anything is read.
+
+    Raises:
+        ModelError: a tensor is missing, surplus, or of another shape.
+    """
+    wanted = {part.name: part.shape for _, parts in _parts_by_parameter(model, folder) for part in parts}
+    if _has_second_head(model, folder):  # saved although it is the embedding: compared later
+        wanted[TIED_HEAD] = tuple(model.hf.get_output_embeddings().weight.shape)
+    for name, shape in wanted.items():
+        entry = folder.tensors.get(name)
+        if entry is None:
+            raise _wrong_tensor(name, f"is missing from {folder.path}", "export the model again, with every weight")
+        if entry.shape != shape:
+            raise _wrong_tensor(
+                name,
+                f"has shape {list(entry.shape)}, config.json implies {list(shape)}",
+                "use the config it was saved with",
+            )
+        if entry.dtype not in ("F64", "F32", "BF16", "F16"):
+            raise _wrong_tensor(name, f"is {entry.dtype} in {entry.file.name}", "quantised weights cannot be trained")
+    known = wanted.keys() | model.unread(folder.tensors)
+    surplus = sorted(name for name in folder.tensors if name not in known and not is_no_weight(folder.model_type, name))
+    if surplus:
+        raise _wrong_tensor(
+            surplus[0],
+            f"is in {folder.tensors[surplus[0]].file.name} but not in a {folder.model_type} model"
+            + (f" (and {len(surplus) - 1} more)" if len(surplus) > 1 else ""),
+            "check that config.json belongs to these weights",
+        )
+
+
+@torch.no_grad()
+def read_weights(
+    model: DecoderModel,
+    folder: ModelFolder,
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    read_by: ReadBy = "every_rank",
+) -> None:
+    """Fills the local shards from the folder's safetensors files; a collective call.
+
+    Args:
+        device: where ranks exchange tensors.
+        read_by: first_rank: rank 0 alone opens files, and sends all others their rows in buckets of `BUCKET_BYTES`.
+
+    Raises:
+        ModelError: on every rank alike, when any rank met an unreadable file, a non-finite weight, or a separate
+            `lm_head.weight` that differs from the embedding the config ties it to.
+    """
+    shares = _shares(model, folder)
+    with OpenTensors(folder.tensors) as files:
+        if read_by == "every_rank":
+            run_together(lambda: _read_shares(files, shares), group)
+        else:
+            _receive_shares(files, shares, group, device)
+
+
+def local_rows(parameter: nn.Parameter) -> tuple[int, int]:
+    """[start, end) of dim 0 that this rank keeps; empty, it starts where the parameter ends."""
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.shape[0]
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0], offset[0] + shape[0]
+
+
+def local_shard(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's rows of a parameter, or all of one that is not sharded; writing to them changes the parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _parts_by_parameter(model: DecoderModel, folder: ModelFolder) -> list[tuple[nn.Parameter, list[Part]]]:
+    return [
+        (parameter, stored_parts(folder.model_type, name, parameter.shape, folder.tensors))
+        for name, parameter in model.weights_in(folder.tensors)
+    ]
+
+
+def _has_second_head(model: DecoderModel, folder: ModelFolder) -> bool:
+    return model.has_tied_embeddings and TIED_HEAD in folder.tensors
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """The numbers of a stored tensor that this rank keeps, counted in row-major order, and where it keeps them."""
+
+    name: str
+    values: torch.Tensor  # [numbers], a view of the shard; none of another rank's expert
+    start: int
+    is_second_head: bool = False  # to be compared with what is there
+
+    def take(self, start: int, values: torch.Tensor) -> None:
+        """Takes its part of numbers [start, start + len(values)), and refuses it if it is wrong."""
+        first, end = max(start, self.start), min(start + len(values), self.start + len(self.values))
+        if first >= end:
+            return
+        mine, values = self.values[first - self.start : end - self.start], values[first - start : end - start]
+        if not self.is_second_head:
+            mine.copy_(values)
+            self.check(mine)
+        elif not all(torch.equal(a.to(b.device, b.dtype), b) for a, b in _side_by_side(values, mine)):
+            raise _wrong_tensor(
+                self.name,
+                "differs from the embedding, but config.json says tie_word_embeddings=true",
+                f"set tie_word_embeddings to false, or drop {TIED_HEAD}",
+            )
+
+    def check(self, values: torch.Tensor) -> None:
+        """Refuses numbers that are not finite."""
+        # minimum and maximum pass NaN on, and need no memory: isfinite would take as much as the values
+        if not all(torch.isfinite(bound) for bound in values.aminmax()):
+            raise _wrong_tensor(self.name, "holds NaN or infinity", "use a checkpoint with finite weights")
+
+
+def _side_by_side(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Pieces of tensors of one length that are small enough to be copied."""
+    return zip(*(tensor.split(_BUFFER_BYTES // _ALIGNMENT) for tensor in tensors), strict=True)
+
+
+def _shares(model: DecoderModel, folder: ModelFolder) -> list[_Share]:
+    """One share of every stored tensor, in the same order on every rank."""
+    shares = []
+    for parameter, parts in _parts_by_parameter(model, folder):
+        (start, end), shard = local_rows(parameter), local_shard(parameter)
+        for part in parts:
+            if part.expert is None:
+                shares.append(_Share(part.name, shard.view(-1), start * parameter.shape[1:].numel()))
+            elif start <= part.expert < end:
+                rows = shard[part.expert - start, part.start : part.end]
+                shares.append(_Share(part.name, rows.view(-1), 0))
+            else:
+                shares.append(_Share(part.name, shard.new_empty(0), 0))
+    if _has_second_head(model, folder):
+        embedding = model.hf.get_input_embeddings().weight
+        assert isinstance(embedding, nn.Parameter)
+        start = local_rows(embedding)[0] * embedding.shape[1]
+        shares.append(_Share(TIED_HEAD, local_shard(embedding).view(-1), start, is_second_head=True))
+    return shares
+
+
+def _read_shares(files: OpenTensors, shares: Sequence[_Share]) -> None:
+    """Reads this rank's shares alone."""
+    for share in shares:
+        if not len(share.values):
+            continue
+        if not share.is_second_head:
+            files.read(share.name, share.start, share.values)
+            share.check(share.values)
+            continue
+        dtype, end = files.dtype(share.name), share.start + len(share.values)
+        for start in range(share.start, end, step := _BUFFER_BYTES // dtype.itemsize):
+            values = torch.empty(min(step, end - start), dtype=dtype)
+            files.read(share.name, start, values)
+            share.take(start, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Numbers [start, start + count) of a share's tensor, at a place in a bucket."""
+
+    share: int
+    start: int
+    count: int
+    dtype: torch.dtype
+    place: int  # bytes
+
+    @property
+    def end(self) -> int:
+        """Where the next piece may lie."""
+        nbytes = self.count * self.dtype.itemsize
+        return self.place + nbytes + -nbytes % _ALIGNMENT
+
+    def of(self, bucket: torch.Tensor) -> torch.Tensor:
+        """The numbers, a view of the bucket's bytes."""
+        return bucket[self.place : self.place + self.count * self.dtype.itemsize].view(self.dtype)
+
+
+def _receive_shares(
+    files: OpenTensors, shares: Sequence[_Share], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Collective: rank 0 reads every tensor, and all take their shares."""
+    errors: list[Exception] = []  # of this rank, which goes on keeping step with the others
+    memory = torch.empty(BUCKET_BYTES, dtype=torch.uint8, device=device)
+    for pieces in _buckets(files, shares):
+        try:
+            for piece in pieces if dist.get_rank(group) == 0 and not errors else ():
+                files.read(shares[piece.share].name, piece.start, piece.of(memory))
+        except Exception as error:
+            errors.append(error)
+        dist.broadcast(memory[: pieces[-1].end], group_src=0, group=group)
+        try:
+            for piece in pieces if not errors else ():
+                shares[piece.share].take(piece.start, piece.of(memory))
+        except Exception as error:
+            errors.append(error)
+
+    def report() -> None:
+        if errors:
+            raise errors[0]
+
+    run_together(report, group)
+
+
+def _buckets(files: OpenTensors, shares: Sequence[_Share]) -> Iterator[list[_Piece]]:
+    """Every stored tensor once, cut to fit; the same on every rank."""
+    bucket: list[_Piece] = []
+    place = 0
+    for index, share in enumerate(shares):
+        dtype, start, numbers = files.dtype(share.name), 0, files.numbers(share.name)
+        while start < numbers:
+            count = min(numbers - start, (BUCKET_BYTES - place) // dtype.itemsize)
+            bucket.append(_Piece(index, start, count, dtype, place))
+            start, place = start + count, bucket[-1].end
+            if place == BUCKET_BYTES:
+                yield bucket
+                bucket, place = [], 0
+    if bucket:
+        yield bucket
+
+
+class OpenTensors:
+    """The folder's tensors as rows of numbers; each file is opened once, when it is first read."""
+
+    def __init__(self, tensors: Mapping[str, TensorEntry]) -> None:
+        self._tensors = tensors
+        self._stack = ExitStack()
+        self._open: dict[Path, BinaryIO] = {}
+
+    def __enter__(self) -> OpenTensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor as it is stored."""
+        return TORCH_DTYPES[self._tensors[name].dtype]
+
+    def numbers(self, name: str) -> int:
+        """How many a tensor has."""
+        return math.prod(self._tensors[name].shape)
+
+    def read(self, name: str, start: int, target: torch.Tensor) -> None:
+        """Fills `target`, [count], with numbers [start, start + count) of a tensor in row-major order.
+
+        Raises:
+            ModelError: its file cannot be read.
+        """
+        entry = self._tensors[name]
+        try:
+            if entry.file not in self._open:
+                self._open[entry.file] = self._stack.enter_context(entry.file.open("rb", buffering=0))
+            flat = replace(entry, shape=(self.numbers(name),))
+            read_rows(self._open[entry.file], flat, start, start + len(target), target, buffer_bytes=_BUFFER_BYTES)
+        except OSError as error:
+            problem = f"cannot be read from {entry.file} ({error.strerror or error})"
+            raise _wrong_tensor(name, problem, "copy the model folder again") from error
+
+
+def _wrong_tensor(name: str, problem: str, hint: str) -> ModelError:
+    return ModelError(f"tensor {name!r} {problem}", field="model.path", hint=hint)

@@ -1,0 +1,263 @@
+"""One picture of a run: a panel for each thing worth watching whose data is among the metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+Row = Mapping[str, float | None]
+Panel = Callable[[Axes], None]  # draws itself
+
+_COLUMNS = 3
+_BLUE = "#2a6fbb"
+_LINE_COLOURS = (_BLUE, "#d1495b", "#2e8b6f", "#b7791f", "#7b5ea7", "#4a5568")
+_PART_COLOURS = {"generate": "#4c8fd6", "reward": "#f0b24a", "train": "#2e8b6f", "sync": "#a78bca", "other": "#a3abb7"}
+_GREY, _INK = "#5f6773", "#1f2733"
+_LINE_PANELS = (
+    ("rollout/reward", "Training reward", "mean reward per response"),
+    ("loss", "Loss", "mean over the step's updates"),
+    ("entropy", "Entropy of the policy", "nats per token"),
+    ("kl_ref", "KL to the reference model", "nats per token"),
+    ("grad_norm", "Gradient norm", "L2 norm before clipping"),
+)
+_STYLE: dict[Any, Any] = {
+    "font.family": "sans-serif",
+    "font.size": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#aab1bb",
+    "axes.labelcolor": _GREY,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e9ee",
+    "grid.linewidth": 0.8,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric over the steps that have a finite value of it; both [points]."""
+
+    steps: np.ndarray
+    values: np.ndarray
+
+
+def draw_curves(rows: Sequence[Row], path: Path, *, title: str) -> None:
+    """Write the run's curves as a PNG; the file at `path` is replaced whole or not at all.
+
+    Args:
+        rows: as `read_metrics` returns them; None, NaN and infinities are left out of the lines.
+        path: its folder is made if it is missing.
+        title: one line over the picture.
+    """
+    series = {name: series_of(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
+    series = {name: line for name, line in series.items() if len(line.steps)}
+    panels = _panels(series)
+    with matplotlib.rc_context(_STYLE):
+        figure = _figure(panels, title, last_step=max((int(row["step"] or 0) for row in rows), default=0))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        figure.savefig(temporary, format="png", dpi=140)
+    temporary.replace(path)
+
+
+def series_of(rows: Sequence[Row], name: str) -> Series:
+    """The finite values of a metric by step; a step that was written twice keeps its last value."""
+    found = {row["step"]: value for row in rows if (value := row.get(name)) is not None and math.isfinite(value)}
+    points = np.array(sorted(found.items()), dtype=np.float64).reshape(-1, 2)
+    return Series(points[:, 0], points[:, 1])
+
+
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """The mean over the points within `window // 2` of each one, fewer at the ends; [points]."""
+    reach = window // 2
+    here = slice(reach, reach + len(values))
+    # not by differences of a cumulative sum: one exploded gradient norm would cancel every later digit
+    sums = np.convolve(values, np.ones(2 * reach + 1))[here]
+    return sums / np.convolve(np.ones_like(values), np.ones(2 * reach + 1))[here]
+
+
+def spread(positions: Sequence[float], gap: float) -> list[float]:
+    """The positions moved apart, in their order and as little as possible, until neighbours are `gap` from each other.
+
+    Positions that would touch form a group, laid out `gap` apart around the mean of the places they want.
+    """
+
+    def start(group: list[int]) -> float:
+        return sum(positions[index] for index in group) / len(group) - gap * (len(group) - 1) / 2
+
+    groups: list[list[int]] = []
+    for index in sorted(range(len(positions)), key=positions.__getitem__):
+        groups.append([index])
+        while len(groups) > 1 and start(groups[-2]) + gap * len(groups[-2]) > start(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    moved = {index: start(group) + gap * place for group in groups for place, index in enumerate(group)}
+    return [moved[index] for index in range(len(positions))]
+
+
+def _panels(series: dict[str, Series]) -> list[Panel]:
+    """The panels that have data, in reading order: results first, then the training's health, then cost."""
+    held_out = {name.removeprefix("eval/"): line for name, line in series.items() if name.startswith("eval/")}
+    shares = {name: line for name, line in held_out.items() if line.values.min() >= 0 and line.values.max() <= 1}
+    panels: list[Panel] = [partial(_draw_held_out, shares=shares)] if shares else []
+    panels += [
+        partial(_draw_line, line=line, heading=f"Held-out {name}", unit="mean over held-out prompts")
+        for name, line in held_out.items()
+        if name not in shares  # a reward of another scale gets an axis of its own
+    ]
+    panels += [
+        partial(_draw_line, line=series[name], heading=heading, unit=unit)
+        for name, heading, unit in _LINE_PANELS
+        if name in series
+    ]
+    mismatch = _positive(series.get("rollout_mismatch_max"))
+    if mismatch is not None:
+        unit = "largest |log-prob difference|, nats"
+        panels.append(
+            partial(_draw_line, line=mismatch, heading="Mismatch of rollout and trainer", unit=unit, is_log=True)
+        )
+    parts = _seconds_of_parts(series)
+    if parts:
+        panels.append(partial(_draw_parts, parts=parts))
+    return panels
+
+
+def _positive(line: Series | None) -> Series | None:
+    """What a logarithmic axis can show; engines that agree to the last bit leave nothing."""
+    if line is None or not (line.values > 0).any():
+        return None
+    return Series(line.steps[line.values > 0], line.values[line.values > 0])
+
+
+def _figure(panels: list[Panel], title: str, *, last_step: int) -> Figure:
+    columns = min(_COLUMNS, max(1, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)  # inches
+    figure = Figure(figsize=(4.5 * columns, 2.9 * rows + 0.7), layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    # parse_math off wherever a name that users chose is drawn: a `$` in it is a dollar sign
+    figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold", color=_INK, parse_math=False)
+    if not panels:
+        figure.text(0.5, 0.45, "no metrics yet", ha="center", color=_GREY)
+        return figure
+    if columns > 1:
+        figure.text(0.99, 0.99, "thin: each step    bold: running mean", ha="right", va="top", fontsize=9, color=_GREY)
+    grid = figure.add_gridspec(rows, columns)
+    spare = rows * columns - len(panels)  # the first panel takes what the last row would leave empty
+    for index, draw in enumerate(panels):
+        cell = index + spare if index else 0
+        row, column = divmod(cell, columns)
+        axes = figure.add_subplot(grid[row, column : column + 1 + (spare if index == 0 else 0)])
+        draw(axes)
+        axes.set_xlim(0, last_step + 0.5)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+        if cell + columns >= rows * columns:
+            axes.set_xlabel("training step")
+    return figure
+
+
+def _name_panel(axes: Axes, heading: str, unit: str) -> None:
+    axes.set_title(heading, loc="left", fontsize=10.5, fontweight="bold", color=_INK, parse_math=False)
+    axes.set_ylabel(unit)
+
+
+def _draw_line(axes: Axes, line: Series, heading: str, unit: str, *, is_log: bool = False) -> None:
+    """Every step thin and light, the running mean over it; on a log axis the mean is geometric."""
+    window = max(1, len(line.values) // 12)
+    marker = "o" if len(line.steps) == 1 else ""
+    axes.plot(line.steps, line.values, color=_BLUE, alpha=0.28, linewidth=1, marker=marker)
+    mean = np.exp(running_mean(np.log(line.values), window)) if is_log else running_mean(line.values, window)
+    axes.plot(line.steps, mean, color=_BLUE, linewidth=2)
+    if is_log:
+        axes.set_yscale("log")
+    _name_panel(axes, heading, unit)
+    _label_ends(axes, [(f"{mean[-1]:.3g}", mean[-1], _BLUE)])
+
+
+def _draw_held_out(axes: Axes, shares: dict[str, Series]) -> None:
+    ends = []
+    for (name, line), colour in zip(shares.items(), _LINE_COLOURS * len(shares), strict=False):
+        axes.plot(line.steps, line.values, color=colour, linewidth=2, marker="o", markersize=4, clip_on=False)
+        ends.append((f"{name} {line.values[-1]:.1%}", line.values[-1], colour))
+    axes.set_ylim(-0.02, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _name_panel(axes, "Held-out accuracy" if set(shares) == {"exact"} else "Held-out evaluation", "mean over prompts")
+    _label_ends(axes, ends)
+
+
+def _seconds_of_parts(series: dict[str, Series]) -> dict[str, Series]:
+    """Seconds per part at the steps that `seconds/step` has; what no part accounts for is `other`."""
+    names = [name for name in series if name.startswith("seconds/") and name != "seconds/step"]
+    if not names:
+        return {}
+    steps = np.unique(np.concatenate([series[name].steps for name in names]))
+    seconds = {}
+    for name in names:
+        values = np.zeros(len(steps))
+        values[np.searchsorted(steps, series[name].steps)] = series[name].values
+        seconds[name.removeprefix("seconds/")] = values
+    if "seconds/step" in series:
+        whole = series["seconds/step"]
+        _, at, of = np.intersect1d(steps, whole.steps, return_indices=True)
+        other = np.zeros(len(steps))
+        other[at] = np.maximum(0, whole.values[of] - np.sum(list(seconds.values()), axis=0)[at])
+        seconds["other"] = other
+    return {name: Series(steps, values) for name, values in seconds.items()}
+
+
+def _draw_parts(axes: Axes, parts: dict[str, Series]) -> None:
+    steps = next(iter(parts.values())).steps
+    stack = np.stack([line.values for line in parts.values()])  # [parts, points]
+    colours = [_PART_COLOURS.get(name, colour) for name, colour in zip(parts, _LINE_COLOURS * len(parts), strict=False)]
+    edges = np.append(steps - 0.5, steps[-1] + 0.5)
+    below = np.zeros(len(steps))
+    for values, colour in zip(stack, colours, strict=True):
+        axes.stairs(below + values, edges, baseline=below, fill=True, color=colour, linewidth=0)
+        below = below + values
+    # a slow first step would flatten all others; it is cut off and said in words
+    top = 1.3 * float(np.quantile(below, 0.95))
+    axes.set_ylim(0, min(top, 1.05 * below.max()) or 1)
+    if below.max() > top:
+        note = f"longest: {below.max():.3g} s at step {steps[below.argmax()]:.0f}"
+        axes.text(0.98, 0.97, note, transform=axes.transAxes, ha="right", va="top", fontsize=8.5, color=_GREY)
+    _name_panel(axes, "Where the time goes (named: medians)", "seconds per step")
+    typical = np.median(stack, axis=1)
+    places = np.cumsum(typical) - typical / 2
+    _label_ends(
+        axes,
+        [(f"{n} {t:.2g} s", y, c) for n, t, y, c in zip(parts, typical, places, colours, strict=True) if t > 0],
+    )
+
+
+def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
+    """Names at the right edge, each in its line's colour and as near to `value` as the others allow."""
+    low, high = axes.get_ylim()
+    scale = np.log if axes.get_yscale() == "log" else np.asarray
+    heights = [float((scale(value) - scale(low)) / (scale(high) - scale(low))) for _, value, _ in ends]
+    for (text, _, colour), height in zip(ends, spread(heights, 0.085), strict=True):
+        axes.annotate(
+            text,
+            (1, height),
+            xycoords="axes fraction",
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            color=colour,
+            annotation_clip=False,
+            parse_math=False,
+        )

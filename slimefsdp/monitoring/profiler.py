@@ -1,0 +1,214 @@
+"""Where the time of chosen updates goes: a trace of every rank, and each rank's compute, communication and idle time.
+
+Updates are chosen by their number since the first one of the run, so all ranks profile the same ones, and a resumed run
+counts on. Of an update that is not chosen nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from slimefsdp.distributed.consensus import run_on_first, run_together
+from slimefsdp.distributed.mesh import Mesh
+
+# what a trace calls collectives, and sending and receiving, on the host; on a GPU they are NCCL's kernels
+_HOST_COMMUNICATION = ("gloo:", "nccl:", "c10d::", "_c10d_functional::")
+# operators that only call others, hooks with collectives among them
+_HOST_CONTAINERS = ("autograd::", "torch::")
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_MEMORY_EVENTS = 1_000_000  # of CUDA's allocator, the newest so many are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How one rank spent an update, in seconds of wall clock; compute, exposed and idle add up to the whole."""
+
+    seconds: float
+    compute: float  # at least one operator at work: a kernel on a GPU, an operator on a CPU
+    communication: float  # at least one collective or message under way
+    exposed: float  # of it, while nothing was computed
+    peak_bytes: int | None = None  # of tensors: all on a GPU, on a CPU those made since it began; None: not recorded
+
+    @property
+    def idle(self) -> float:
+        return self.seconds - self.compute - self.exposed
+
+
+class UpdateProfiler:
+    """One rank's profiler.
+
+    Args:
+        updates: the numbers of those to profile; 1 is the first update of a run.
+        folder: where traces and tables go; the same on every rank.
+        mesh: whose ranks take the updates.
+        with_memory: also record every allocation: in the traces, and as a snapshot of CUDA's allocator.
+    """
+
+    def __init__(self, updates: Collection[int], folder: Path, mesh: Mesh, *, with_memory: bool = False) -> None:
+        self._updates = frozenset(updates)
+        self._folder = folder
+        self._mesh = mesh
+        self._with_memory = with_memory
+
+    def profiled(self, update: int) -> AbstractContextManager[None]:
+        """Collective: what update number `update` is taken inside of; nothing happens unless it was chosen.
+
+        Where a rank cannot write its trace there is a warning, and the update counts: training needs no profile.
+        """
+        return self._recorded(update) if update in self._updates else nullcontext()
+
+    @contextmanager
+    def _recorded(self, update: int) -> Iterator[None]:
+        group, on_cuda = self._mesh.group, self._mesh.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+        profiler = profile(activities=activities, profile_memory=self._with_memory)
+        name = f"update {update}"
+        run_together(profiler.start, group)
+        with _allocator_history() if self._with_memory and on_cuda else nullcontext():
+            try:
+                with record_function(name):
+                    yield
+                    if on_cuda:
+                        torch.cuda.synchronize()
+            finally:
+                profiler.stop()
+            # reached by all ranks or by none: an update fails on all of them
+            found: list[Shares | str] = []
+            run_together(lambda: found.append(self._written(profiler, update, name)), group)
+        by_rank: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(by_rank, found[0], group=group)
+        run_on_first(lambda: self._report(update, name, by_rank), group)
+
+    def _report(self, update: int, name: str, by_rank: Sequence[Shares | str]) -> None:
+        failed = [f"rank {rank}: {one}" for rank, one in enumerate(by_rank) if isinstance(one, str)]
+        if not failed:
+            table = shares_table(name, [one for one in by_rank if isinstance(one, Shares)])
+            print(table, file=sys.stderr, flush=True)
+            try:
+                self._stem(update).with_suffix(".txt").write_text(table + "\n")
+            except OSError as error:
+                failed = [str(error)]
+        if failed:
+            problem = f"the profile of update {update} was not written to {self._folder}: {'; '.join(failed)}"
+            warnings.warn(f"{problem}; training goes on (profile.updates)", stacklevel=2)
+
+    def _stem(self, update: int) -> Path:
+        return self._folder / f"update_{update:06d}"
+
+    def _written(self, profiler: profile, update: int, name: str) -> Shares | str:
+        """What the rank's trace says, or why it could not be written; then nothing of it is left."""
+        of_rank = f"{self._stem(update)}_rank{dist.get_rank(self._mesh.group)}"
+        plain, packed, memory = (Path(f"{of_rank}{end}") for end in (".json", ".json.gz", "_memory.pickle"))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(plain))  # its own compression goes line by line, and takes longer
+            trace = plain.read_bytes()
+            events = json.loads(trace)["traceEvents"]
+            packed.write_bytes(gzip.compress(trace, compresslevel=3))
+            if self._with_memory and self._mesh.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(memory))
+        except (OSError, ValueError) as error:  # ValueError: a full disk cut the trace, and torch did not say so
+            for file in (packed, memory):
+                _remove(file)
+            return str(error)
+        finally:
+            _remove(plain)
+        return shares_of_trace(events, name)
+
+
+def _remove(file: Path) -> None:
+    with suppress(OSError):  # of a folder that cannot be written
+        file.unlink()
+
+
+@contextmanager
+def _allocator_history() -> Iterator[None]:
+    torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
+    try:
+        yield
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
+    """How the time of one annotated span was spent.
+
+    Args:
+        events: `traceEvents` of a Chrome trace of torch's profiler; times in microseconds.
+        name: of the annotation; it is in the trace once.
+    """
+    events = list(events)
+    timed = [event for event in events if event.get("ph") == "X"]
+    (span,) = [event for event in timed if event.get("cat") == "user_annotation" and event["name"] == name]
+    begin, end = span["ts"], span["ts"] + span["dur"]
+    on_device = any(event.get("cat") == "kernel" for event in timed)
+    kind_of = _device_kind if on_device else _host_kind
+    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "communication": []}
+    for event in timed:
+        kind = kind_of(event.get("cat", ""), event["name"])
+        start, stop = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
+        if kind is not None and start < stop:
+            spans[kind].append((start, stop))
+    compute, communication = (_covered(spans[kind]) for kind in ("compute", "communication"))
+    either = _covered(spans["compute"] + spans["communication"])
+    seconds = (span["dur"] / 1e6, compute / 1e6, communication / 1e6, (either - compute) / 1e6)
+    return Shares(*seconds, peak_bytes=_peak_bytes(events, on_device))
+
+
+def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
+    """The shares of every rank as lines of text; compute, exposed and idle are 100 %."""
+    lines = [title, "rank   seconds  compute  communication  of it exposed     idle   peak MB"]
+    for rank, shares in enumerate(by_rank):
+        parts = [shares.compute, shares.communication, shares.exposed, shares.idle]
+        compute, communication, exposed, idle = (f"{100 * part / shares.seconds:.1f} %" for part in parts)
+        peak = "-" if shares.peak_bytes is None else f"{shares.peak_bytes / 1e6:.1f}"
+        times = f"{rank:>4} {shares.seconds:>9.3f} {compute:>8} {communication:>14} {exposed:>14} {idle:>8}"
+        lines.append(f"{times} {peak:>9}")
+    return "\n".join(lines)
+
+
+def _device_kind(category: str, name: str) -> str | None:
+    if category not in _DEVICE_WORK:
+        return None
+    return "communication" if name.startswith("nccl") else "compute"
+
+
+def _host_kind(category: str, name: str) -> str | None:
+    if name.startswith(_HOST_COMMUNICATION):
+        return "communication"
+    is_operator = category == "cpu_op" and "::" in name and not name.startswith(_HOST_CONTAINERS)
+    return "compute" if is_operator else None
+
+
+def _peak_bytes(events: Iterable[Mapping[str, Any]], on_device: bool) -> int | None:
+    changes = [event for event in events if event["name"] == "[memory]"]
+    changes = [event for event in changes if (event["args"]["Device Type"] != 0) == on_device]
+    if not changes:
+        return None
+    first = min(changes, key=lambda event: float(event["ts"]))["args"]
+    # of a CPU's total only differences mean anything: what earlier profiles saw made and not freed is still in it
+    before = 0 if on_device else first["Total Allocated"] - first["Bytes"]
+    return max(int(event["args"]["Total Allocated"]) for event in changes) - int(before)
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of spans [start, end)."""
+    if not spans:
+        return 0.0
+    starts, ends = np.array(sorted(spans)).T
+    reached = np.maximum.accumulate(ends)
+    before = np.concatenate([[-np.inf], reached[:-1]])
+    return float(np.maximum(ends - np.maximum(starts, before), 0).sum())

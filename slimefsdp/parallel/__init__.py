@@ -1,1 +1,0 @@
-"""Meshes, sharding and residency: functions that take a model and give it back."""

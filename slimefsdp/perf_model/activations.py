@@ -1,0 +1,137 @@
+"""What decoder layers and the head keep from forward to backward, and what their backward needs beside it, in bytes.
+
+Counted operation by operation for layers as transformers writes them: norms in float32, a gated MLP, rotary positions.
+Mixtures of experts and layers without a gate are counted alike, which is rough for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slimefsdp.model_spec import ModelSpec
+
+Recompute = Literal["none", "full", "selective"]
+
+HEAD_CHUNK_BYTES = (
+    128 * 2**20
+)  # the default of slimefsdp.models.fused_log_probs, both logits-sized buffers of a chunk together
+_WIDENED_WEIGHT_BYTES = 8 * 2**20  # a block of a half-precision weight on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class LayerActivations:
+    """Bytes of one token in one decoder layer."""
+
+    norms: int  # what both norms before the products keep, and those behind them where there are any
+    attention: int  # from queries, keys and values to the output
+    mlp: int
+    products: int  # what selective recomputation keeps: results of matrix products, attention's output
+    stream: int  # the hidden state between layers
+    is_stream_kept: bool  # by the first norm; in half precision it keeps a widened copy instead
+    mlp_backward: int  # beside what is kept, where gradients of gate and up are alive together
+    attention_backward: int  # gradients of queries, keys and values, beside what attention keeps
+
+    @property
+    def kept(self) -> int:
+        """Of a layer that is not recomputed."""
+        return self.norms + self.attention + self.mlp
+
+    @classmethod
+    def of_model(cls, dimensions: ModelSpec, *, compute: int, wide: int) -> LayerActivations:
+        """Of the layers of a model.
+
+        Args:
+            compute, wide: bytes of an element of activations, and of what norms and softmaxes widen it to.
+        """
+        hidden = dimensions.hidden
+        queries, keys = dimensions.heads * dimensions.head_dim, dimensions.kv_heads * dimensions.head_dim
+        # a norm keeps its widened input, the normed one before its weight, and what the products read
+        norms = 2 * hidden * (wide + 2 * compute) + (dimensions.norms_per_layer - 2) * hidden * (wide + compute)
+        of_rotated = wide + 2 * compute if dimensions.has_head_norms else compute
+        attention = (queries + keys) * of_rotated + (keys + queries) * compute + dimensions.heads * wide
+        per_token = dimensions.active_experts
+        rows = dimensions.intermediate * compute * per_token
+        routed = 3 * hidden * compute * per_token if dimensions.experts > 1 else 0
+        return cls(
+            norms=norms,
+            attention=attention,
+            mlp=(dimensions.mlp_matrices + 1) * rows + routed,
+            products=(2 * queries + 2 * keys + 2 * hidden) * compute + (dimensions.mlp_matrices - 1) * rows + routed,
+            stream=hidden * compute,
+            is_stream_kept=compute == wide,
+            mlp_backward=2 * rows + hidden * compute,
+            attention_backward=(2 * queries + 2 * keys + hidden) * compute,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadActivations:
+    """Bytes of the head on one micro-batch, from the final norm to log-probs."""
+
+    kept: int  # from forward to backward
+    forward: int  # logits of a chunk
+    backward: int  # logits of a chunk, gradients of the hidden rows and in float32 of the weight
+
+    @classmethod
+    def of_model(
+        cls,
+        dimensions: ModelSpec,
+        *,
+        compute: int,
+        wide: int,
+        tokens: int,
+        rows: int,
+        entropy_grad: bool = False,
+        full_kl: bool = False,
+        on_cpu: bool = False,
+    ) -> HeadActivations:
+        """Of a policy.
+
+        Args:
+            tokens: of the micro-batch on one rank. rows: those whose log-probs are asked for; 0 of a critic.
+            entropy_grad, full_kl: whether the loss differentiates entropies, or the KL over the whole vocabulary.
+        """
+        hidden, vocab = dimensions.hidden, dimensions.vocab
+        if not rows:
+            return cls(kept=tokens * hidden * (wide + compute), forward=0, backward=0)
+        logits = -(-rows // _head_chunks(rows, vocab, wide)) * vocab * wide
+        is_half = compute != wide
+        widened = min(_WIDENED_WEIGHT_BYTES, vocab * hidden * wide) if is_half and on_cpu else 0
+        buffers = 1 + entropy_grad + full_kl
+        return cls(
+            kept=tokens * hidden * (wide + compute) + rows * hidden * compute * (2 if full_kl else 1),
+            forward=logits * (3 if full_kl else 2) + widened,
+            backward=logits * buffers
+            + rows * hidden * compute
+            + vocab * hidden * (wide + (compute if is_half else 0))
+            + (0 if is_half else widened),
+        )
+
+
+def recomputed_head_share(dimensions: ModelSpec, *, wide: int, rows: int) -> float:
+    """Of the head's projection, what backward computes again: all chunks but the last, whose logits are kept.
+
+    With a final logit soft-cap none are; dimensions do not tell, and this leaves it out.
+
+    Args:
+        wide, rows: as `HeadActivations.of_model`.
+    """
+    return 1 - 1 / _head_chunks(rows, dimensions.vocab, wide) if rows else 0.0
+
+
+def _head_chunks(rows: int, vocab: int, wide: int) -> int:
+    per_chunk = max(1, HEAD_CHUNK_BYTES // (2 * vocab * wide))
+    return max(1, min(-(-rows // per_chunk), rows // 2))
+
+
+def is_recomputed(index: int, recompute: Recompute, every: int) -> bool:
+    """Whether a layer's activations are computed again in backward: those of the first of every so many."""
+    return recompute != "none" and index % every == 0
+
+
+def kept_between(layer: LayerActivations, layers: int, tokens: int, recompute: Recompute, every: int) -> int:
+    """Bytes that the first so many layers keep between their forward and their backward."""
+    recomputed = sum(is_recomputed(index, recompute, every) for index in range(layers))
+    left = layer.stream + (layer.products if recompute == "selective" else 0)
+    return tokens * (recomputed * left + (layers - recomputed) * layer.kept)

@@ -1,0 +1,89 @@
+"""Samples from a word or a file, for planning: a saved batch, or lengths where there is none."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.io.paths import NoPath, path_of
+from slimefsdp.io.plain_file import read_plain
+from slimefsdp.io.strict_json import parse_json
+
+MAX_LENGTH = 2**40  # sums of a million of them still fit int64
+
+_MAX_BYTES = 100_000_000  # ten million lengths
+_HINT = (
+    "write fixed(512), uniform(16, 4096) or lognormal(1000, 0.8, 16, 8192) (mean in tokens, sigma of the logarithm, "
+    "shortest, longest), or name a file: of RolloutBatch.save, or a JSON list of lengths"
+)
+
+
+def sample_lengths(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray:
+    """The lengths of `read_samples`, int64 [num_samples], or [as many as the file has]."""
+    samples = read_samples(text, num_samples, seed=seed, field=field)
+    return samples.lengths if isinstance(samples, RolloutBatch) else samples
+
+
+def read_samples(text: str, num_samples: int, *, seed: int = 0, field: str = "--lengths") -> np.ndarray | RolloutBatch:
+    """The batch that a file holds, or lengths in tokens: int64 [num_samples], or [as many as the file has].
+
+    Args:
+        text: a distribution, or the path of a saved RolloutBatch or of a JSON list. In lognormal(mean, sigma, min, max)
+            mean is that of the distribution before it is cut off at min and max, in tokens.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: the text is neither. BatchError: the file cannot be read as what it should be.
+    """
+    named = re.fullmatch(r"\s*(fixed|uniform|lognormal)\s*\(([^()]*)\)\s*", text)
+    if named is None:
+        return _read_file(text, field)
+    try:
+        numbers = [float(part) for part in named[2].split(",")]
+    except ValueError:
+        numbers = []
+    rng = np.random.default_rng(seed)
+    match named[1], numbers:
+        case "fixed", [length] if _are_bounds(length, length) and length.is_integer():
+            return np.full(num_samples, int(length), dtype=np.int64)
+        case "uniform", [low, high] if _are_bounds(low, high) and low.is_integer() and high.is_integer():
+            return rng.integers(int(low), int(high), num_samples, endpoint=True)
+        case "lognormal", [mean, sigma, *bounds] if 1 <= mean <= MAX_LENGTH and 0 <= sigma <= 10 and len(bounds) <= 2:
+            low, high = [*bounds, *(1.0, float(MAX_LENGTH))[len(bounds) :]]
+            if _are_bounds(low, high):
+                drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, num_samples)
+                return np.rint(np.clip(drawn, low, high)).astype(np.int64)
+    raise ConfigError(f"{field}={text!r} cannot be drawn from", field=field, hint=_HINT)
+
+
+def _are_bounds(low: float, high: float) -> bool:
+    return 1 <= low <= high <= MAX_LENGTH
+
+
+def _read_file(text: str, field: str) -> np.ndarray | RolloutBatch:
+    try:
+        path = path_of(text)
+    except NoPath as error:
+        raise ConfigError(f"{field}={text!r} {error.rule}", field=field, hint=error.hint) from None
+    try:
+        is_file = path.is_file()
+    except OSError:  # a name that is too long
+        is_file = False
+    if not is_file:
+        raise ConfigError(f"{field}={text!r} is neither a distribution nor a file", field=field, hint=_HINT)
+    if path.suffix == ".json":
+        try:
+            values = parse_json(read_plain(path, _MAX_BYTES))
+        except (OSError, ValueError) as error:
+            raise BatchError(f"{path} cannot be read as JSON: {error}", field=field, hint=_HINT) from None
+        if (
+            not isinstance(values, list)
+            or not values
+            or not all(type(n) is int and 1 <= n < MAX_LENGTH for n in values)
+        ):
+            raise BatchError(f"{path} is not a list of lengths in tokens", field=field, hint=_HINT)
+        return np.array(values, dtype=np.int64)
+    return RolloutBatch.load(path)

@@ -1,0 +1,312 @@
+"""What an update takes at least, and which way of sharding, storing and recomputing is the fastest that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from slimefsdp.batching.hardware import Rates
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.perf_model.activations import LayerActivations, Recompute, recomputed_head_share
+from slimefsdp.perf_model.flops import Flops
+from slimefsdp.perf_model.memory import (
+    SHARDINGS,
+    ByteSizes,
+    Computing,
+    Memory,
+    MicroBatches,
+    Sharding,
+    gathered_parameters,
+    memory_per_rank,
+    sharding_traffic,
+    step_memory,
+)
+
+# what an optimiser reads and writes of each parameter: gradient and parameter, and each state both ways
+_PASSES_OVER_PARAMETERS = 3
+_PASSES_OVER_STATES = 2
+# what lies between products is written once and read once in backward, as much again for its gradients
+_PASSES_OVER_ACTIVATIONS = 4
+# an estimate is right within a tenth, and allocators keep more than is in use
+HEADROOM = 0.9
+RECOMPUTATIONS: tuple[tuple[Recompute, int], ...] = (("none", 1), ("selective", 1), ("full", 2), ("full", 1))
+
+
+@dataclass(frozen=True, slots=True)
+class ColocatedModels:
+    """Models in the policy's processes, sharded as it is, and where they are while they are not used."""
+
+    reference: ModelSpec | None = None
+    reference_rests_on_host: bool = True
+    reference_computes_from_host: bool = False  # reference.offload=fsdp
+    critic: ModelSpec | None = None
+    critic_rests_on_host: bool = True
+
+    @property
+    def headless_critic(self) -> ModelSpec | None:
+        """The critic as if its embedding were its head, since it has no other over the vocabulary."""
+        return None if self.critic is None else replace(self.critic, is_tied=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """An update of a mesh: the model, what its ranks share, and what falls to the slowest of them."""
+
+    dimensions: ModelSpec
+    dp_replicate: int
+    shard_ranks: int  # mesh.dp x mesh.cp
+    sizes: ByteSizes
+    batch: MicroBatches  # the largest of a rank
+    needed: Flops  # of the mean rank: forward and backward, nothing twice
+    forward: Flops  # forward alone
+    tokens: float  # that the mean rank computes
+    attention_bytes: int = 0  # sent by a rank, all layers, with nothing recomputed
+    attention_bytes_again: int = 0  # sent once more, were all layers recomputed
+    repeats: float = 1.0  # tokens of the samples over those that are computed, since some are shared
+    longest: int = 1  # tokens of the longest sample
+    slowdown: float = 1.0  # of the slowest rank against the mean one
+    beside: ColocatedModels = field(default_factory=ColocatedModels)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to train, and what it is estimated to take."""
+
+    sharding: Sharding
+    recompute: Recompute
+    recompute_every: int
+    cpu_offload: bool
+    memory: Memory
+    seconds: StepTime
+
+    @property
+    def settings(self) -> str:
+        """As overrides of a command line."""
+        text = f"fsdp.sharding={self.sharding} model.activation_checkpointing={self.recompute}"
+        if self.recompute_every > 1:
+            text += f" model.checkpoint_every_n_layers={self.recompute_every}"
+        return text + (" fsdp.cpu_offload=true" if self.cpu_offload else "")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of an update on a rank, by what they go to; nothing overlaps."""
+
+    products: float  # with weights, the head's among them
+    attention: float
+    memory: float  # what is read and written between products, and by the optimiser
+    comm: float
+    host: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.memory + self.comm + self.host
+
+
+def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Computing) -> StepTime:
+    """The floor of an update under one way to train.
+
+    A head computes the logits again that it did not keep, attention multiplies queries and keys twice, and what is
+    recomputed is computed again: whole, or under `selective` without matrix products and attention.
+    """
+    model, sizes = work.dimensions, work.sizes
+    recomputed = computing.recomputed_share(model.layers)
+    again = recomputed if computing.recompute == "full" else 0.0
+    of_head = recomputed_head_share(model, wide=sizes.wide, rows=work.batch.rows)
+    products = work.needed.layers + work.needed.head + of_head * work.forward.head + again * work.forward.layers
+    attention = work.needed.attention + (0.5 + again) * work.forward.attention
+    layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide)
+    touched = layer.kept * model.layers * work.tokens * (_PASSES_OVER_ACTIVATIONS + recomputed)
+    shards = 1 if sharding == "replicate" else work.shard_ranks
+    held = model.parameters / shards
+    trained = held * computing.trained_share
+    passes = _PASSES_OVER_PARAMETERS + _PASSES_OVER_STATES * sizes.optimizer_states
+    of_optimizer = trained * sizes.master * passes
+    sent = sharding_traffic(
+        model,
+        sharding,
+        dp_replicate=work.dp_replicate,
+        shard_ranks=work.shard_ranks,
+        sizes=sizes,
+        micro_batches=work.batch.count,
+        trained_share=computing.trained_share,
+    )
+    touched += sent.copied
+    to_host = 0.0
+    if computing.cpu_offload:
+        gathered = gathered_parameters(model, sharding, work.batch.count) / shards
+        sums = 1 if sharding == "optimizer" else work.batch.count
+        to_host = gathered * sizes.master + trained * sizes.master * sums
+    attention_bytes = work.attention_bytes + work.attention_bytes_again * recomputed
+    return StepTime(
+        products=work.slowdown * products / (1e12 * rates.matrix_tflops),
+        attention=work.slowdown * attention / (1e12 * rates.attention_tflops),
+        memory=(touched + (0 if computing.cpu_offload else of_optimizer)) / (1e9 * rates.memory_gbps),
+        comm=(sent.total + attention_bytes) / (1e9 * rates.comm_gbps),
+        host=(to_host + (of_optimizer if computing.cpu_offload else 0)) / (1e9 * rates.host_gbps),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Bytes of the models beside the policy, while none of them is at work."""
+
+    reference: int
+    critic: int
+    shown: int  # of both, on the device while the policy trains; what a CPU calls its host is left out
+
+
+def _others_at_rest(
+    beside: ColocatedModels, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, computing: Computing
+) -> _Others:
+    reference = _at_rest(beside.reference, sharding, shard_ranks, sizes, 0.0).total
+    critic = _at_rest(beside.headless_critic, sharding, shard_ranks, sizes, 1.0).total
+    is_read = computing.full_kl or not beside.reference_rests_on_host
+    shown = (reference if is_read else 0) + (0 if beside.critic_rests_on_host else critic)
+    # offloaded, all that is at rest is on the host
+    return _Others(reference, critic, 0 if computing.cpu_offload and not computing.on_cpu else shown)
+
+
+def _at_rest(
+    model: ModelSpec | None, sharding: Sharding, shard_ranks: int, sizes: ByteSizes, trained_share: float
+) -> Memory:
+    if model is None:
+        return Memory(0, 0, 0, 0)
+    held = memory_per_rank(model, sharding, shard_ranks=shard_ranks, sizes=sizes, trained_share=trained_share)
+    return replace(held, unsharded=0, gradients=0)
+
+
+def bytes_beside(
+    beside: ColocatedModels, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, computing: Computing
+) -> int:
+    """What the models beside a policy take of a rank's device while the policy trains; on a CPU, where they rest, too.
+
+    Args:
+        shard_ranks: that share a copy of each model.
+    """
+    found = _others_at_rest(beside, sharding, shard_ranks=shard_ranks, sizes=sizes, computing=computing)
+    return found.reference + found.critic if computing.on_cpu else found.shown
+
+
+def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Memory:
+    """The fullest moment of a rank: while the policy trains, the reference computes, or the critic trains."""
+    beside, sizes = work.beside, work.sizes
+    others = _others_at_rest(beside, sharding, shard_ranks=work.shard_ranks, sizes=sizes, computing=computing)
+    reference, critic, shown = others.reference, others.critic, others.shown
+    hidden = reference + critic - shown
+    policy = _at_rest(work.dimensions, sharding, work.shard_ranks, sizes, computing.trained_share)
+    is_offloaded = computing.cpu_offload and not computing.on_cpu
+    if is_offloaded:
+        policy = Memory(0, 0, 0, 0, host=policy.total)
+    training = _step_memory(work, work.dimensions, sharding, computing, work.batch)
+    moments = [replace(training, others=shown, host=training.host + hidden)]
+    if beside.reference is not None and beside.reference_rests_on_host and not computing.full_kl:
+        awake = 0 if beside.reference_computes_from_host or is_offloaded else reference
+        gathered = memory_per_rank(beside.reference, sharding, shard_ranks=work.shard_ranks, sizes=sizes).unsharded
+        layer = LayerActivations.of_model(beside.reference, compute=sizes.compute, wide=sizes.wide)
+        moments.append(
+            replace(
+                policy,
+                others=shown + awake,
+                host=policy.host + hidden - awake,
+                unsharded=gathered,
+                activations=layer.kept * work.batch.tokens,  # nothing is kept, but a layer is at work
+            )
+        )
+    if (model := beside.headless_critic) is not None:
+        # all of it is trained, and no gradient of logits is added to that of the tokens
+        batch = replace(work.batch, rows=0)
+        training = _step_memory(work, model, sharding, replace(computing, trained_share=1.0), batch)
+        resting = hidden - (critic if beside.critic_rests_on_host or is_offloaded else 0)
+        awake = policy.total + (0 if is_offloaded else reference - resting)
+        moments.append(replace(training, others=awake, host=training.host + policy.host + resting))
+    if computing.on_cpu:
+        moments = [replace(moment, others=moment.others + moment.host, host=0) for moment in moments]
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _step_memory(
+    work: Workload, model: ModelSpec, sharding: Sharding, computing: Computing, batch: MicroBatches
+) -> Memory:
+    return step_memory(
+        model,
+        sharding,
+        batch,
+        shard_ranks=work.shard_ranks,
+        copies=work.dp_replicate,
+        sizes=work.sizes,
+        computing=computing,
+    )
+
+
+def candidates(work: Workload, rates: Rates, computing: Computing, *, selective: bool = True) -> list[Candidate]:
+    """Every way to train that is compared, the fastest first, and of equally fast ones the smallest.
+
+    Args:
+        computing: its recomputation and offload are what varies.
+        selective: whether layers can be recomputed in part; compiled ones cannot.
+    """
+    found = []
+    for sharding in SHARDINGS:
+        for recompute, every in RECOMPUTATIONS:
+            for cpu_offload in (False,) if computing.on_cpu else (False, True):
+                how = replace(computing, recompute=recompute, recompute_every=every, cpu_offload=cpu_offload)
+                if selective or recompute != "selective":
+                    found.append(candidate(work, rates, sharding, how))
+    return sorted(found, key=lambda one: (one.seconds.total, one.memory.total))
+
+
+def candidate(work: Workload, rates: Rates, sharding: Sharding, computing: Computing) -> Candidate:
+    """One way to train, estimated."""
+    return Candidate(
+        sharding,
+        computing.recompute,
+        computing.recompute_every,
+        computing.cpu_offload,
+        peak_memory(work, sharding, computing),
+        step_time(work, rates, sharding, computing),
+    )
+
+
+def fits(memory: Memory, memory_bytes: int) -> bool:
+    """Whether an estimate leaves what it may be wrong by."""
+    return memory.total <= HEADROOM * memory_bytes
+
+
+def most_tokens_that_fit(work: Workload, computing: Computing, memory_bytes: int) -> int:
+    """Tokens of a micro-batch on one rank that fit with some way to train; 0: not one."""
+
+    def does(tokens: int) -> bool:
+        return _some_way_fits(with_cap(work, tokens), computing, memory_bytes)
+
+    low, high = 0, work.batch.tokens  # does(low), not does(high)
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if does(middle) else (low, middle)
+    return low
+
+
+def with_cap(work: Workload, tokens: int) -> Workload:
+    """The same update in smaller micro-batches, of so many tokens and as many more of them."""
+    batch = work.batch
+    rows = max(1, round(tokens * batch.rows / batch.tokens))
+    return replace(work, batch=MicroBatches(tokens, rows, -(-batch.count * batch.tokens // tokens)))
+
+
+def fewest_shard_ranks_that_fit(work: Workload, computing: Computing, memory_bytes: int, *, most: int) -> int | None:
+    """Ranks that share a copy of the model, today's number times a power of two; None: not with `most` of them."""
+    ranks = work.shard_ranks
+    while ranks <= most:
+        if _some_way_fits(replace(work, shard_ranks=ranks), computing, memory_bytes):
+            return ranks
+        ranks *= 2
+    return None
+
+
+def _some_way_fits(work: Workload, computing: Computing, memory_bytes: int) -> bool:
+    """Whether one of `candidates` does; those that recompute every layer hold least."""
+    return any(
+        fits(peak_memory(work, sharding, replace(how, cpu_offload=offload)), memory_bytes)
+        for how in (replace(computing, recompute="full", recompute_every=1),)
+        for sharding in SHARDINGS
+        for offload in ((False,) if computing.on_cpu else (False, True))
+    )

@@ -1,0 +1,212 @@
+"""From settings and a batch to the plan of a training step, its cost model and the metrics that need no rank.
+
+Numpy only, so that the driver plans once, without torch, and ships the plan.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from slimefsdp.algorithms.advantages import zero_variance_share
+from slimefsdp.algorithms.reduction import token_weights
+from slimefsdp.algorithms.registry import PAIRWISE
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
+from slimefsdp.batching.hardware import read_calibration
+from slimefsdp.batching.plan import MIN_GAIN, Plan, plan_batch
+from slimefsdp.batching.prefix_tree import find_prefixes
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, ModelError
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.preparation.advantages import (
+    has_variance,
+    scores_of,
+)
+
+
+def plan_training(
+    config: RunConfig,
+    batch: RolloutBatch,
+    cost: CostModel = DEFAULT_COST_MODEL,
+    *,
+    loss: Literal["policy", "sft", "value"] | None = None,
+    advantages: np.ndarray | None = None,
+) -> Plan:
+    """The step's updates; samples in which nothing trains are left out of the packs, not of the denominators.
+
+    Args:
+        cost: what packs and ranks are balanced by, as `cost_model_of` the model.
+        loss: whose step it is; None: the actor's under this algorithm.
+        advantages: [R], those that `check_batch` found; None: computed here where they are needed.
+
+    The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
+    """
+    loss = loss or config.loss_name
+    counts = np.zeros(batch.num_samples, dtype=bool)
+    counts[batch.sample_ids[batch.mask]] = True
+    other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
+    trains = counts
+    if loss == "policy" and not other_terms:
+        trains = counts & has_variance(config, batch, advantages)
+    per_update = config.batch.samples_per_update
+    one_update = per_update is None or per_update >= batch.num_samples
+    return plan_batch(
+        batch.lengths,
+        dp=math.prod(config.mesh_of("critic" if loss == "value" else "actor")),
+        max_pack_tokens=config.max_pack_tokens,
+        samples_per_update=per_update,
+        epochs=config.loss.epochs,
+        seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
+        trains=trains,
+        counts=counts,
+        drop=config.loss.drop_zero_advantages and config.loss.max_kl is None,  # which is of all samples
+        together=samples_together(config, batch, loss),
+        **_sharing(config, batch),
+        cost_model=cost,
+        cp=config.mesh.cp,
+    )
+
+
+def model_spec_of(model_config: Mapping[str, Any] | None) -> ModelSpec | None:
+    """What a config.json says of the model's sizes; None where it does not."""
+    try:
+        return ModelSpec.from_config(model_config or {})
+    except ModelError:
+        return None
+
+
+def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> CostModel:
+    """What a model's tokens cost under these settings; the default where its sizes are not known.
+
+    An estimate that only balance depends on, but plans and layouts follow from it: ranks must use the same.
+
+    Args:
+        model_config: what its config.json holds.
+
+    Raises:
+        ConfigError: `attention.strategy` cannot serve the model on this mesh, or `batch.cost_model` is no calibration.
+    """
+    dimensions = model_spec_of(model_config)
+    if dimensions is None:
+        return DEFAULT_COST_MODEL
+    shape = AttentionShape.of_dimensions(dimensions)
+    strategy = choose_strategy(config.attention.strategy, shape, config.mesh.cp).traffic
+    element_bytes = ELEMENT_BYTES[config.precision.compute_dtype]
+    measured: dict[str, float] = {}
+    if config.batch.cost_model is not None:
+        rates = read_calibration(config.batch.cost_model, field="batch.cost_model")
+        measured = {"flops_per_byte": rates.flops_per_byte, "attention_slowdown": rates.attention_slowdown}
+    return CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=element_bytes, **measured)
+
+
+def plan_everything(
+    config: RunConfig,
+    batch: RolloutBatch,
+    cost: CostModel = DEFAULT_COST_MODEL,
+    *,
+    data_ranks: int,
+    loss: Literal["policy", "sft", "value"] | None = None,
+) -> Plan:
+    """One update that holds every sample: for log-probs, and for the primitives of custom loops.
+
+    Args:
+        data_ranks: of this group; a reference group may have others than the actor's.
+        loss: that the packs are for; None: they are for log-probs or values.
+    """
+    return plan_batch(
+        batch.lengths,
+        dp=data_ranks,
+        max_pack_tokens=config.max_pack_tokens,
+        together=samples_together(config, batch, loss),
+        **_sharing(config, batch),
+        cost_model=cost,
+        cp=config.mesh.cp,
+    )
+
+
+def may_share(config: RunConfig) -> bool:
+    """Whether what samples share may be computed once."""
+    # the package's calls know no sample that goes on from another
+    packages_cannot = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
+    return config.batch.share_prefixes != "never" and not packages_cannot
+
+
+def _sharing(config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    """What samples share, and how much that must save, as arguments of `plan_batch`."""
+    if not may_share(config):
+        return {}
+    return {
+        "shared": find_prefixes(batch.tokens, batch.lengths),
+        "min_gain": -math.inf if config.batch.share_prefixes == "always" else MIN_GAIN,
+    }
+
+
+def samples_together(
+    config: RunConfig, batch: RolloutBatch, loss: Literal["policy", "sft", "value"] | None
+) -> np.ndarray | None:
+    """The number of each sample's pair, [B], where the loss compares the samples of a pair; else None."""
+    return batch.group_ids if loss == "policy" and config.loss.policy in PAIRWISE else None
+
+
+def loss_weights(
+    config: RunConfig, batch: RolloutBatch, samples: np.ndarray, denominator: float | None = None
+) -> np.ndarray:
+    """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it.
+
+    Args:
+        samples: all that count in the update (`Plan.counted_of`), computed or not.
+    """
+    if denominator is not None and not isinstance(denominator, int | float):
+        raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
+    in_update = np.zeros(batch.num_samples, dtype=bool)
+    in_update[samples] = True
+    return token_weights(
+        batch.mask & in_update[batch.sample_ids],
+        batch.sample_ids,
+        batch.num_samples,
+        config.loss.reduction,
+        constant_length=config.loss.constant_length,
+        denominator=denominator,
+        group_ids=batch.group_ids,
+    )
+
+
+def batch_metrics(
+    config: RunConfig,
+    plan: Plan,
+    batch: RolloutBatch,
+    cost: CostModel = DEFAULT_COST_MODEL,
+    *,
+    advantages: np.ndarray | None = None,
+) -> dict[str, float]:
+    """What a step was about: updates, dropped samples, balance by `cost`, lengths, advantages.
+
+    Args:
+        advantages: [R], where the loss has them: of the trained tokens mean, standard deviation and largest size.
+    """
+    trained = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in range(len(plan.updates)))
+    metrics = {
+        "updates": float(len(plan.updates)),
+        "empty_updates": float(plan.num_skipped_updates),
+        "dropped_samples": float(plan.num_dropped),
+        "plan_imbalance": plan.imbalance(batch.lengths, cost, config.mesh.cp),
+        "shared_tokens": 1 - plan.computed_tokens(batch.lengths) / trained if trained else 0.0,
+        "response_length": float(batch.response_lengths.mean()),
+        "response_length_max": float(batch.response_lengths.max()),
+    }
+    if advantages is not None:
+        of_trained = advantages[batch.mask]
+        metrics |= {
+            "advantage": float(of_trained.mean()),
+            "advantage_std": float(of_trained.std()),
+            "advantage_abs_max": float(np.abs(of_trained).max()),
+        }
+    if batch.group_ids is not None and not (batch.rewards is None and batch.token_rewards is None):
+        metrics["zero_variance_groups"] = zero_variance_share(scores_of(batch), batch.group_ids)
+    return metrics

@@ -1,0 +1,400 @@
+"""From settings to the parts of a Trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from slimefsdp.algorithms.importance_sampling import CorrectionOptions
+from slimefsdp.algorithms.objective import Objective
+from slimefsdp.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossFunction,
+    PolicyOptions,
+    PolicyTokens,
+)
+from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, LossName
+from slimefsdp.algorithms.segment_ops import Sequences
+from slimefsdp.algorithms.value_loss import ValueObjective
+from slimefsdp.attention.backends import flash_attn_package
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.batching.cost import CostModel
+from slimefsdp.config import RunConfig
+from slimefsdp.config.callables import failure_of, load_function
+from slimefsdp.distributed.consensus import all_equal, run_on_first, run_together
+from slimefsdp.distributed.fsdp import Parallelism
+from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.distributed.mesh import Mesh, build_mesh
+from slimefsdp.distributed.offload import free_bytes
+from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.build import AnyModel, load_model
+from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.monitoring.profiler import UpdateProfiler
+from slimefsdp.optim.loss_scale import LossScale
+from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
+from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.perf_model.flops import peak_tflops
+from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
+from slimefsdp.perf_model.simulate import MeshShape
+from slimefsdp.perf_model.step_time import ColocatedModels
+from slimefsdp.preparation.plan import cost_model_of, model_spec_of
+from slimefsdp.rpc import Role
+from slimefsdp.training.determinism import make_deterministic
+from slimefsdp.training.metrics import Throughput
+from slimefsdp.training.reference_model import ColocatedReference
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+def compute_dtype(config: RunConfig) -> torch.dtype:
+    """What forward and backward run in."""
+    return _DTYPES[config.precision.compute_dtype]
+
+
+def master_dtype(config: RunConfig) -> torch.dtype:
+    """What parameters, gradients' sums and optimiser state are kept in: at least fp32."""
+    return torch.promote_types(compute_dtype(config), torch.float32)
+
+
+def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
+    """The mesh of a role.
+
+    Raises:
+        ConfigError: it does not fit the ranks, or the kernels asked for cannot run on the device.
+    """
+    if config.attention.kernel == "flash_attn":
+        flash_attn_package.require("attention.kernel=flash_attn", device, compute_dtype(config))
+    dp_replicate, dp = config.mesh_of(role)
+    return build_mesh(
+        dp,
+        config.mesh.cp,
+        device,
+        dp_replicate=dp_replicate,
+        is_whole_on_every_rank=config.fsdp.sharding == "replicate",
+        timeout_s=config.cluster.call_timeout_s,
+    )
+
+
+def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
+    """How the model is sharded, stored and computed."""
+    fsdp = config.fsdp
+    return Parallelism(
+        compute_dtype=compute_dtype(config),
+        master_dtype=master_dtype(config),
+        reduce_dtype=_DTYPES.get(config.precision.reduce_dtype),  # auto is none of them
+        buffer_dtype=_DTYPES.get(config.precision.buffer_dtype),
+        keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
+        wrap_layers=fsdp.wrap_layers,
+        wrap_min_parameters=fsdp.wrap_min_parameters,
+        prefetch_layers=fsdp.prefetch_layers,
+        cpu_offload=fsdp.cpu_offload,
+        pin_memory=is_host_memory_pinned(config, device),
+        recompute=config.model.activation_checkpointing,
+        recompute_every=config.model.checkpoint_every_n_layers,
+        compile=config.model.compile,
+    )
+
+
+def is_host_memory_pinned(config: RunConfig, device: torch.device) -> bool:
+    """Whether host memory is page-locked, which makes copies to and from CUDA fast; a CPU has nothing to pin for."""
+    return config.fsdp.pin_memory and device.type == "cuda"
+
+
+def set_numerics(config: RunConfig) -> None:
+    """Applies precision.tf32 to this process, whichever way it stood before, and run.deterministic for good."""
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+    if config.run.deterministic:
+        make_deterministic()
+
+
+def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
+    """Collective: the model folder of a role. Each rank reads its own copy, or rank 0 reads for all.
+
+    Where rank 0 reads, the others know what is in the folder, and have none of its files.
+
+    Raises:
+        ModelError: it is malformed, or of an architecture that cannot be trained here.
+    """
+    path, field = config.folder_of(role)
+    found: list[ModelFolder] = []
+
+    def read() -> None:
+        with_weights = field != "model.path" or config.model.init == "folder"
+        found.append(read_model_folder(path, field=field, with_weights=with_weights))
+        check_architecture(found[0], field=field)
+
+    if config.model.read == "every_rank":
+        run_together(read, group)
+        return found[0]
+    run_on_first(read, group)
+    sent: list[ModelFolder | None] = [found[0] if found else None]
+    dist.broadcast_object_list(sent, group_src=0, group=group)
+    assert sent[0] is not None
+    return found[0] if found else replace(sent[0], extra_files=())
+
+
+def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> RunConfig:
+    """Collective: settings whose fsdp.sharding is a level, on every rank the same; `auto` looks at what is free now."""
+    if config.fsdp.sharding != "auto":
+        return config
+    free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
+    dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.group)
+    shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
+    policy = model_spec_of(folder.config)
+    # a reference and a critic are loaded after the policy, and taken to be as large
+    beside = colocated_models_of(config, policy, policy) if role == "actor" else ColocatedModels()
+    return with_chosen_sharding(config, policy, shape, beside=beside, memory_bytes=int(free), on_cpu=on_cpu)
+
+
+def model_for(
+    kind: type[AnyModel],
+    config: RunConfig,
+    role: Role,
+    folder: ModelFolder,
+    mesh: Mesh,
+    *,
+    cpu_offload: bool = False,
+) -> AnyModel:
+    """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
+
+    What does not train is frozen: model.frozen of an actor, all of a reference.
+
+    Args:
+        kind: PolicyModel or ValueModel.
+        cpu_offload: keep the shards on the host, whatever fsdp.cpu_offload says.
+
+    Raises:
+        ModelError: on every rank alike.
+        ConfigError: fsdp.wrap_layers or model.frozen names nothing in it, or model.compile lacks a compiler.
+    """
+    cost = cost_for(config, folder, mesh.group)
+    how = parallelism_of(config, mesh.device)
+    model = load_model(
+        kind,
+        folder,
+        mesh,
+        replace(how, cpu_offload=how.cpu_offload or cpu_offload),
+        attention_for=partial(attention_for, config, mesh, cost),
+        random_seed=None if folder.has_weights else config.run.seed,
+        frozen=(config.model.frozen or ()) if role == "actor" else (),
+        read_by=config.model.read,
+    )
+    return model.requires_grad_(False) if role == "ref" else model
+
+
+def cost_for(config: RunConfig, folder: ModelFolder, group: dist.ProcessGroup) -> CostModel:
+    """Collective: what the model's tokens cost, the same on every rank: plans and layouts follow from it.
+
+    Raises:
+        ModelError: ranks read different copies of config.json.
+        ConfigError: `batch.cost_model` is no calibration, or ranks read different ones.
+    """
+    found: list[CostModel] = []
+    run_together(lambda: found.append(cost_model_of(config, folder.config)), group)
+    if not all_equal(repr(found[0]), group):
+        hint = "give every machine the same file"
+        if all_equal(repr(model_spec_of(folder.config)), group):
+            problem = f"ranks read different rates from {config.batch.cost_model}"
+            raise ConfigError(problem, field="batch.cost_model", hint=hint)
+        problem = f"ranks read different sizes from {folder.path / 'config.json'}"
+        raise ModelError(problem, field="model.path", hint=hint)
+    return found[0]
+
+
+def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: AttentionShape) -> Attention:
+    """How a model of this shape computes its attention on the mesh.
+
+    Raises:
+        ConfigError: the strategy asked for cannot serve it, or needs a package that is missing.
+    """
+    choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
+    if choice.name == "ring_flash_attn":
+        flash_attn_package.require("attention.strategy=ring_flash_attn", mesh.device, compute_dtype(config))
+    return Attention(choice, mesh.cp_group, config.attention.kernel, cost)
+
+
+def reference_for(
+    config: RunConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, memory_manager: MemoryManager
+) -> ColocatedReference:
+    """The colocated reference of a policy, not loaded yet."""
+
+    def load() -> PolicyModel:
+        if config.reference.placement == "group":
+            raise ConfigError(
+                "reference.placement=group, and this Trainer has no such group",
+                field="reference.placement",
+                hint="give ref_log_probs in the batch, use a WorkerGroup, or set reference.placement=colocated",
+            )
+        folder = folder_for(config, "ref", mesh.group)
+        if folder.vocab_size != policy_folder.vocab_size:
+            raise ModelError(
+                f"the reference has a vocabulary of {folder.vocab_size}, the policy of {policy_folder.vocab_size}",
+                field="reference.path",
+                hint="choose a reference with the policy's vocabulary",
+            )
+        cpu_offload = config.reference.offload == "fsdp"
+        reference = model_for(PolicyModel, config, "ref", folder, mesh, cpu_offload=cpu_offload)
+        if config.kl_estimator == "full":
+            if not isinstance(policy, PolicyModel) or not policy.is_like(reference):
+                raise ConfigError(
+                    f"reference.path={config.reference.path} is of another architecture than the policy, and "
+                    "loss.kl_estimator=full has it compute the policy's own packs",
+                    field="reference.path",
+                    hint="name a model of the policy's configuration, or remove loss.kl_estimator",
+                )
+            register_fsdp_forward_method(reference, "head_inputs")
+        return reference
+
+    return ColocatedReference(load, memory_manager, sleeps=config.reference.offload == "sleep")
+
+
+def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> OptimizerStep:
+    """The optimiser with its schedule, at update 0; a critic's may have a rate of its own."""
+    settings = config.optim
+    peak = (config.critic.lr if role == "critic" else None) or settings.lr
+    optimizer = build_optimizer(
+        model.trained_weights(),
+        settings.name,
+        settings.implementation,
+        lr=peak,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        undecayed=undecayed_names(model.hf),
+    )
+    schedule = partial(
+        learning_rate,
+        peak=peak,
+        schedule=settings.schedule,
+        warmup_updates=settings.warmup_updates,
+        total_updates=settings.total_updates,
+        min_ratio=settings.min_lr_ratio,
+    )
+    precision = config.precision
+    scaling = LossScale(precision.loss_scale_init, precision.loss_scale_growth_interval)
+    return OptimizerStep(
+        optimizer,
+        model.trained_weights(),
+        schedule,
+        max_grad_norm=settings.max_grad_norm,
+        max_skipped=settings.max_skipped_updates,
+        loss_scaling=scaling if precision.compute_dtype == "float16" else None,
+        with_layer_norms=settings.log_layer_norms,
+    )
+
+
+def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, mesh: Mesh) -> Throughput:
+    """What the seconds of a step are measured by; the stated rates of devices are those of half precision."""
+    peak = config.profile.peak_tflops
+    if peak is None and mesh.device.type == "cuda" and compute_dtype(config).itemsize == 2:
+        peak = peak_tflops(torch.cuda.get_device_name(mesh.device))
+    weights, trained = (
+        sum(parameter.numel() for _, parameter in named) for named in (model.named_weights(), model.trained_weights())
+    )
+    return Throughput(
+        ranks=dist.get_world_size(mesh.group),
+        dimensions=model_spec_of(folder.config),
+        trained_share=trained / weights,
+        has_vocabulary_head=isinstance(model, PolicyModel),
+        peak_tflops=peak,
+    )
+
+
+def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
+    """The profiler of a group's updates; a critic's are in a folder of their own."""
+    folder = Path(config.run.dir or ".") / "profile"
+    return UpdateProfiler(
+        config.profile.updates or (),
+        folder / "critic" if role == "critic" else folder,
+        mesh,
+        with_memory=config.profile.memory,
+    )
+
+
+def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
+    """The training loss.
+
+    Args:
+        kl_coefficient: as it is now; it moves under loss.kl_target.
+
+    Raises:
+        ConfigError: loss.policy names a function that cannot be imported.
+    """
+    if loss == "value":
+        return ValueObjective(config.critic.clip)
+    settings, correction = config.loss, config.correction
+    options = PolicyOptions(
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        sapo_temperature_positive=settings.sapo_temperature_positive,
+        sapo_temperature_negative=settings.sapo_temperature_negative,
+        dpo_beta=settings.dpo_beta,
+    )
+    bounds = CorrectionOptions(correction.low, correction.high, correction.veto_below, correction.opsm_threshold)
+    return Objective(
+        policy=_policy_loss(settings.policy) if loss == "policy" else None,
+        options=options,
+        looks_at_sequences=settings.policy in LOOKS_AT_SEQUENCES or ":" in settings.policy,
+        correction=correction.method,
+        correction_options=bounds,
+        kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=settings.kl_unbiased,
+        entropy_coefficient=settings.entropy_coefficient,
+    )
+
+
+def check_policy_loss(config: RunConfig) -> None:
+    """Tries a loss of the user's own on a pack without tokens, as a rank without samples will.
+
+    Raises:
+        ConfigError: it cannot be imported, fails there, or returns something else than a loss per token.
+    """
+    name = config.loss.policy
+    if ":" not in name:
+        return
+    loss, nothing = _policy_loss(name), torch.zeros(0)
+    nowhere = Sequences(torch.zeros(0, dtype=torch.int64), 1)
+    reference = nothing if config.needs_reference else None
+    tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, nowhere, None, reference)
+    try:
+        loss(tokens, PolicyOptions())
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(
+            f"loss.policy={name}, tried on a pack without tokens: {error}",
+            field="loss.policy",
+            hint="return a PolicyLoss whose fields are as long as log_probs, of which there may be none",
+        ) from error
+
+
+def _policy_loss(name: str) -> PolicyLossFunction:
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    function = load_function(name, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
+
+    def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+        # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
+        try:
+            found: object = function(tokens, options)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(failure_of(name, error)) from error
+        shape = tokens.log_probs.shape
+        if not isinstance(found, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in found):
+            shapes = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, PolicyLoss) else ""
+            raise RuntimeError(f"{name} returned a {type(found).__name__} {shapes} for {len(tokens.log_probs)} tokens")
+        if not found.loss.requires_grad:
+            raise RuntimeError(f"{name} returned a loss without a graph; make it of tokens.log_probs")
+        return found
+
+    return checked

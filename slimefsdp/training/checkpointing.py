@@ -1,0 +1,266 @@
+"""What a run leaves on disk and comes back from: checkpoints with what training counts, and exported model folders."""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+import slimefsdp
+from slimefsdp.checkpoint.async_save import BackgroundSave
+from slimefsdp.checkpoint.compatibility import (
+    architecture_of,
+    check_identity,
+    check_info,
+    check_loop_state,
+    differences,
+)
+from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
+from slimefsdp.checkpoint.save_load import Named, load_training_state, save_training_state
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.config import RunConfig
+from slimefsdp.distributed.consensus import run_on_first, run_together
+from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.errors import ConfigError
+from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.io.safetensors_file import TensorSpec
+from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.results import LoadReport
+from slimefsdp.rpc import Role
+from slimefsdp.training.build import is_host_memory_pinned, master_dtype
+from slimefsdp.weight_sync.gather import Bucket, full_weights
+
+EXPORT_BUCKET_BYTES = 64 << 20  # a larger tensor travels alone
+
+
+# of the optimiser's settings, those that do not belong to the schedule or the update rule
+_NO_SCHEDULE = {"name", "implementation", "log_layer_norms", "max_skipped_updates"}
+_VERSIONS = {
+    "slimefsdp": slimefsdp.__version__,
+    "torch": torch.__version__,
+    "transformers": version("transformers"),
+    "python": platform.python_version(),
+}
+
+
+class Checkpoints:
+    """One rank's checkpoints under `run.dir`; every rank makes the same calls.
+
+    With `checkpoint.async_save`, `save` returns at once: whoever changes the state waits until it is copied
+    (`wait_for_copy`), and the next call for the rest.
+
+    Args:
+        role: a critic's are in a folder of their own.
+        folder: the model's.
+    """
+
+    def __init__(self, config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> None:
+        self.restored: LoadReport | None = None  # of the last load
+        self._config = config
+        self._role = role
+        self._mesh = mesh
+        self._axes = {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
+        self._identity = {
+            "model_type": folder.model_type,
+            "vocab_size": folder.vocab_size,
+            "config.json": architecture_of(folder.config),
+            "master_dtype": str(master_dtype(config)).removeprefix("torch."),
+            "optim.name": config.optim.name,
+            "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
+        }
+        self._background: BackgroundSave | None = None
+        if config.checkpoint.async_save:
+            timeout = timedelta(seconds=config.cluster.call_timeout_s)
+            self._background = BackgroundSave(
+                dist.new_group(backend="gloo", timeout=timeout), pin_memory=is_host_memory_pinned(config, mesh.device)
+            )
+
+    def save(
+        self,
+        step: int,
+        named: Named,
+        updater: OptimizerStep,
+        *,
+        reference_follows: bool,
+        kl_coefficient: float,
+        loop_state: dict[str, Any] | None,
+    ) -> Path:
+        """Collective: commits a checkpoint of `step`, whole or not at all; returns its folder.
+
+        Args:
+            named: the parameters it holds.
+            reference_follows: whether those of the reference are among them.
+            kl_coefficient: of the next step.
+
+        Raises:
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not.
+            ResourceError: there is no host memory for the copy of a save in the background.
+        """
+        check_loop_state(loop_state)
+        store = self._store()
+        run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
+        info = {
+            **updater.progress(),
+            "weight_version": updater.updates_taken,
+            "reference_follows": reference_follows,
+            "kl_coefficient": kl_coefficient,
+            "loop_state": loop_state or {},
+            "config": self._config.model_dump(mode="json"),
+            "identity": self._identity,
+            "mesh": self._axes,
+            "versions": _VERSIONS,
+        }
+        return save_training_state(
+            store,
+            step,
+            named,
+            updater.optimizer,
+            info,
+            device=self._mesh.device,
+            group=self._mesh.group,
+            # a critic saves before its actor, and must still have the step that the actor had last
+            keep_last=self._config.checkpoint.keep_last + (self._role == "critic"),
+            writes_tensors=self._mesh.is_first_copy,
+            background=self._background,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host buffers that saves in the background keep."""
+        return 0 if self._background is None else self._background.host_bytes
+
+    def wait_for_copy(self) -> None:
+        """For whoever is about to change, move or free what the save in the background still copies."""
+        if self._background is not None:
+            self._background.wait_for_copy()
+
+    def finish(self) -> Path | None:
+        """Waits until the save in the background is on disk; returns its folder, None if there was none.
+
+        Raises:
+            CheckpointError: it could not be written; on all ranks alike. PeerFailed: a rank was lost meanwhile.
+        """
+        return None if self._background is None else self._background.finish()
+
+    def load(
+        self, step: int | Literal["latest"], named_for: Callable[[dict[str, Any]], Named], updater: OptimizerStep
+    ) -> dict[str, Any]:
+        """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
+
+        What the schedule is made of stays this run's, and random generators are restored on the same mesh alone; both
+        are said where they differ.
+
+        Args:
+            named_for: the parameters that a checkpoint with this info holds.
+
+        Raises:
+            ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,
+                or the save before could not be written.
+        """
+        store = self._store()
+        run_together(self.finish, self._mesh.group)
+
+        def accept(info: dict[str, Any], file: Path) -> Named:
+            def check() -> None:
+                check_info(info, file)
+                check_identity(info["identity"], self._identity, file)
+
+            run_together(check, self._mesh.group)
+            return named_for(info)
+
+        loaded = load_training_state(
+            store,
+            step,
+            accept,
+            updater.optimizer,
+            device=self._mesh.device,
+            group=self._mesh.group,
+            with_generators=lambda info: bool(info["mesh"] == self._axes),
+        )
+        updater.restore(loaded.info)
+        self.restored = LoadReport(
+            step=loaded.step,
+            path=str(loaded.folder),
+            skipped=loaded.skipped,
+            ranks=loaded.ranks,
+            mesh=dict(loaded.info["mesh"]),
+            differences=tuple(self._differences(loaded.info)),
+        )
+        return loaded.info
+
+    def _differences(self, info: dict[str, Any]) -> Iterator[str]:
+        own = self._config.optim.model_dump(mode="json", exclude=_NO_SCHEDULE)
+        if changed := differences(info["config"].get("optim", {}), own):
+            yield f"this run's settings hold, not the checkpoint's: optim.{', optim.'.join(changed)}"
+        for section in ("advantage", "loss", "correction"):
+            saved = info["config"].get(section, {})
+            if changed := differences(saved, self._config.model_dump(mode="json")[section]):
+                yield f"this run's settings hold, not the checkpoint's: {section}.{f', {section}.'.join(changed)}"
+        if changed := differences(info["mesh"], self._axes):
+            yield f"random generators are not those of the checkpoint: mesh.{', mesh.'.join(changed)}"
+
+    def warn_of_load(self) -> None:
+        """Says on rank 0 what is odd about the last load; when no collective follows, as a warning may be an error."""
+        if self.restored is None or dist.get_rank(self._mesh.group) != 0:
+            return
+        for message in (
+            *(f"checkpoint passed over: {why}" for why in self.restored.skipped),
+            *self.restored.differences,
+        ):
+            warnings.warn(message, stacklevel=4)
+
+    def _store(self) -> CheckpointStore:
+        if self._config.run.dir is None:
+            raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
+        return CheckpointStore.of_run(self._config.run.dir, self._role)
+
+
+def export_model(
+    model: DecoderModel,
+    folder: ModelFolder,
+    target: Path,
+    *,
+    dtype: torch.dtype,
+    mesh: Mesh,
+    export_dtype: str | None = None,
+) -> None:
+    """Collective: writes the full weights as a Hugging Face folder; rank 0 writes, and holds a bucket at a time.
+
+    Args:
+        folder: the model's own, whose configuration and tokenizer it gets.
+        dtype: of the master weights, in which they travel to rank 0.
+        export_dtype: a name in `EXPORT_DTYPES`, of what is written; None: `dtype`.
+
+    Raises:
+        ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
+            infinite in `export_dtype`. ModelError: transformers has no class for such a folder.
+    """
+    if export_dtype is not None and export_dtype not in list(EXPORT_DTYPES):
+        raise ConfigError(f"dtype={export_dtype!r} is unknown", field="dtype", hint=f"use {', '.join(EXPORT_DTYPES)}")
+    folder = replace(folder, config=model.exported_config(folder.config))
+    named = model.named_weights()
+    specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
+    buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES)
+
+    def write() -> None:
+        with io_reported(target, "export_hf"):
+            write_model_folder(target, specs, _one_by_one(buckets), folder, dtype=export_dtype)
+
+    run_on_first(write, mesh.group, buckets)
+
+
+def _one_by_one(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of all buckets; none is held here when the next bucket is asked for."""
+    for bucket in buckets:
+        while bucket:
+            yield bucket.pop(0)

@@ -1,0 +1,152 @@
+"""Metrics of an update: sums and counts in, one dict of floats out, reduced over the ranks once; and throughput.
+
+Nothing here synchronises with the host before `reduce`. Of the context-parallel ranks, which all hold a
+pack's values, one is counted. Throughput is trained tokens and model FLOPs a second, and their share of the
+devices' rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from slimefsdp.batching.plan import Plan
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.perf_model.flops import training_flops
+
+
+class MetricSums:
+    """Running totals of one update on one rank; every rank adds the same names, so that all join the reduction.
+
+    Args:
+        counted: whether this rank's values enter; False adds zeros.
+    """
+
+    def __init__(self, device: torch.device, *, counted: bool = True) -> None:
+        self._device = device
+        self._counted = counted
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, torch.Tensor] = {}
+
+    def add_total(self, name: str, value: torch.Tensor) -> None:
+        """A quantity that adds up over micro-batches and ranks, such as a weighted loss; 0-d."""
+        self._accumulate(self._sums, name, value.detach().double())
+
+    def add_mean(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Values whose mean over the update is wanted; [n], possibly none.
+
+        Args:
+            counted: [n] bool, where values count; None: everywhere.
+        """
+        values = values.detach().double()
+        if counted is None:
+            count = torch.full((), float(values.numel()), dtype=torch.float64, device=self._device)
+        else:
+            values, count = values.masked_fill(~counted, 0.0), counted.sum(dtype=torch.float64)
+        self.add_total(name, values.sum())
+        self._accumulate(self._counts, name, count)
+
+    def add_max(self, name: str, values: torch.Tensor, counted: torch.Tensor | None = None) -> None:
+        """Values >= 0 whose maximum is wanted; as `add_mean`."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        values = values.detach().double()
+        if counted is not None:
+            values = values.masked_fill(~counted, 0.0)
+        largest = values.max().to(self._device) if values.numel() and self._counted else nothing
+        self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
+
+    def reduce(self, group: dist.ProcessGroup) -> dict[str, float]:
+        """The update's metrics, the same on every rank; a mean over nothing is left out."""
+        names = [*self._sums, *self._maxima]
+        if not names:
+            return {}
+        sums = torch.stack([*self._sums.values(), *self._counts.values()]) if self._sums else torch.zeros(0)
+        dist.all_reduce(sums, group=group)
+        found = sums.tolist()
+        totals = dict(zip(self._sums, found, strict=False))
+        counts = dict(zip(self._counts, found[len(self._sums) :], strict=True))
+        result = {
+            name: total / counts[name] if name in counts else total
+            for name, total in totals.items()
+            if counts.get(name, 1.0) > 0
+        }
+        if self._maxima:
+            maxima = torch.stack(list(self._maxima.values()))
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+            result |= dict(zip(self._maxima, maxima.tolist(), strict=True))
+        return result
+
+    def _accumulate(self, into: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+        value = value.to(self._device) if self._counted else torch.zeros_like(value, device=self._device)
+        into[name] = into[name] + value if name in into else value
+
+
+def mean_over_updates(updates: list[dict[str, float]]) -> dict[str, float]:
+    """One dict for a step of several updates: the mean of each metric, maxima (`*_max`) as maxima."""
+    merged: dict[str, list[float]] = {}
+    for metrics in updates:
+        for name, value in metrics.items():
+            merged.setdefault(name, []).append(value)
+    return {
+        name: max(values) if name.endswith("_max") else sum(values) / len(values) for name, values in merged.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """What a group's seconds are measured by.
+
+    Counted is what the updates need: one forward and backward pass over their samples, what these share once. What is
+    computed again to save memory, and log-probs computed before the updates, take time and are not counted.
+    """
+
+    ranks: int
+    dimensions: ModelSpec | None  # None: they are not known
+    trained_share: float = 1.0  # of the weights
+    has_vocabulary_head: bool = True
+    peak_tflops: float | None = None  # of one rank's device; None: not known
+
+    def metrics(self, plan: Plan, batch: RolloutBatch, seconds: float, updates: Sequence[int]) -> dict[str, float]:
+        """Of a step that took these updates of its plan in `seconds`."""
+        tokens = sum(int(batch.lengths[plan.samples_of(update)].sum()) for update in updates)
+        metrics = {
+            "train_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_second_per_rank": tokens / seconds / self.ranks,
+        }
+        if self.dimensions is not None:
+            flops = sum(self._flops(self.dimensions, plan, batch, update) for update in updates)
+            metrics["tflops_per_rank"] = flops / seconds / self.ranks / 1e12
+            if self.peak_tflops is not None:
+                metrics["mfu"] = metrics["tflops_per_rank"] / self.peak_tflops
+        return metrics
+
+    def _flops(self, dimensions: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
+        """Of one update of the plan, by all ranks together."""
+        samples = plan.samples_of(update)
+        depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that a sample of a pack has from the one before
+        if plan.shared is not None:
+            for pack in (pack for packs in plan.updates[update] for pack in packs if len(pack)):
+                ordered, shared = plan.shared.among(pack)
+                depths[ordered] = shared
+        counted = 0
+        if self.has_vocabulary_head:
+            in_update = np.zeros(batch.num_samples, dtype=bool)
+            in_update[samples] = True
+            first = batch.lengths - batch.response_lengths - batch.response_offsets[:-1]
+            positions = np.arange(batch.num_response_tokens) + first[batch.sample_ids]
+            own = in_update[batch.sample_ids] & (positions >= depths[batch.sample_ids])
+            counted = int((batch.mask & own).sum())
+        return training_flops(
+            dimensions,
+            batch.lengths[samples] - depths[samples],
+            counted_rows=counted,
+            depths=depths[samples],
+            trained_share=self.trained_share,
+        ).total

@@ -1,0 +1,128 @@
+"""The frozen model in the actor's own processes: loaded when first needed, moved out of the way between uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slimefsdp.distributed.fsdp import reshard
+from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.errors import SlimeError, StateError
+from slimefsdp.models.policy import PolicyModel
+
+
+class ColocatedReference:
+    """One rank's part of the reference model.
+
+    Args:
+        load: collective; makes the model with the weights of its folder.
+        memory_manager: of the rank; its tag `reference` stands for this model.
+        sleeps: the shards go to the host between uses.
+    """
+
+    def __init__(self, load: Callable[[], PolicyModel], memory_manager: MemoryManager, *, sleeps: bool) -> None:
+        self.model: PolicyModel | None = None
+        self.follows = False  # since an update its weights are no folder's: checkpoints hold them
+        self._next: PolicyModel | None = None  # what takes its place when a checkpoint is loaded
+        self._load = load
+        self._memory_manager = memory_manager
+        self._sleeps = sleeps
+
+    def load(self) -> None:
+        """Collective: makes the model, where nobody has needed it so far.
+
+        Raises:
+            ConfigError: the reference is a group of its own. ModelError: it cannot be loaded.
+        """
+        if self.model is None:
+            self.model = self._memory_manager.models["reference"] = self._load()
+            self.rest()
+
+    @contextmanager
+    def awake(self) -> Iterator[PolicyModel]:
+        """Collective: the model on the device, for as long as it is used.
+
+        Raises:
+            ConfigError, ModelError: as `load`.
+        """
+        self.load()
+        assert self.model is not None
+        with self.resting():
+            self._memory_manager.wake_up(("reference",))
+            yield self.model
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Collective: whoever wakes it inside need not put it to rest."""
+        try:
+            yield
+        except SlimeError:  # raised by all ranks alike; after any other error the group is lost
+            self.rest()
+            raise
+        self.rest()
+
+    def rest(self) -> None:
+        """Collective: ends a use; nothing that was gathered for it is left."""
+        if self.model is None:
+            return
+        reshard(self.model)
+        if self._sleeps:
+            self._memory_manager.sleep(("reference",))
+
+    def follow(self, policy: PolicyModel) -> None:
+        """Collective: takes the weights of a policy that is awake, shard to shard.
+
+        Raises:
+            StateError: there is no model yet, or it is of another architecture.
+        """
+        if self.model is None:
+            raise StateError("there is no colocated reference", field="reference.placement", hint="set it up first")
+        if not policy.is_like(self.model):
+            raise StateError(
+                "update_ref() on a reference of another architecture",
+                field="reference.path",
+                hint="leave reference.path out, or name a model of the policy's own configuration",
+            )
+        with self.awake() as reference, torch.no_grad():
+            for frozen, trained in zip(reference.parameters(), policy.parameters(), strict=True):
+                assert isinstance(frozen, DTensor) and isinstance(trained, DTensor)
+                # sharded alike, wherever the shards lie
+                frozen.to_local().copy_(trained.to_local())
+        self.follows = True
+
+    def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """Collective: what a checkpoint holds of it, awake; nothing, unless it followed."""
+        return self._awake_weights() if self.follows else []
+
+    def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
+        """Collective: what a checkpoint fills of it, awake. Until `loaded` everything can still be as it was.
+
+        Args:
+            follows: as it was when the checkpoint was written; where not, it will have the weights of its folder again.
+
+        Raises:
+            ConfigError, ModelError: as `load`.
+        """
+        self._next = None
+        if follows:
+            self.load()
+            return self._awake_weights()
+        if self.follows:
+            self._next = self._load()
+        return []
+
+    def loaded(self, follows: bool) -> None:
+        """What `weights_to_load` was asked for is filled."""
+        if self._next is not None:
+            self._memory_manager.drop("reference")
+            self.model = self._memory_manager.models["reference"] = self._next
+        self.follows, self._next = follows, None
+
+    def _awake_weights(self) -> list[tuple[str, nn.Parameter]]:
+        assert self.model is not None
+        self._memory_manager.wake_up(("reference",))
+        return [(f"reference.{name}", parameter) for name, parameter in self.model.named_weights()]

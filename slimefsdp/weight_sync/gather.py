@@ -1,0 +1,68 @@
+"""Full tensors out of a sharded model, in buckets of bounded size, one all-gather each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slimefsdp import heartbeat
+
+DEFAULT_BUCKET_BYTES = 256 * 2**20
+
+Bucket = list[tuple[str, torch.Tensor]]
+
+
+def full_weights(
+    named: Sequence[tuple[str, nn.Parameter]],
+    group: dist.ProcessGroup,
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> Iterator[Bucket]:
+    """Buckets of (name, full tensor on the mesh's device); collective, every rank must take every bucket.
+
+    Args:
+        named: parameters sharded over dim 0 across `group`, in the same order on every rank; on the device, or on the
+            host where FSDP keeps them there.
+        dtype: of the tensors handed out; shards are cast before they travel.
+        bucket_bytes: a bucket is at most this large, or one tensor.
+    """
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        nbytes = parameter.numel() * dtype.itemsize
+        if bucket and size + nbytes > bucket_bytes:
+            yield _gather(bucket, group, dtype)
+            heartbeat.tick()
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += nbytes
+    if bucket:
+        yield _gather(bucket, group, dtype)
+
+
+@torch.no_grad()
+def _gather(bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype) -> Bucket:
+    world_size = dist.get_world_size(group)
+    # the last ranks may hold fewer rows, or none
+    rows_per_rank = [-(-parameter.shape[0] // world_size) for _, parameter in bucket]
+    sizes = [rows * p.shape[1:].numel() for (_, p), rows in zip(bucket, rows_per_rank, strict=True)]
+    first = bucket[0][1]
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+    mine = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    for (_, parameter), place in zip(bucket, mine.split(sizes), strict=True):
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        place[: local.numel()].copy_(local.reshape(-1))
+    everyone = mine.new_empty(world_size, mine.numel())
+    dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
+    full: Bucket = []
+    offset = 0
+    for (name, parameter), rows, size in zip(bucket, rows_per_rank, sizes, strict=True):
+        parts = everyone[:, offset : offset + size]
+        full.append((name, parts.reshape(world_size * rows, *parameter.shape[1:])[: parameter.shape[0]].contiguous()))
+        offset += size
+    return full

@@ -1,0 +1,102 @@
+"""The receiving end of a weight update: a rollout engine's model, or a reference model's shards.
+
+The three calls of the protocol: `begin(version, manifest)`, `receive(bucket)` as often as needed, `commit(version)`.
+Until the commit the model is between two versions and must not be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from slimefsdp.errors import StateError, SyncError
+from slimefsdp.weight_sync.gather import Bucket
+
+Manifest = dict[str, tuple[int, ...]]  # name -> full shape
+
+
+class Receiver(Protocol):
+    """Anything that new weights can be sent to."""
+
+    def begin(self, version: int, manifest: Manifest) -> None: ...
+
+    def receive(self, bucket: Bucket) -> None: ...
+
+    def commit(self, version: int) -> None: ...
+
+
+class WeightReceiver:
+    """Copies full tensors into the parameters of a plain or sharded model, and knows whether it is whole."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._parameters: Mapping[str, nn.Parameter] = dict(named)
+        self._missing: set[str] = set()
+        self._incoming: int | None = None
+        self.version: int | None = None  # of the weights in the model; None before the first commit and in between
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """Announces an update.
+
+        Raises:
+            SyncError: the sender's tensors are not this model's.
+        """
+        mine = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        if mine != manifest:
+            different = sorted(name for name in mine.keys() | manifest.keys() if mine.get(name) != manifest.get(name))
+            name = different[0]
+            raise SyncError(
+                f"tensor {name!r} is {manifest.get(name)} at the sender and {mine.get(name)} here",
+                field="update_weights",
+                hint="sender and receiver must load the same architecture",
+            )
+        self._incoming, self.version = version, None
+        self._missing = set(manifest)
+
+    @torch.no_grad()
+    def receive(self, bucket: Bucket) -> None:
+        """Takes some of the announced tensors.
+
+        Raises:
+            StateError: no update was begun. SyncError: a tensor that was not announced, or not in this shape.
+        """
+        if self._incoming is None:
+            raise StateError(
+                "receive() before begin()", field="update_weights", hint="call begin(version, manifest) first"
+            )
+        for name, tensor in bucket:
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != tensor.shape:  # copy_ would broadcast without a word
+                raise SyncError(
+                    f"tensor {name!r} came as {tuple(tensor.shape)}, announced was "
+                    f"{None if parameter is None else tuple(parameter.shape)}",
+                    field="update_weights",
+                    hint="send the tensors of the manifest",
+                )
+            if isinstance(parameter, DTensor):
+                shape, offset = compute_local_shape_and_global_offset(
+                    parameter.shape, parameter.device_mesh, parameter.placements
+                )
+                parameter.to_local().copy_(tensor[offset[0] : offset[0] + shape[0]])
+            else:
+                parameter.copy_(tensor)
+            self._missing.discard(name)
+
+    def commit(self, version: int) -> None:
+        """Ends the update; the model may be used again.
+
+        Raises:
+            SyncError: tensors are missing, or another version was begun.
+        """
+        if self._incoming != version or self._missing:
+            missing = f"{len(self._missing)} tensors missing, e.g. {min(self._missing)!r}" if self._missing else ""
+            raise SyncError(
+                f"cannot commit version {version}: begun was {self._incoming}" + (f", {missing}" if missing else ""),
+                field="update_weights",
+                hint="send the whole update again",
+            )
+        self._incoming, self.version = None, version

@@ -1,1 +1,0 @@
-"""Weights on their way to rollout engines."""

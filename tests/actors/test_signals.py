@@ -1,0 +1,406 @@
+"""`slimefsdp train` ends when it is asked to, with a checkpoint to go on from, and leaves no process behind however it
+ends."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors import signals as module
+from actors.cluster.cleanup import running_processes
+from actors.loop import _can_go_on_from, _next_end, _restore_reference_group
+from actors.run_dir import RunFolder, settings_text
+from actors.signals import ONE_REQUEST_S, Interrupts
+from slimefsdp.config import config_from_dict
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError, Interrupted
+from slimefsdp.monitoring.metrics_log import read_metrics
+from tests.support.runs import bits
+from tests.support.waiting import PATIENCE_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+Processes = set[tuple[int, int]]  # pids with start times
+JUDGE = """
+def variety(record, response, finished):
+    return {"reward": len(set(response)) / 10}
+
+def breaks(record, response, finished):
+    raise OSError("the judge's disk is full")
+"""
+STEPS = 50  # too many to be done before a signal comes
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class Run:
+    """`slimefsdp train` in a process group of its own."""
+
+    def __init__(self, folder: Path, settings: Path, *overrides: str) -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "actors.cli", "train", str(settings), f"run.dir={folder}", *overrides]
+        path = os.pathsep.join(map(str, (settings.parent, ROOT)))
+        self.process = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def processes(self) -> Processes:
+        """The driver and all that descend from it, as they are now."""
+        table = running_processes()
+        found = {self.pid}
+        while children := {pid for pid, (parent, _) in table.items() if parent in found} - found:
+            found |= children
+        return {(pid, table[pid][1]) for pid in found if pid in table}
+
+    def with_rows(self, number: int) -> Processes:
+        """All processes at a time when so many rows of metrics are there."""
+        file = self.folder / "metrics.jsonl"
+        wait_until(
+            lambda: self.process.poll() is not None or (file.exists() and file.read_text().count("\n") >= number), 120
+        )
+        found = self.processes()
+        # driver, cleanup process, three of Ray's and two agents at the very least, and a rank
+        assert self.process.poll() is None and len(found) >= 8, self.output()
+        return found
+
+    def rank(self) -> int:
+        """The process of the only rank."""
+        title = b"ray::TrainWorker"
+        (pid,) = [pid for pid, _ in self.processes() if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(title)]
+        return pid
+
+    def output(self) -> str:
+        """All that it printed; waits for its end."""
+        return self.process.communicate(timeout=PATIENCE_S)[0]
+
+
+def left(processes: Processes) -> Processes:
+    table = running_processes()
+    return {(pid, started) for pid, started in processes if pid in table and table[pid][1] == started}
+
+
+@pytest.fixture(scope="module")
+def settings(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Files of settings without checkpoints: `sft` with one rank, and `grpo` with one and an engine."""
+    folder = tmp_path_factory.mktemp("settings")
+    (folder / "judge.py").write_text(JUDGE)
+    grpo = {
+        "run": {"steps": 10},
+        "mesh": {"dp": 1},
+        "batch": {"samples_per_update": 8},
+        "data": {"train": str(example / "train.jsonl")},
+        "rollout": {
+            "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
+            "reward": "judge:variety",
+        },
+    }  # fmt: skip
+    config = make_config(**grpo)
+    (folder / "grpo.yaml").write_text(settings_text(config))
+    sft = {
+        **config.model_dump(mode="json", exclude_unset=True, exclude={"rollout"}),
+        "algorithm": "sft",
+        "run": {"steps": 1000},
+        "data": {"train": str(example / "sft.jsonl")},
+    }
+    (folder / "sft.yaml").write_text(settings_text(config_from_dict(sft)))
+    return {name: folder / f"{name}.yaml" for name in ("grpo", "sft")}
+
+
+@pytest.fixture
+def start(settings: dict[str, Path], tmp_path: Path) -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def started(name: str, kind: str, *overrides: str) -> Run:
+        runs.append(Run(tmp_path / name, settings[kind], *overrides))
+        return runs[-1]
+
+    yield started
+    for run in runs:
+        for pid, _ in left(run.processes()) if run.process.poll() is None else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.communicate()
+
+
+# --------------------------------------------------------------------------------- the command in processes of its own
+
+
+@linux
+def test_a_run_that_was_asked_to_end_goes_on_to_the_same_losses_and_the_same_model(start: Any, tmp_path: Path) -> None:
+    steps, export = f"run.steps={STEPS}", f"run.export_dir={tmp_path / 'model'}"
+    interrupted = start("interrupted", "sft", steps, export)
+    began = interrupted.with_rows(3)
+    for pid, _ in began:  # all processes of the job, as a scheduler does it; and again the group, as `timeout` does
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    os.killpg(interrupted.pid, signal.SIGINT)
+    printed = interrupted.output()
+    assert interrupted.process.returncode == Interrupted.exit_code == 75, printed
+    # the kernel may hand the driver the later signal first
+    assert re.search(r"SIG(TERM|INT): the run ends after step \d+", printed), printed
+    assert "checkpoint.resume=true" in printed
+    assert not left(began) and not (tmp_path / "model").exists()
+    done = int(read_metrics(interrupted.folder)[-1]["step"] or 0)
+    assert 3 <= done < STEPS and RunFolder(interrupted.folder).checkpoint_steps == [done]
+
+    resumed = start("interrupted", "sft", steps, export, "checkpoint.resume=true")
+    straight = start("straight", "sft", steps, f"run.export_dir={tmp_path / 'straight_model'}")
+    processes = straight.with_rows(1)
+    assert f"resuming at step {done} of {STEPS}" in (printed := resumed.output()), printed
+    assert straight.output() and (resumed.process.returncode, straight.process.returncode) == (0, 0)
+    assert not left(processes), "a run that ends by itself leaves nothing behind either"
+    rows = [read_metrics(run.folder) for run in (resumed, straight)]
+    assert len(rows[1]) == STEPS and [bits(row) for row in rows[0]] == [bits(row) for row in rows[1]]  # type: ignore[arg-type]
+    one, other = (
+        hashlib.sha256((tmp_path / name / "model.safetensors").read_bytes()).hexdigest()
+        for name in ("model", "straight_model")
+    )
+    assert one == other
+
+
+@linux
+def test_a_killed_driver_and_one_that_is_asked_while_it_launches_leave_nothing_behind(start: Any) -> None:
+    run, launching = start("killed", "sft"), start("launching", "sft")
+    wait_until(lambda: len(launching.processes()) >= 5 or launching.process.poll() is not None)
+    began = launching.processes()
+    assert len(began) >= 5, launching.output()
+    os.kill(launching.pid, signal.SIGTERM)
+    launching.process.wait(timeout=PATIENCE_S)
+    printed = launching.output()
+    assert launching.process.returncode == 75 and "before the first step" in printed, printed
+    assert wait_until(lambda: not left(began))
+
+    began = run.with_rows(2)
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid, _ in began)
+    shared_memory = set(re.findall(r"/dev/shm/\S+", maps))
+    assert shared_memory, "the object store has mapped some"
+    run.process.kill()
+    assert wait_until(lambda: not left(began)), left(began)
+    assert not [path for path in shared_memory if Path(path).exists()]
+
+
+@linux
+def test_a_step_that_does_not_end_is_given_up_after_the_grace_period_or_a_second_signal(start: Any) -> None:
+    impatient = start("impatient", "sft", "checkpoint.interval_steps=1")
+    patient = start("patient", "sft", "checkpoint.interval_steps=1", "cluster.grace_s=2")
+    processes = {}
+    for run in (impatient, patient):
+        processes[run] = run.with_rows(2)
+        os.kill(run.rank(), signal.SIGSTOP)
+        os.kill(run.pid, signal.SIGINT)
+    time.sleep(2 * ONE_REQUEST_S)
+    os.kill(impatient.pid, signal.SIGTERM)
+    impatient.process.wait(timeout=PATIENCE_S)
+    printed = impatient.output()
+    assert impatient.process.returncode == 128 + signal.SIGTERM, printed
+    assert re.search(r"SIGINT: the run ends after step \d+", printed) and "a second signal, SIGTERM" in printed
+    printed = patient.output()
+    assert patient.process.returncode == 75 and "within cluster.grace_s=2" in printed, printed
+    for run, began in processes.items():
+        assert wait_until(lambda began=began: not left(began)), left(began)  # type: ignore[misc]
+        done = int(read_metrics(run.folder)[-1]["step"] or 0)
+        assert done - 1 <= RunFolder(run.folder).checkpoint_steps[-1] <= done, "what was committed stands"
+
+
+@linux
+def test_an_error_in_the_users_own_code_leaves_nothing_behind(start: Any) -> None:
+    run = start("broken", "grpo", "rollout.reward=judge:breaks")
+    seen: Processes = set()
+    while run.process.poll() is None:
+        seen |= run.processes()
+        time.sleep(0.1)
+    printed = run.output()
+    assert "the judge's disk is full" in printed and run.process.returncode == BatchError.exit_code, printed
+    assert len(seen) >= 9 and not left(seen)
+
+
+# ------------------------------------------------------------------------------------------------------ in this process
+
+
+@pytest.fixture(autouse=True)
+def signals_as_in_a_terminal() -> Iterator[None]:
+    """Whoever runs the tests in the background has SIGINT ignored, and may have a SIGTERM of their own."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The exit statuses with which this process would have ended."""
+    statuses: list[int] = []
+    monkeypatch.setattr(module.os, "_exit", statuses.append)  # type: ignore[attr-defined]
+    return statuses
+
+
+def test_signals_within_a_second_are_one_request_and_a_later_one_ends_at_once(ends: list[int]) -> None:
+    interrupts = Interrupts()
+    assert not interrupts.requested
+    with interrupts.listening(grace_s=60):
+        interrupts.steps_begin(1, last=1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert wait_until(lambda: interrupts.requested)
+        time.sleep(ONE_REQUEST_S)
+        assert not ends
+        os.kill(os.getpid(), signal.SIGINT)
+        assert wait_until(lambda: bool(ends)) and ends == [130]
+
+
+def test_the_grace_period_ends_a_run_that_goes_on_and_not_one_that_has_ended(ends: list[int]) -> None:
+    for is_over in (False, True):
+        with Interrupts().listening(grace_s=1.5) as interrupts:
+            interrupts.steps_begin(1, last=1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert wait_until(lambda: interrupts.requested)
+            assert is_over or wait_until(lambda: bool(ends))
+    time.sleep(2.0)
+    assert ends == [75]
+
+
+@dataclass
+class Timers:
+    """Stands for threading.Timer, whose seconds a test would have to wait for."""
+
+    running: list[Any] = field(default_factory=list)
+    cancelled: int = 0
+
+    def __call__(self, seconds: float, run: Any) -> Any:
+        self.running.append(run)
+        return SimpleNamespace(start=lambda: None, cancel=lambda: self.cancel(run), daemon=False)
+
+    def cancel(self, run: Any) -> None:
+        self.cancelled += 1
+        self.running.remove(run)
+
+
+def test_a_request_names_the_step_at_which_the_run_ends_and_each_step_until_then_has_the_grace_period(
+    ends: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    timers = Timers()
+    with Interrupts().listening(grace_s=60) as interrupts:
+        monkeypatch.setattr(module.threading, "Timer", timers)  # type: ignore[attr-defined]
+        interrupts.steps_begin(5, last=8)
+        assert not interrupts.step_done(5, last=8) and not timers.running
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert wait_until(lambda: bool(timers.running))
+        told = capfd.readouterr().err
+        assert set(map(int, re.findall(r"step (\d+)", told))) == {6, 8}, told
+        assert not interrupts.step_done(6, last=8) and not interrupts.step_done(7, last=8)
+        assert timers.cancelled == 2 and len(timers.running) == 1, "each step has the whole period"
+        assert interrupts.step_done(8, last=12), "what was said is kept"
+        assert timers.cancelled == 2, "the last one together with its checkpoint"
+        timers.running[0]()
+        assert ends == [75]
+
+
+def test_a_request_after_the_end_of_a_step_names_the_next_one_that_can_be(
+    ends: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Interrupts().listening(grace_s=60) as interrupts:
+        interrupts.steps_begin(4, last=4)
+        assert not interrupts.step_done(4, last=6)
+        os.kill(os.getpid(), signal.SIGTERM)  # while step 4 is saved, say
+        assert wait_until(lambda: interrupts.requested)
+        assert not interrupts.step_done(5, last=6) and interrupts.step_done(6, last=8)
+    assert re.search(r"step 6\b", capfd.readouterr().err) and not ends
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_once_all_is_saved_the_grace_period_ends_nothing_and_a_second_signal_still_does(
+    ends: list[int], asked_first: bool
+) -> None:
+    with Interrupts().listening(grace_s=0.5) as interrupts:
+        interrupts.steps_begin(1, last=1)
+        for happens in ("asked", "done") if asked_first else ("done", "asked"):
+            if happens == "done":
+                interrupts.done()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert wait_until(lambda: interrupts.requested)
+        time.sleep(ONE_REQUEST_S + 0.5)
+        assert not ends
+        os.kill(os.getpid(), signal.SIGINT)
+        assert wait_until(lambda: bool(ends)) and ends == [130]
+
+
+def test_signals_mean_what_they_did_once_nobody_listens_and_never_in_a_forked_child() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = threading.active_count()
+    with Interrupts().listening(grace_s=60) as interrupts:
+        interrupts.steps_begin(1, last=1)
+        child = os.fork()
+        if child == 0:
+            try:
+                time.sleep(20)
+            finally:  # whatever a signal raises here: the rest of the tests is the parent's
+                os._exit(0)
+        os.kill(child, signal.SIGTERM)  # as multiprocessing ends a pool
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        assert not wait_until(lambda: interrupts.requested, 0.3)
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert wait_until(lambda: threading.active_count() <= threads)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+
+
+def test_an_ignored_signal_stays_ignored(ends: list[int]) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does it to what runs in its background
+    try:
+        with Interrupts().listening(grace_s=60) as interrupts:
+            interrupts.steps_begin(1, last=1)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not wait_until(lambda: interrupts.requested, 0.3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not ends
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_a_run_ends_where_it_can_be_gone_on_with_exactly(algorithm: str) -> None:
+    tree: dict[str, Any] = {"algorithm": algorithm, "model": {"path": "x"}, "optim": {"total_updates": 1}}
+    synced = {**tree, "rollout": {"sync_interval_steps": 4}}
+    if algorithm == "grpo":
+        for step in range(1, 13):
+            try:
+                config_from_dict({**synced, "checkpoint": {"interval_steps": step}})
+            except ConfigError:
+                assert not _can_go_on_from(step, config_from_dict(synced)), step
+            else:
+                assert _can_go_on_from(step, config_from_dict(synced)), step
+        apart = {"placement": "group", "update_interval_steps": 3}
+        config = config_from_dict({**tree, "loss": {"kl_coefficient": 0.1}, "reference": apart})
+        for step in range(1, 13):
+            try:
+                _restore_reference_group(SimpleNamespace(update_ref=lambda: None), step, 3)  # type: ignore[arg-type]
+            except CheckpointError:
+                assert not _can_go_on_from(step, config), step
+            else:
+                assert _can_go_on_from(step, config), step
+    else:
+        assert all(_can_go_on_from(step, config_from_dict(tree)) for step in range(1, 13))
+
+
+def test_the_next_end_of_a_run_is_where_it_can_be_gone_on_with_or_its_last_step() -> None:
+    tree: dict[str, Any] = {"model": {"path": "x"}, "optim": {"total_updates": 10}, "run": {"steps": 10}}
+    config = config_from_dict({**tree, "rollout": {"sync_interval_steps": 4}})
+    assert [_next_end(step, config) for step in (1, 4, 5, 8, 9, 10, 11)] == [4, 4, 8, 8, 10, 10, None]

@@ -1,0 +1,237 @@
+"""`slimefsdp check` says what is there, what can be chosen and what settings choose, and fails where nothing runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from actors.cli import environment
+from actors.cli.check import REGISTRY
+from actors.cli.environment import is_within, supported_packages
+from actors.cli.main import main
+from actors.rollout.rewards import exact_match
+from slimefsdp.algorithms import registry
+from slimefsdp.config import RunConfig
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+# what the console script does, and then a look at what that has imported
+WATCHED = """
+import sys
+from actors.cli.main import main
+code = main(sys.argv[1:])
+heavy = {"ray", "transformers"} & set(sys.modules)
+sys.exit(f"imported {sorted(heavy)}" if heavy else code)
+"""
+
+
+@pytest.fixture
+def config(example: Path, tmp_path: Path) -> Path:
+    tree = {
+        "model": {"path": str(example / "model")},
+        "optim": {"total_updates": 10},
+        "mesh": {"device": "cpu"},
+        "advantage": {"estimator": "rloo"},
+        "rollout": {"reward": "actors.rollout.rewards:exact_match", "filter": f"{__name__}:keep_all"},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "c.yaml"
+
+
+def keep_all(record: dict[str, Any], samples: Any) -> bool:
+    return True
+
+
+def checked(capsys: pytest.CaptureFixture[str], *arguments: Any, status: int = 0) -> tuple[str, str]:
+    """Standard output and standard error of `slimefsdp check`."""
+    assert main(["check", *map(str, arguments)]) == status
+    found = capsys.readouterr()
+    return found.out, found.err
+
+
+def test_it_says_what_is_installed_without_importing_ray_or_transformers() -> None:
+    command = [sys.executable, "-c", WATCHED, "check", "--json"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["environment"]
+    installed = {one["name"]: one["version"] for one in found["packages"]}
+    for name in ("torch", "transformers", "ray", "pydantic"):
+        assert installed[name] == importlib.metadata.version(name)
+    assert installed["python"] == ".".join(map(str, sys.version_info[:3]))
+    for name in ("flash-attn", "ring-flash-attn"):
+        there = {str(one.name).lower().replace("_", "-") for one in importlib.metadata.distributions()}
+        assert (installed[name] is not None) == (name in there)
+    assert found["problems"] == [] and found["has_loopback"] and "gloo" in found["backends"]
+    assert found["cpu_cores"] == os.cpu_count() and len(found["gpus"]) == torch.cuda.device_count()
+
+
+def test_every_table_of_functions_is_listed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [table for name, table in vars(registry).items() if name.isupper() and isinstance(table, dict)]
+    assert len(tables) >= 5 and all(table in REGISTRY.values() for table in tables)
+    text, _ = checked(capsys)
+    lines = [line.split() for line in text.splitlines()]
+    for setting, functions in REGISTRY.items():
+        section, _, name = setting.partition(".")
+        assert name in RunConfig.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+        for function, meaning in functions.items():
+            assert [function, *meaning.split()] in lines
+    assert "*" not in text, "without settings nothing is chosen"
+
+
+def test_settings_mark_what_they_choose(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = checked(capsys, config, "loss.policy=gspo")
+    marked = [line.split()[1] for line in text.splitlines() if line.startswith(" * ")]
+    own = f"{__name__}:keep_all"
+    assert marked == ["rloo", "gspo", "token_mean", own, "actors.rollout.rewards:exact_match"]
+    (line,) = (line for line in text.splitlines() if own in line)
+    assert f"{Path(__file__).name}:{keep_all.__code__.co_firstlineno}" in line
+
+
+def test_a_run_without_rollouts_chooses_a_reduction_alone(
+    config: Path, example: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.write_text(f"algorithm: sft\nmodel: {{path: {example / 'model'}}}\noptim: {{total_updates: 1}}\n")
+    found = json.loads(checked(capsys, config, "--json", "loss.reduction=sequence_mean")[0])
+    assert found["chosen"] == {"loss.reduction": {"sequence_mean": registry.REDUCTIONS["sequence_mean"]}}
+
+
+def test_as_json_it_says_what_settings_choose(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["loss.kl_coefficient=0.1", "loss.kl_estimator=k2", "correction.method=tis", "correction.high=2"]
+    found = json.loads(checked(capsys, config, "--json", *overrides)[0])
+    assert found["registry"] == REGISTRY
+    chosen = {setting: next(iter(functions)) for setting, functions in found["chosen"].items()}
+    assert chosen == {
+        "advantage.estimator": "rloo",
+        "loss.policy": "ppo",
+        "loss.reduction": "token_mean",
+        "loss.kl_estimator": "k2",
+        "correction.method": "tis",
+        "rollout.filter": f"{__name__}:keep_all",
+        "rollout.reward": "actors.rollout.rewards:exact_match",
+    }
+    first_line = str(exact_match.__doc__).splitlines()[0]
+    assert found["chosen"]["rollout.reward"]["actors.rollout.rewards:exact_match"] == first_line
+
+
+@pytest.mark.parametrize(
+    ("override", "status", "field"),
+    [
+        ("mesh.pd=2", 2, "mesh.pd"),
+        ("rollout.reward=no_such_module:f", 2, "rollout.reward"),
+        ("rollout.filter=actors.rollout.filters:no_such", 2, "rollout.filter"),
+        ("loss.policy=no_such_module:f", 2, "loss.policy"),
+        ("advantage.estimator=actors.rollout.filters:FILTERS", 2, "advantage.estimator"),
+        ("mesh.dp=100000", 6, "mesh.dp"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_an_error(
+    config: Path, capsys: pytest.CaptureFixture[str], override: str, status: int, field: str
+) -> None:
+    printed, error = checked(capsys, config, override, status=status)
+    assert f"  field: {field}\n" in error and printed == ""
+
+
+def broken_torch() -> Any:
+    raise OSError("libcudart.so.99: cannot open shared object file")
+
+
+@pytest.mark.parametrize(
+    ("name", "stand_in", "said"),
+    [
+        ("_torchs_devices", broken_torch, "torch cannot be used: OSError: libcudart.so.99"),
+        ("_torchs_devices", lambda: ([], []), "neither gloo nor nccl"),
+        ("_can_connect_to_itself", lambda: False, "127.0.0.1"),
+        ("_requirements", lambda: (">=4", ["numpy>=1"]), "python"),
+        ("_requirements", lambda: (">=3", ["no-such-package>=2.1,<3"]), "no no-such-package is installed"),
+        ("_requirements", lambda: (">=3", ["numpy>=1,<1.1"]), "numpy>=1,<1.1 is needed"),
+    ],
+)
+def test_where_nothing_runs_all_is_printed_and_the_status_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, stand_in: Any, said: str
+) -> None:
+    monkeypatch.setattr(environment, name, stand_in)
+    for arguments in ([], ["--json"]):
+        printed, error = checked(capsys, *arguments, status=6)
+        assert said in error and "grpo" in printed
+    assert len(json.loads(printed)["environment"]["problems"]) == 1
+
+
+def test_an_optional_package_that_is_too_old_is_shown_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "_OPTIONAL", ("numpy",))
+    monkeypatch.setattr(environment, "_requirements", lambda: (">=3", ['numpy<1; extra == "cuda"']))
+    printed, _ = checked(capsys)
+    assert f"numpy {importlib.metadata.version('numpy')} (NOT <1)" in printed
+
+
+def test_machines_are_told_what_they_can_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: 6)
+    monkeypatch.setattr(environment, "_torchs_devices", lambda: ([("H1", 80 * 10**9)] * 3, ["gloo", "nccl"]))
+    printed, _ = checked(capsys)
+    assert "6 CPU cores" in printed and "H1, 80.0 GB" in printed
+    assert "on CUDA 3 ranks" in printed and "on the CPU 24 ranks and engines" in printed
+
+
+VERSIONS = ("1.9.9", "2.0", "2.9.1", "2.11", "2.11.0", "2.11.0+cpu", "2.13.1.post2", "3", "3.0.0", "3.1", "10.0.1")
+
+
+@pytest.mark.parametrize("supported", [">=2.11,<3", "<3,>=2.11", ">=2", ">=2.9.1", "<2.11", ">=3.0", ""])
+def test_versions_are_compared_as_packaging_does(supported: str) -> None:
+    found = [is_within(version, supported) for version in VERSIONS]
+    assert found == [SpecifierSet(supported).contains(version) for version in VERSIONS]
+
+
+def test_a_vendors_build_counts_as_the_release_it_leads_to_and_nonsense_as_none() -> None:
+    assert is_within("2.11.0a0+nv25.10", ">=2.11,<3") and not is_within("2.10.0a0+nv25.8", ">=2.11,<3")
+    assert not is_within("of my own", ">=2.11,<3")
+
+
+def test_without_packaging_no_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("packaging.version", "packaging.specifiers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert is_within("1.0", ">=2")
+
+
+def test_the_bounds_are_those_of_the_project_from_source_or_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from_source = supported_packages()
+    bounds = {Requirement(f"{one.name}{one.supported}") for one in from_source if not one.is_optional}
+    project = environment.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    python = Requirement(f"python{project['requires-python']}")
+    assert bounds == {python, *map(Requirement, project["dependencies"])}
+    assert {one.name for one in from_source if one.is_optional} == {"flash-attn", "ring-flash-attn", "wandb"}
+    signs = "".join(one.supported for one in from_source)
+    assert set(signs) <= set("0123456789.,<>="), "other bounds would be passed over"
+    # an installation has no pyproject.toml beside it
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "actors" / "environment.py"))
+    installed = tmp_path / "slimefsdp-9.dist-info"
+    installed.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: slimefsdp", "Version: 9", f"Requires-Python: {project['requires-python']}"]
+    lines += [f"Requires-Dist: {text}" for text in project["dependencies"]]
+    for extra, texts in project["optional-dependencies"].items():
+        lines += [f'Requires-Dist: {text}; extra == "{extra}"' for text in texts]
+    (installed / "METADATA").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert supported_packages() == from_source

@@ -1,0 +1,85 @@
+"""What is known before a start: the version, whether settings would be taken, and what would be started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+
+import slimefsdp
+from actors.cli import main as cli
+
+
+@pytest.fixture
+def config(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A YAML file with which `train` would start; whatever connects to Ray fails."""
+
+    def refused(*_: Any) -> NoReturn:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(cli, "connect", refused)
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "steps": 2},
+        "model": {"path": str(example / "model")},
+        "mesh": {"device": "cpu"},
+        "optim": {"total_updates": 10},
+        "data": {"train": str(example / "train.jsonl")},
+        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "c.yaml"
+
+
+def everything(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out.split() == ["slimefsdp", slimefsdp.__version__]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "numbers"),
+    [
+        ([], ["2 steps", "32 prompts x 8 responses of at most 256 tokens", "256 samples"]),
+        (["mesh.dp=2", "mesh.cp=2", "rollout.engines=2"], ["4 = dp_replicate 1 x dp 2 x cp 2", "2 more process"]),
+        (["mesh.dp=auto"], ["dp_replicate 1 x dp "]),
+        (["checkpoint.interval_steps=1", "rollout.prompts_per_step=3"], ["every 1 step", "24 samples"]),
+    ],
+)
+def test_a_dry_run_says_what_would_be_started_and_writes_and_starts_nothing(
+    config: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], numbers: list[str]
+) -> None:
+    before = everything(config.parent)
+    assert cli.main(["train", str(config), "--dry-run", "cluster.max_ranks_per_core=8", *overrides]) == 0
+    said = capsys.readouterr().out
+    assert [number for number in numbers if number not in said] == [], said
+    assert everything(config.parent) == before
+
+
+def test_a_dry_run_and_the_verdict_of_check_are_those_of_train(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = {
+        "train": ["train", str(config)],
+        "dry run": ["train", str(config), "--dry-run"],
+        "check": ["check", str(config)],
+        "check --json": ["check", str(config), "--json"],
+    }
+    before = everything(config.parent)
+    for override, status in (("data.train=nowhere.jsonl", 2), ("model.path=nowhere", 4), ("mesh.dp=100000", 6)):
+        found = {name: cli.main([*words, override]) for name, words in commands.items()}
+        assert set(found.values()) == {status}, (override, found)
+    for name in ("dry run", "check", "check --json"):
+        assert cli.main(commands[name]) == 0, name
+    assert everything(config.parent) == before
+    (config.parent / "run").mkdir()
+    (config.parent / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert {cli.main(words) for words in commands.values()} == {2}, "an earlier run is there"
+    capsys.readouterr()
+    with pytest.raises(AssertionError, match="Ray was started"):
+        cli.main([*commands["train"], f"run.dir={config.parent / 'other'}"])

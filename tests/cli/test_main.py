@@ -1,0 +1,405 @@
+"""The command line: mistakes are answered in three lines, with the exit status of their class, and at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import save_file
+from transformers import AutoModelForCausalLM
+
+from slimefsdp.batching.hardware import Rates, write_calibration
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+# what the console script does, and then a look at what that has imported
+WATCHED = """
+import sys
+from actors.cli.main import main
+code = main(sys.argv[1:])
+heavy = {"torch", "ray", "transformers"} & set(sys.modules)
+sys.exit(f"imported {sorted(heavy)}" if heavy else code)
+"""
+
+
+def run(*arguments: Any, watched: bool = False, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["-c", WATCHED] if watched else ["-m", "actors.cli"]
+    return subprocess.run(
+        [sys.executable, *command, *map(str, arguments)],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+
+
+@pytest.fixture
+def config(example: Path, tmp_path: Path) -> Path:
+    """A YAML file with which `train` would start."""
+    tree = {
+        "run": {"dir": str(tmp_path / "run"), "steps": 2},
+        "model": {"path": str(example / "model")},
+        "mesh": {"device": "cpu"},
+        "optim": {"total_updates": 10},
+        "data": {"train": str(example / "train.jsonl")},
+        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    return file
+
+
+def write_earlier_run(folder: Path) -> None:
+    (folder / "run").mkdir()
+    (folder / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def write_bad_jsonl(folder: Path) -> None:
+    (folder / "bad.jsonl").write_text('{"prompt": "sort 1"}\n{"prompt": }\n')
+
+
+def write_strange_model(folder: Path) -> None:
+    (folder / "strange").mkdir()
+    (folder / "strange" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
+    save_file({"a": np.zeros(2, np.float32)}, folder / "strange" / "model.safetensors")
+
+
+def rewrite(old: str, new: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        file = folder / "config.yaml"
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new))
+
+    return prepare
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+# name -> (preparation, overrides, exit status, field, what is said)
+MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]]] = {
+    "YAML that does not parse": (rewrite("steps: 2", "steps: [2"), [], 2, "", ["config.yaml", "line"]),
+    "a list for a mapping": (
+        lambda folder: (folder / "config.yaml").write_text("- 1\n"),
+        [],
+        2,
+        "",
+        ["config.yaml"],
+    ),
+    "no such file": (lambda folder: (folder / "config.yaml").unlink(), [], 2, "", ["config.yaml"]),
+    "a setting twice": (rewrite("  steps: 2", "  steps: 2\n  steps: 3"), [], 2, "", ["'steps'", "line"]),
+    "an unknown setting": (rewrite("run:", "runs: {}\nrun:"), [], 2, "runs", ["run"]),
+    "an unknown override": (nothing, ["mesh.pd=2"], 2, "mesh.pd", ["mesh.dp"]),
+    "a value of another type": (nothing, ["mesh.dp=two"], 2, "mesh.dp", ["'two'"]),
+    "a setting that is missing": (rewrite("steps: 2", "seed: 2"), [], 2, "run.steps", ["run.steps"]),
+    "a model folder that is missing": (nothing, ["model.path=nowhere"], 4, "model.path", ["'nowhere'"]),
+    "an architecture that is not supported": (
+        write_strange_model,
+        ["model.path=strange"],
+        4,
+        "model.path",
+        ["'mamba'", "qwen3"],
+    ),
+    "responses longer than a pack": (
+        nothing,
+        ["rollout.max_new_tokens=9000"],
+        2,
+        "rollout.max_new_tokens",
+        ["rollout.max_new_tokens=9000", "batch.max_tokens_per_rank"],
+    ),
+    "a data file that is missing": (nothing, ["data.train=no.jsonl"], 2, "data.train", ["no.jsonl"]),
+    "a data file with a bad line": (write_bad_jsonl, ["data.train=bad.jsonl"], 2, "data.train", ["bad.jsonl:2"]),
+    "a reward of another form": (nothing, ["rollout.reward=exact"], 2, "rollout.reward", ["module:function"]),
+    "a reward module that is missing": (
+        nothing,
+        ["rollout.reward=a.b:c"],
+        2,
+        "rollout.reward",
+        ["'a.b:c'", "ModuleNotFoundError"],
+    ),
+    "a reward that is missing": (
+        nothing,
+        ["rollout.reward=actors.rollout.rewards:sorted_digit"],
+        2,
+        "rollout.reward",
+        ["sorted_digit"],
+    ),
+    "a filter that is missing": (
+        nothing,
+        ["rollout.filter=actors.rollout.filters:mixed"],
+        2,
+        "rollout.filter",
+        ["actors.rollout.filters", "'mixed'"],
+    ),
+    "an estimator whose module is missing": (
+        nothing,
+        ["advantage.estimator=no_such_module:f"],
+        2,
+        "advantage.estimator",
+        ["no_such_module:f", "ModuleNotFoundError"],
+    ),
+    "a loss whose module is missing": (
+        nothing,
+        ["loss.policy=no_such_module:f"],
+        2,
+        "loss.policy",
+        ["no_such_module:f", "ModuleNotFoundError"],
+    ),
+    "more ranks than the machine takes": (
+        nothing,
+        ["mesh.dp=1000"],
+        6,
+        "mesh.dp",
+        ["mesh.dp=1000", "max_ranks_per_core"],
+    ),
+    "a folder with an earlier run": (write_earlier_run, [], 2, "run.dir", ["run.dir", "checkpoint.resume"]),
+    "an export folder that is taken": (nothing, ["run.export_dir=."], 2, "run.export_dir", ["run.export_dir="]),
+}
+
+
+CODES = {error.exit_code: error.code for error in (ConfigError, BatchError, ModelError, ResourceError)}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_answered_at_once_in_three_lines(mistake: str, config: Path) -> None:
+    prepare, overrides, status, field, said = MISTAKES[mistake]
+    prepare(config.parent)
+    done = run("train", config, *overrides, watched=True, folder=config.parent)
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith(f"error [{CODES[status]}]") and lines[-1].startswith("  hint:  "), done.stderr
+    assert len(lines) == 2 + bool(field), done.stderr
+    if field:
+        assert lines[1] == f"  field: {field}"
+    for words in said:
+        assert words in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_all_that_is_wrong_with_the_settings_is_listed(config: Path) -> None:
+    done = run("train", config, "mesh.dp=0", "optim.lr=fast", "loss.epoch=2")
+    assert done.returncode == 2
+    lines = done.stderr.splitlines()
+    assert len(lines) == 5 and [line.split()[0] for line in lines[1:]] == ["field:", "hint:", "also:", "also:"]
+    for setting in ("loss.epoch", "mesh.dp", "optim.lr"):
+        assert setting in done.stderr
+
+
+def test_debug_shows_the_traceback(config: Path) -> None:
+    done = run("--debug", "train", config, "mesh.dp=1000")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr and "ResourceError" in done.stderr and "mesh.dp=1000" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["replay", "x.yaml"], ["train", "x.yaml", "--fast"]])
+def test_a_command_that_is_none_is_answered_with_the_usage(arguments: list[str]) -> None:
+    done = run(*arguments, watched=True)
+    assert done.returncode == 2 and done.stderr.startswith("error [config]: ") and "Traceback" not in done.stderr
+
+
+def test_replay_names_a_batch_that_is_missing_or_none(config: Path) -> None:
+    (config.parent / "torn.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    for name in ("nothing.safetensors", "torn.safetensors"):
+        done = run("replay", config, "--batch", name, watched=True, folder=config.parent)
+        assert done.returncode == 3 and name in done.stderr and "Traceback" not in done.stderr
+        assert done.stdout == ""
+
+
+@pytest.fixture
+def long_context(config: Path) -> Path:
+    """A YAML file for a cluster, with a model folder that holds config.json alone."""
+    model = config.parent / "big"
+    model.mkdir()
+    sizes = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    described = {"model_type": "llama", "vocab_size": 1000, "head_dim": 64, "intermediate_size": 8192, **sizes}
+    (model / "config.json").write_text(json.dumps(described))
+    tree = {
+        "model": {"path": str(model)},
+        "mesh": {"dp": "auto", "cp": 8, "dp_replicate": 2},
+        "optim": {"total_updates": 10},
+        "batch": {"samples_per_update": 64},
+        "fsdp": {"sharding": "keep_parameters"},
+        "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 8192},
+    }
+    config.write_text(yaml.safe_dump(tree))
+    return config
+
+
+def test_plan_answers_without_torch_ray_transformers_or_weights(long_context: Path) -> None:
+    done = run("plan", long_context, "--ranks", 64, "--lengths", "lognormal(4000, 1.0, 16, 60000)", watched=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "mesh      64 ranks = dp_replicate 2 x dp 4 x cp 8; packs of at most 65,536 tokens"
+    assert any(line.startswith("schedule  2 updates of 64 samples, micro-batches per data rank: ") for line in lines)
+    for level in ("full", "keep_parameters *", "replicate"):
+        assert any(line.startswith(f"  {level} ") for line in lines), level
+    assert [line.split()[0] for line in lines if line.startswith(("  ring", "  ulysses", "  all_gather"))] == [
+        "ring", "ulysses", "all_gather"
+    ]  # fmt: skip
+    assert not any("a guess: give --lengths" in line for line in lines) and max(map(len, lines)) <= 140
+    assert any(line.startswith("an update's floor, nothing overlapping, by a guess for H100: ") for line in lines)
+    assert lines[-1].startswith(("  recommended: ", "    "))
+    assert "batch.share_prefixes=auto may compute less" in done.stdout
+    done = run("plan", long_context, "--ranks", 64, "batch.share_prefixes=never")
+    assert done.returncode == 0 and "share_prefixes" not in done.stdout
+
+
+def test_plan_as_json_says_the_same_and_settings_change_it(long_context: Path) -> None:
+    def found(*overrides: Any) -> Any:
+        done = run("plan", long_context, "--json", "--ranks", 64, *overrides, watched=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    plain = found()
+    assert plain["mesh"] == {"dp_replicate": 2, "dp": 4, "cp": 8} and plain["samples"] == 128
+    assert plain["lengths"] == "lognormal(4096, 0.8, 2, 16384)" and plain["strategy"] == "ulysses"
+    assert plain["parameters"] == 16 * (2 * 2048 * 40 * 64 + 3 * 2048 * 8192) + 2 * 1000 * 2048
+    assert plain["imbalance"]["cp"]["tokens"] <= 1.05 and plain["imbalance"]["cp"]["work"] <= 1.05
+    full = found("fsdp.sharding=full")
+    assert full["sharding"]["all_gather"] > 1.9 * plain["sharding"]["all_gather"]
+    recomputed = found("model.activation_checkpointing=full", "model.checkpoint_every_n_layers=4")
+    for name, sent in recomputed["comm"].items():
+        assert sent["forward"] == pytest.approx(1.25 * plain["comm"][name]["forward"])
+    wide = found("precision.compute_dtype=float32", "precision.reduce_dtype=float64", "optim.name=sgd")
+    assert wide["sharding"]["reduce_scatter"] == pytest.approx(2 * plain["sharding"]["reduce_scatter"])
+    assert wide["memory"]["full"]["optimizer"] * 2 == plain["memory"]["full"]["optimizer"]
+    assert wide["memory"]["full"]["activations"] > 1.4 * plain["memory"]["full"]["activations"]
+    for level, held in plain["memory"].items():
+        parts = [value for name, value in held.items() if name not in ("host", "total")]
+        assert held["total"] == sum(parts), level
+    estimate = plain["estimate"]
+    assert estimate["chosen"]["memory"] == plain["memory"]["keep_parameters"]
+    assert estimate["candidates"][0] == estimate["recommended"] and estimate["recommended"]["fits"]
+    frozen = found("model.frozen=['*.mlp.*']")["memory"]["full"]
+    assert frozen["optimizer"] < 0.5 * plain["memory"]["full"]["optimizer"]
+    assert found("mesh.cp=4", "mesh.dp=8", "attention.strategy=ring")["strategy"] == "ring"
+
+
+def test_what_a_plan_says_to_change_fits_once_it_is_changed(long_context: Path) -> None:
+    packs = ["mesh.cp=1", "batch.max_tokens_per_rank=200000", "batch.samples_per_update=null"]
+    limit = ["--memory-gb", "4", "--lengths", "fixed(2000)", *packs, "rollout.prompts_per_step=1000"]
+    done = run("plan", long_context, "--ranks", 16, *limit, watched=True)
+    assert done.returncode == 6 and done.stdout == "" and "  field: --memory-gb" in done.stderr
+    advised = re.search(r"batch\.max_tokens_per_rank\D*(\d+)", done.stderr)
+    assert advised is not None, done.stderr
+    changed = f"batch.max_tokens_per_rank={advised[1]}"
+    done = run("plan", long_context, "--ranks", 16, "--json", *limit, changed, watched=True)
+    assert done.returncode == 0, done.stderr
+    recommended = json.loads(done.stdout)["estimate"]["recommended"]
+    assert recommended["fits"] and recommended["memory"]["total"] <= 4e9
+
+
+def test_a_plan_takes_measured_rates_and_flags_over_guesses(long_context: Path, tmp_path: Path) -> None:
+    rates = Rates("measured here", 100.0, 50.0, 1000.0, 10.0, 20.0)
+    write_calibration(tmp_path / "rates.json", rates, {})
+
+    def found(*arguments: Any) -> Any:
+        done = run("plan", long_context, "--json", "--ranks", 64, *arguments, watched=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["estimate"]
+
+    measured = found("--calibration", tmp_path / "rates.json")
+    assert measured["rates"] == asdict(rates)
+    faster = found("--calibration", tmp_path / "rates.json", "--tflops", 200, "--gbps", 20)
+    for part in ("products", "attention", "comm"):
+        assert faster["chosen"]["seconds"][part] == pytest.approx(measured["chosen"]["seconds"][part] / 2)
+    by_setting = found(f"batch.cost_model={tmp_path / 'rates.json'}")
+    assert by_setting["rates"] == asdict(rates)
+    done = run("plan", long_context, "--ranks", 64, "batch.cost_model=nowhere.json", watched=True)
+    assert done.returncode == 2 and "  field: batch.cost_model" in done.stderr
+
+
+PLAN_MISTAKES: dict[str, tuple[list[str], int, str, str]] = {
+    "no ranks for auto": ([], 2, "--ranks", "mesh.dp=auto"),
+    "ranks that do not divide": (["--ranks", "24"], 2, "mesh.dp", "24"),
+    "ranks of another mesh": (["--ranks", "24", "mesh.dp=4"], 2, "--ranks", "64"),
+    "a strange distribution": (["--ranks", "16", "--lengths", "gamma(2)"], 2, "--lengths", "gamma(2)"),
+    "a sample over the budget": (
+        ["--ranks", "16", "--lengths", "fixed(70000)"], 3, "batch.max_tokens_per_rank", "70000",
+    ),
+    "heads that do not divide": (
+        ["--ranks", "12", "mesh.cp=6", "attention.strategy=ulysses"], 2, "attention.strategy", "32",
+    ),
+    "a rate of nothing": (["--ranks", "16", "--gbps", "0"], 2, "--gbps", "--gbps=0"),
+    "a share over one": (["--ranks", "16", "--counted", "1.5"], 2, "--counted", "--counted=1.5"),
+    "a folder that is missing": (["--ranks", "16", "model.path=nowhere"], 4, "model.path", "nowhere"),
+    "an unknown setting": (["--ranks", "16", "mesh.pc=2"], 2, "mesh.pc", "mesh.cp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", PLAN_MISTAKES)
+def test_a_mistake_in_a_plan_is_answered_like_any_other(mistake: str, long_context: Path) -> None:
+    arguments, status, field, said = PLAN_MISTAKES[mistake]
+    done = run("plan", long_context, *arguments, watched=True, folder=long_context.parent)
+    assert done.returncode == status, done.stderr
+    lines = done.stderr.splitlines()
+    assert (
+        lines[0].startswith(f"error [{CODES[status]}]")
+        and lines[1] == f"  field: {field}"
+        and lines[-1].startswith("  hint:  ")
+    )
+    assert said in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_a_model_without_sizes_is_answered_by_name(long_context: Path) -> None:
+    (long_context.parent / "big" / "config.json").write_text('{"model_type": "llama", "vocab_size": 10}')
+    done = run("plan", long_context, "--ranks", 16, watched=True)
+    assert done.returncode == 4 and "hidden_size" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_replay_prints_one_json_object_and_leaves_a_model_and_no_process(
+    config: Path, batch: RolloutBatch, tmp_path: Path
+) -> None:
+    batch.save(tmp_path / "batch.safetensors")
+    started = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "actors.cli", "replay", "config.yaml", "--batch", "batch.safetensors"),
+            *("--export", "exported", "mesh.dp=2", "precision.compute_dtype=float32"),
+        ],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "SLIMEFSDP_TEST": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    most = 0
+    while started.poll() is None:
+        most = max(most, len(processes_with(f"SLIMEFSDP_TEST={tmp_path}")))
+        time.sleep(0.5)
+    output, errors = started.communicate(timeout=PATIENCE_S)
+    assert started.returncode == 0, errors
+    assert most >= 5, "the driver, Ray's own and two ranks were there to be seen"
+    assert not processes_with(f"SLIMEFSDP_TEST={tmp_path}")
+    metrics = json.loads(output)
+    assert output.count("\n") == 1
+    assert metrics["updates"] == 1 and metrics["loss"] != 0 and metrics["grad_norm"] > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+
+
+def processes_with(variable: str) -> list[str]:
+    """Command lines of the living processes that were started with `variable` (NAME=value) in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return found

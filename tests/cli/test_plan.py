@@ -1,0 +1,166 @@
+"""What a plan says can be acted on: sizes in the unit that fits, rates that say what they were measured in, numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.cli.main import main
+from slimefsdp.batching.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import ResourceError
+from slimefsdp.io.byte_text import byte_text
+from tests.support.refusals import assert_refusal
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def in_bytes(text: str) -> float:
+    number, unit = text.replace(",", "").split()
+    return float(number) * UNITS[unit]
+
+
+@given(st.integers(0, 10**16))
+def test_bytes_are_said_in_the_unit_that_fits_and_never_less_where_less_would_not_do(number: int) -> None:
+    near, enough = in_bytes(byte_text(number)), in_bytes(byte_text(number, round_up=True))
+    assert abs(near - number) <= 0.051 * max(number, 1) and enough >= number * (1 - 1e-12)
+    assert enough - number <= 0.101 * max(number, 1)
+    assert number >= 10**15 or float(byte_text(number).split()[0].replace(",", "")) <= 1000
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A YAML file of a tiny model of which config.json is there."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model").mkdir()
+    described = {"model_type": "llama", "vocab_size": 100, "head_dim": 8, "intermediate_size": 64, **sizes}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    tree = {
+        "model": {"path": str(tmp_path / "model")},
+        "mesh": {"dp": 2},
+        "optim": {"total_updates": 10},
+        "batch": {"max_tokens_per_rank": 512},
+        "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 64},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    return tmp_path / "c.yaml"
+
+
+def test_a_device_that_is_advised_for_a_tiny_model_is_in_its_unit_and_fits(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ResourceError) as caught:
+        main(["--debug", "plan", str(config), "--memory-gb", "0.00002"])
+    assert_refusal(caught.value, ResourceError, "--memory-gb", "20.0 kB")
+    assert " GB" not in str(caught.value)
+    advised = re.search(r"devices\D*([\d.,]+ [kM]B)", str(caught.value.hint))
+    assert advised is not None, caught.value.hint
+    enough = in_bytes(advised[1])
+    assert main(["plan", str(config), "--memory-gb", f"{enough / 1e9:.9f}"]) == 0
+    assert "recommended: " in capsys.readouterr().out
+    with pytest.raises(ResourceError):  # the advice is no more than is needed
+        main(["--debug", "plan", str(config), "--memory-gb", f"{0.8 * enough / 1e9:.9f}"])
+
+
+def rates(folder: Path, **changes: Any) -> list[str]:
+    found = Rates(**{**asdict(Rates("measured here", 2.0, 1.0, 10.0, 4.0, 5.0)), **changes})
+    write_calibration(folder / "rates.json", found, {})
+    return ["--calibration", str(folder / "rates.json")]
+
+
+def test_rates_of_another_dtype_are_used_and_said_to_be(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for dtype in ("float32", "bfloat16", None):
+        assert main(["plan", str(config), *rates(config.parent, dtype=dtype), "precision.compute_dtype=bfloat16"]) == 0
+        said[dtype] = capsys.readouterr().out
+    assert "measured here, in float32 where precision.compute_dtype is bfloat16" in said["float32"]
+    assert "measured here:" in said["bfloat16"] and said["bfloat16"] == said[None]
+
+
+def no_number(text: str) -> NoReturn:
+    raise AssertionError(f"{text} is no JSON")
+
+
+@pytest.mark.parametrize("fast", ["matrix_tflops", "attention_tflops", "comm_gbps", "memory_gbps"])
+def test_the_strangest_rates_lead_to_numbers(config: Path, capsys: pytest.CaptureFixture[str], fast: str) -> None:
+    names = ("matrix_tflops", "attention_tflops", "memory_gbps", "comm_gbps", "host_gbps")
+    strange = {name: MOST_RATE if name == fast else LEAST_RATE for name in names}
+    asked = rates(config.parent, **strange)
+    assert main(["plan", str(config), "--json", *asked, f"batch.cost_model={asked[1]}"]) == 0
+    estimate = json.loads(capsys.readouterr().out, parse_constant=no_number)["estimate"]
+    assert estimate["recommended"] == estimate["candidates"][0]
+    assert all(one["seconds"]["total"] > 0 for one in estimate["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("model", "cp", "can_serve"),
+    [
+        ({"num_attention_heads": 4}, 2, {"ring", "ulysses", "all_gather"}),
+        ({"num_attention_heads": 4}, 4, {"ring", "ulysses", "all_gather"}),
+        ({"num_attention_heads": 4}, 8, {"ring", "all_gather"}),
+        ({"model_type": "mistral", "sliding_window": 16}, 2, {"ulysses", "all_gather"}),
+        ({"model_type": "mistral", "sliding_window": 16}, 8, {"all_gather"}),
+    ],
+)
+@pytest.mark.parametrize("lengths", ["fixed(20)", "fixed(400)", "uniform(2, 500)"])
+def test_the_lightest_strategy_sends_least_of_those_that_can_serve_the_model(
+    config: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any], cp: int, can_serve: set[str], lengths: str
+) -> None:
+    file = config.parent / "model" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | model))
+    assert main(["plan", str(config), "--json", "--lengths", lengths, f"mesh.cp={cp}"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    sent = {name: sum(comm.values()) for name, comm in found["comm"].items() if name in can_serve}
+    assert sent.keys() == can_serve and found["lightest_strategy"] in can_serve
+    assert sent[found["lightest_strategy"]] == min(sent.values())
+
+
+def test_a_batch_file_is_planned_with_what_its_samples_share(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def saved(prompt: int) -> list[str]:
+        file = tmp_path / f"batch{prompt}.safetensors"
+        RolloutBatch.from_samples(
+            {
+                "tokens": [*[group] * prompt, *range(n, n + 20)],
+                "response_length": 20,
+                "reward": float(n) if group < 5 else 0.0,
+                "group_id": group,
+            }
+            for group in (3, 4, 5)
+            for n in range(6, 14)
+        ).save(file)
+        return ["plan", str(config), "--lengths", str(file)]
+
+    def lines(*arguments: str) -> list[str]:
+        assert main(list(arguments)) == 0
+        said = capsys.readouterr().out.splitlines()
+        return [line for line in said if line.startswith(("prefixes", "left out"))]
+
+    assert main([*saved(200), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["samples"], record["tokens"], record["computed_tokens"]) == (16, 16 * 220, 2 * 200 + 16 * 20)
+    assert main([*saved(200), "--json", "batch.share_prefixes=never"]) == 0
+    apart = json.loads(capsys.readouterr().out)
+    assert apart["computed_tokens"] == apart["tokens"] == record["tokens"]
+    speeds = [one["estimate"]["chosen"]["tokens_per_second"] for one in (record, apart)]
+    assert speeds[0] > 3 * speeds[1]
+    left_out = "left out  8 samples in which nothing trains"
+    assert lines(*saved(200)) == [left_out, "prefixes  720 tokens are computed: what samples share, once"]
+    assert lines(*saved(200), "batch.share_prefixes=never") == [left_out]
+    nothing = "prefixes  nothing is shared; under auto it must save 5% of the time"
+    assert lines(*saved(2)) == [left_out, nothing]
+    assert lines(*saved(2), "batch.share_prefixes=always") == [left_out, "prefixes  nothing is shared"]
+    guess = ["plan", str(config), "--lengths", "fixed(220)"]
+    assert lines(*guess) == ["prefixes  all samples are counted whole; batch.share_prefixes=auto may compute less"]
+    assert lines(*guess, "batch.share_prefixes=never") == []
+    assert main([*guess, "--json"]) == 0 and record["is_batch"] is True
+    assert json.loads(capsys.readouterr().out)["is_batch"] is False

@@ -1,0 +1,929 @@
+"""The settings tree: bad settings are answered with name, value and way out; every rule has both sides tested; the
+reference document is current; nothing is settable that nobody reads."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import pytest
+import yaml
+from annotated_types import Gt, Le
+from pydantic import Field, ValidationError
+
+from slimefsdp.algorithms import advantages, importance_sampling
+from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
+from slimefsdp.config import RunConfig, config_from_dict, load_config
+from slimefsdp.config.algorithm import CORRECTION_BOUNDS, CorrectionSettings
+from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.config.messages import MAX_FINDINGS
+from slimefsdp.errors import ConfigError
+from tests.support.refusals import names
+
+ROOT = Path(__file__).parents[2]
+LEAST = {"model": {"path": "m"}, "optim": {"total_updates": 10}}
+SECTIONS = {name: info.annotation for name, info in RunConfig.model_fields.items() if name != "algorithm"}
+
+
+def settings(**values):
+    """The least legal settings with `section__name=value` on top."""
+    tree = {section: dict(names) for section, names in LEAST.items()}
+    for key, value in values.items():
+        section, _, name = key.partition("__")
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
+    return config_from_dict(tree)
+
+
+@pytest.fixture
+def least_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(LEAST))
+    return path
+
+
+def refusal(action, *arguments, **keywords) -> ConfigError:
+    """The error of the call, which a person can read: no class names, no pydantic phrases, bounded lines."""
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments, **keywords)
+    text = str(caught.value)
+    assert not any(word in text for word in ("pydantic", "<class", "nput should", "instance of", "PosixPath")), text
+    assert not any(word in text for word in ("None", "True", "False")), text
+    assert all(len(line) < 400 for line in text.splitlines()) and text.isascii(), text
+    assert caught.value.hint, text
+    return caught.value
+
+
+def unnamed(parts: list[str], error: ConfigError) -> list[str]:
+    """What the error's text does not hold; a name or number counts only where it is not part of a longer one."""
+    bounded = {part: rf"(?<![\w.]){re.escape(part)}(?!\w)" for part in parts if re.fullmatch(r"[\w.-]+", part)}
+    return [part for part in parts if not re.search(bounded.get(part, re.escape(part)), str(error))]
+
+
+BAD_OVERRIDES = {
+    # the wrong type
+    "run.seed=x": ["run.seed='x'"],
+    "run.seed='3'": ["run.seed='3'"],
+    "run.seed=3.0": ["run.seed=3.0"],
+    "run.seed=1e3": ["run.seed=1000.0"],
+    "run.seed=1_000": ["run.seed='1_000'"],
+    "run.seed=2020-01-01": ["run.seed='2020-01-01'"],
+    "run.seed=true": ["run.seed=true"],
+    "run.seed=": ["run.seed=null"],
+    "run.seed=[1]": ["run.seed=[1]"],
+    "run.steps=x": ["run.steps='x'"],
+    "mesh.dp=.inf": ["mesh.dp=.inf"],
+    "mesh.dp=automatic": ["mesh.dp='automatic'", "auto"],
+    "mesh.dp=true": ["mesh.dp=true"],
+    "mesh.dp=-1": ["mesh.dp=-1", "1"],
+    "mesh.dp_replicate=auto": ["mesh.dp_replicate='auto'"],
+    "fsdp.wrap_layers=Qwen3MLP": ["fsdp.wrap_layers='Qwen3MLP'", "[Qwen3DecoderLayer"],
+    "fsdp.wrap_layers=[]": ["fsdp.wrap_layers=[]"],
+    "fsdp.wrap_layers=[a.b]": ["fsdp.wrap_layers=['a.b']"],
+    "model.frozen='*.mlp.*'": ["model.frozen='*.mlp.*'", "['model.embed_tokens.*'"],
+    "model.frozen=[]": ["model.frozen=[]"],
+    "model.frozen=[' ']": ["model.frozen=[' ']"],
+    "model.frozen=[3]": ["model.frozen=[3]"],
+    "profile.updates=3": ["profile.updates=3", "[3, 100]"],
+    "profile.updates=[]": ["profile.updates=[]"],
+    "profile.updates=[0]": ["profile.updates=[0]", "1"],
+    "profile.updates=[true]": ["profile.updates=[true]"],
+    "profile.peak_tflops=0": ["profile.peak_tflops=0", "0"],
+    "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full'", "'keep_parameters'", "'optimizer'", "'replicate'", "'auto'"],
+    "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none'", "'full'", "'selective'"],
+    "optim.lr=": ["optim.lr=null", "1e-6"],
+    "optim.lr=1e": ["optim.lr='1e'"],
+    "optim.lr=1e-6,": ["optim.lr='1e-6,'"],
+    "optim.lr==3": ["optim.lr='=3'"],
+    "optim.lr='1e-6'": ["optim.lr='1e-6'"],
+    "optim.lr=false": ["optim.lr=false"],
+    "optim.lr=nan": ["optim.lr='nan'"],
+    "optim.lr.peak=3": ["optim.lr={'peak': 3}"],
+    "optim.lr=.inf": ["optim.lr=.inf"],
+    "optim.lr=-.inf": ["optim.lr=-.inf"],
+    "optim.lr=.nan": ["optim.lr=.nan"],
+    "cluster.call_timeout_s=.inf": ["cluster.call_timeout_s=.inf"],
+    "checkpoint.resume=yes": ["checkpoint.resume='yes'"],
+    "checkpoint.resume=1": ["checkpoint.resume=1"],
+    "loss.kl_unbiased=null": ["loss.kl_unbiased=null"],
+    "loss.kl_unbiased=1": ["loss.kl_unbiased=1"],
+    "advantage.whiten=yes": ["advantage.whiten='yes'"],
+    "run.wandb_project=3": ["run.wandb_project=3"],
+    "run.wandb_project=true": ["run.wandb_project=true"],
+    "rollout.reward=[a]": ["rollout.reward=['a']"],
+    "model.path=3": ["model.path=3"],
+    "model.path=": ["model.path=null"],
+    "model.path=''": ["model.path=''"],
+    "model.path='  '": ["model.path='  '"],
+    "model.path=[a]": ["model.path=['a']"],
+    "run.dir=~no_such_user_/x": ["run.dir='~no_such_user_/x'"],
+    "algorithm=dpo": ["algorithm='dpo'", "'grpo'", "'ppo'", "'sft'", "ppo"],
+    "loss.reduction=mean": ["loss.reduction='mean'", "'token_mean'", "'sequence_mean'", "'constant'", "'prompt_mean'"],
+    "loss.reduction=token-mean": ["loss.reduction='token-mean'", "token_mean"],
+    "loss.kl_estimator=3": ["loss.kl_estimator=3", "'k1'", "'k2'", "'k3'", "'abs'", "'full'"],
+    "loss.kl_estimator=kl3": ["loss.kl_estimator='kl3'", "k3"],
+    "loss.kl_in=rewards": ["loss.kl_in='rewards'", "reward"],
+    "correction.method=tiss": ["correction.method='tiss'", "tis"],
+    "correction.method=m:f": ["correction.method='m:f'", "'geometric_mis'"],
+    "critic.placement=grouped": ["critic.placement='grouped'", "group"],
+    # names of functions
+    "advantage.estimator=gpro": ["advantage.estimator='gpro'", "grpo", "module:function"],
+    "advantage.estimator=zzz": ["advantage.estimator='zzz'", "grpo", "dr_grpo", "rloo", "module:function"],
+    "advantage.estimator=GAE": ["advantage.estimator='GAE'"],
+    "advantage.estimator=''": ["advantage.estimator=''"],
+    "advantage.estimator='m:'": ["advantage.estimator='m:'", "module:function"],
+    "advantage.estimator=3": ["advantage.estimator=3"],
+    "loss.policy=gsop": ["loss.policy='gsop'", "gspo", "module:function"],
+    "loss.policy=importance": ["loss.policy='importance'", "importance_sampling", "module:function"],
+    "loss.policy=a/b.py:f": ["loss.policy='a/b.py:f'", "module:function"],
+    "loss.policy=": ["loss.policy=null"],
+    "mesh.device=tpu": ["mesh.device='tpu'", "'auto'", "'cpu'", "'cuda'"],
+    "precision.compute_dtype=fp16": ["precision.compute_dtype='fp16'", "'bfloat16'", "'float16'", "'float32'"],
+    # out of range
+    "run.seed=-1": ["run.seed=-1", "0"],
+    "run.seed=2147483648": ["run.seed=2147483648", "2147483648"],
+    "mesh.dp=0": ["mesh.dp=0", "1"],
+    "batch.max_tokens_per_rank=1": ["batch.max_tokens_per_rank=1", "2"],
+    "optim.lr=0": ["optim.lr=0", "0"],
+    "loss.clip_low=1": ["loss.clip_low=1", "1"],
+    "optim.min_lr_ratio=1.5": ["optim.min_lr_ratio=1.5", "1"],
+    "run.wandb_project=''": ["run.wandb_project=''"],
+    "precision.loss_scale_init=0": ["precision.loss_scale_init=0", "1"],
+    "precision.loss_scale_init=3": ["precision.loss_scale_init=3", "65536"],
+    # betas
+    **{
+        f"optim.betas={value}": [f"optim.betas={value}", "[0, 1)", "[0.9, 0.95]"]
+        for value in ("[]", "[0.9]", "[0.9, 0.9, 0.9]", "[0.9, 1]", "[-0.1, 0.9]", "[.nan, 0.9]", "[true, false]",
+                      "['a', 'b']", "0.9", "{}", "null", "[[0.9], 0.9]", "'0.9,0.9'")
+    },
+    # the form of a reward's name
+    **{
+        f"rollout.reward='{value}'": [f"rollout.reward='{value}'", "module:function", "actors.rollout.rewards:"]
+        for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g", "a/b.py:f")
+    },
+    "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
+    "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
+    # sections
+    "model=3": ["model=3"],
+    "optim=null": ["optim=null"],
+    "rollout=[a]": ["rollout=['a']"],
+    "optim={}": ["optim.total_updates"],
+    # unknown names
+    "mesh.dpp=3": ["mesh.dpp=3", "mesh.dp"],
+    "optim.learnig_rate=3": ["optim.learnig_rate=3", "betas", "eps", "implementation"],
+    "optim.max_grad_nrm=1": ["optim.max_grad_norm"],
+    "lr=3": ["lr=3", "critic.lr", "optim.lr"],
+    "loss.estimator=grpo": ["loss.estimator='grpo'", "advantage.estimator"],
+    "loss.normalize_by_std=false": ["loss.normalize_by_std=false"],
+    "optim.temperature=1": ["optim.temperature=1", "rollout.temperature"],
+    "samples_per_prompt=2": ["rollout.samples_per_prompt", "evaluation.samples_per_prompt"],
+    "opt.lr=3": ["opt={'lr': 3}", "optim"],
+    "zzz=3": ["zzz=3", "advantage", "algorithm", "attention", "batch"],
+    "__class__.x=3": ["__class__={'x': 3}"],
+    "model.model_config=3": ["model.model_config=3"],
+    "run.zzz=" + "x" * 5000: ["run.zzz='xxx"],
+    # not an override at all
+    "optim": ["override 'optim'", "section.name=value", "optim.lr=1e-6"],
+    "=3": ["override '=3'", "section.name=value"],
+    "a..b=1": ["override 'a..b=1'", "section.name=value"],
+    "--optim.lr=3": ["override '--optim.lr=3'", "section.name=value"],
+    "run.seed=" + "9" * 5000: ["override 'run.seed=999", "5000"],
+    "run.seed=010": ["override 'run.seed=010'", "'010'"],
+    "optim.lr=1e999": ["override 'optim.lr=1e999'"],
+    "algorithm.x=3": ["algorithm={'x': 3}", "'grpo'", "'ppo'", "'sft'"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("override", BAD_OVERRIDES, ids=lambda override: override[:40])
+def test_a_bad_value_is_answered_with_its_name_the_value_and_a_way_out(least_file, override):
+    error, expected, name = (
+        refusal(load_config, least_file, [override]),
+        BAD_OVERRIDES[override],
+        override.split("=")[0],
+    )
+    assert unnamed(expected, error) == [], str(error)
+    if expected[0].startswith("override "):
+        assert error.field is None, "there is no such setting yet"
+    else:
+        assert error.field is not None and (name.startswith(error.field) or error.field.startswith(name))
+    assert len(str(error).splitlines()) == 1
+
+
+def test_an_override_below_an_override_that_is_no_section_names_both(least_file):
+    error = refusal(load_config, least_file, ["model=3", "model.path=x"])
+    assert error.field == "model.path" and unnamed(["model.path='x'", "model=3"], error) == []
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(least_file):
+    config = load_config(
+        least_file, ["optim.lr=1e-3", "mesh={dp: 2}", "mesh.device=cpu", "optim.lr=2e-3", "run.steps="]
+    )
+    assert (config.optim.lr, config.mesh.dp, config.mesh.device, config.run.steps) == (2e-3, 2, "cpu", None)
+    assert config.optim.total_updates == 10
+
+
+def test_an_unknown_name_is_told_before_what_is_missing_because_of_it():
+    error = refusal(config_from_dict, {"modell": {"path": "m"}, "optim": {"total_updates": 3}})
+    unknown, missing = str(error).splitlines()
+    assert error.field == "modell" and "modell={'path': 'm'}" in unknown and "model.path" in missing
+    assert error.others == (missing.removeprefix("  also "),)
+
+
+def test_several_faults_are_told_at_once_but_not_without_end():
+    error = refusal(settings, mesh__dp=0, mesh__cp=-1, optim__lr="x")
+    assert len(error.others) == 2
+    error = refusal(config_from_dict, {**LEAST, **{f"k{i}": i for i in range(1000)}})
+    assert len(error.others) == MAX_FINDINGS and names(error.others[-1], 1000 - MAX_FINDINGS)
+
+
+@pytest.mark.parametrize("tree", [None, [], 3, "model", {}, {3: 4}, {**LEAST, "x": 1}, {**LEAST, "": 1}])
+def test_a_tree_that_is_no_tree_of_settings_is_refused(tree):
+    refusal(config_from_dict, tree)
+
+
+def test_values_no_yaml_file_can_hold_are_refused_all_the_same():
+    nested: dict[str, object] = {}
+    nested["run"] = nested
+    for tree in (nested, {**LEAST, "run": {"seed": 10**5000}}, {**LEAST, "run": {"wandb_project": "\ud800"}},
+                 {**LEAST, "run": {"dir": "a\0b"}}, {**LEAST, "run": {"dir": b"a"}},
+                 {"model": {"path": "m"}, "optim": {"total_updates": 3, "lr": 10**400}}):  # fmt: skip
+        refusal(config_from_dict, tree)
+
+
+WRONG_FOR_ALL = object()
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_setting_refuses_the_wrong_type_under_its_own_name(section):
+    for name in SECTIONS[section].model_fields:
+        for wrong in ({"x": 1}, [1, 2, 3], WRONG_FOR_ALL):
+            error = refusal(settings, **{f"{section}__{name}": wrong})
+            assert error.field == f"{section}.{name}" and str(error).startswith(f"{section}.{name}=")
+
+
+# the name of a validator, settings it accepts, settings it refuses, and what it then says
+_REFERENCE_GROUP = {
+    "reference__placement": "group",
+    "reference__update_interval_steps": 5,
+    "loss__kl_coefficient": 0.1,
+}
+RULES = [
+    (
+        "check_checkpoint_every_n_layers",
+        {"model__activation_checkpointing": True, "model__checkpoint_every_n_layers": 2},
+        {"model__activation_checkpointing": False, "model__checkpoint_every_n_layers": 2},
+        ["model.checkpoint_every_n_layers=2", "model.activation_checkpointing=none"],
+    ),
+    (
+        "check_export_dtype",
+        {"run__export_dtype": "bfloat16", "run__export_dir": "x"},
+        {"run__export_dtype": "bfloat16"},
+        ["run.export_dtype=bfloat16", "run.export_dir"],
+    ),
+    (
+        "check_compile_with_checkpointing",
+        {"model__activation_checkpointing": "full", "model__compile": True},
+        {"model__activation_checkpointing": "selective", "model__compile": True},
+        ["model.activation_checkpointing=selective", "model.compile=true"],
+    ),
+    (
+        "check_fsdp_wrapping",
+        {"fsdp__wrap_layers": ["Qwen3MLP"]},
+        {"fsdp__wrap_layers": ["Qwen3MLP"], "fsdp__wrap_min_parameters": 1000},
+        ["fsdp.wrap_min_parameters=1000", "fsdp.wrap_layers=['Qwen3MLP']"],
+    ),
+    (
+        "check_auto_dp_with_groups",
+        {"algorithm": "ppo", "mesh__dp": "auto", "critic__placement": "group", "critic__dp": 1},
+        {"algorithm": "ppo", "mesh__dp": "auto", "critic__placement": "group"},
+        ["mesh.dp=auto", "critic.placement=group", "critic.dp"],
+    ),
+    (
+        "check_auto_dp_with_groups",
+        {"mesh__dp": "auto", "reference__placement": "group", "reference__dp": 1},
+        {"mesh__dp": "auto", "reference__placement": "group"},
+        ["mesh.dp=auto", "reference.placement=group", "reference.dp"],
+    ),
+    (
+        "check_constant_length",
+        {"loss__reduction": "constant", "loss__constant_length": 5},
+        {"loss__reduction": "constant"},
+        ["loss.reduction=constant", "loss.constant_length"],
+    ),
+    (
+        "check_constant_length",
+        {"loss__reduction": "sequence_mean"},
+        {"loss__reduction": "sequence_mean", "loss__constant_length": 5},
+        ["loss.constant_length=5", "loss.reduction=sequence_mean"],
+    ),
+    (
+        "check_warmup",
+        {"optim__warmup_updates": 9},
+        {"optim__warmup_updates": 10},
+        ["optim.warmup_updates=10", "optim.total_updates=10"],
+    ),
+    (
+        "check_profile_memory",
+        {"profile__updates": [3], "profile__memory": True, "run__dir": "x"},
+        {"profile__memory": True},
+        ["profile.memory=true", "profile.updates"],
+    ),
+    (
+        "check_profiled_updates",
+        {"profile__updates": [1, 10], "run__dir": "x"},
+        {"profile__updates": [1, 11], "run__dir": "x"},
+        ["profile.updates=[1, 11]", "optim.total_updates=10"],
+    ),
+    (
+        "check_profiled_updates",
+        {"profile__updates": [1], "run__dir": "x"},
+        {"profile__updates": [1]},
+        ["profile.updates=[1]", "run.dir"],
+    ),
+    (
+        "check_fused_optimizer",
+        {"optim__implementation": "fused"},
+        {"optim__implementation": "fused", "optim__name": "sgd"},
+        ["optim.implementation=fused", "optim.name=sgd"],
+    ),
+    (
+        "check_schedule_floor",
+        {"optim__schedule": "cosine", "optim__min_lr_ratio": 0.1},
+        {"optim__schedule": "constant", "optim__min_lr_ratio": 0.1},
+        ["optim.min_lr_ratio=0.1", "optim.schedule=constant"],
+    ),
+    (
+        "check_sft_settings",
+        {"algorithm": "sft", "loss__reduction": "sequence_mean", "loss__entropy_coefficient": 0.1, "data__train": "x"},
+        {"algorithm": "sft", "rollout__engines": 2, "loss__clip_low": 0.1, "data__heldout": "h"},
+        ["rollout.engines=2", "loss.clip_low=0.1", "data.heldout='h'", "algorithm=sft"],
+    ),
+    (
+        "check_sft_settings",
+        {"algorithm": "sft", "batch__samples_per_update": 4},
+        {"algorithm": "sft", "reference__path": "r"},
+        ["reference.path='r'", "algorithm=grpo"],
+    ),
+    (
+        "check_sft_settings",
+        {"algorithm": "sft", "loss__reduction": "constant", "loss__constant_length": 5},
+        {"algorithm": "sft", "advantage__gamma": 0.9, "loss__kl_coefficient": 0.1, "correction__veto_below": 0.1},
+        ["advantage.gamma=0.9", "loss.kl_coefficient=0.1", "correction.veto_below=0.1"],
+    ),
+    (
+        "check_sft_settings",
+        {"algorithm": "sft"},
+        {"algorithm": "sft", "critic__lr": 0.1},
+        ["critic.lr=0.1"],
+    ),
+    (
+        "check_critic_requires_ppo",
+        {"algorithm": "ppo", "critic__lr": 0.1, "advantage__estimator": "m:f"},
+        {"critic__lr": 0.1},
+        ["critic.lr=0.1", "algorithm=grpo", "algorithm=ppo"],
+    ),
+    (
+        "check_critic_requires_ppo",
+        {"algorithm": "ppo", "advantage__estimator": "gae"},
+        {"algorithm": "ppo", "advantage__estimator": "rloo"},
+        ["advantage.estimator=rloo", "algorithm=ppo", "algorithm=grpo"],
+    ),
+    (
+        "check_critic_placement",
+        {"algorithm": "ppo", "critic__placement": "group", "critic__dp": 2},
+        {"algorithm": "ppo", "critic__dp": 2},
+        ["critic.dp=2", "critic.placement=group"],
+    ),
+    (
+        "check_critic_placement",
+        {"algorithm": "ppo", "critic__offload": "sleep"},
+        {"algorithm": "ppo", "critic__offload": "sleep", "critic__placement": "group"},
+        ["critic.offload=sleep", "critic.placement=colocated"],
+    ),
+    (
+        "check_advantage_parameters",
+        {"advantage__estimator": "reinforce_pp", "advantage__gamma": 0.9},
+        {"advantage__gamma": 0.9},
+        ["advantage.gamma=0.9", "advantage.estimator=grpo", "reinforce_pp"],
+    ),
+    (
+        "check_advantage_parameters",
+        {"algorithm": "ppo", "advantage__gamma": 0.9, "advantage__gae_lambda": 0.9},
+        {"advantage__estimator": "reinforce_pp", "advantage__gae_lambda": 0.9},
+        ["advantage.gae_lambda=0.9", "advantage.estimator=reinforce_pp"],
+    ),
+    (
+        "check_advantage_parameters",
+        {"advantage__estimator": "m:f", "advantage__pass_k": 2, "advantage__gamma": 0.5, "advantage__gae_lambda": 0.5},
+        {"algorithm": "ppo", "advantage__pass_k": 2},
+        ["advantage.pass_k=2", "advantage.estimator=gae", "pass_at_k"],
+    ),
+    (
+        "check_pass_at_k",
+        {"advantage__estimator": "pass_at_k", "advantage__pass_k": 4},
+        {"advantage__estimator": "pass_at_k"},
+        ["advantage.pass_k"],
+    ),
+    (
+        "check_kl_in_reward",
+        {"advantage__estimator": "maxrl", "loss__kl_coefficient": 0.1},
+        {"advantage__estimator": "maxrl", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        ["loss.kl_in=reward", "advantage.estimator=maxrl", "loss.kl_in=loss"],
+    ),
+    (
+        "check_kl_in_reward",
+        {"advantage__estimator": "grpo", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        {
+            "advantage__estimator": "pass_at_k",
+            "advantage__pass_k": 2,
+            "loss__kl_coefficient": 0.1,
+            "loss__kl_in": "reward",
+        },
+        ["loss.kl_in=reward", "advantage.estimator=pass_at_k"],
+    ),
+    (
+        "check_sequence_loss_estimator",
+        {"algorithm": "ppo", "loss__policy": "gspo_token"},
+        {"algorithm": "ppo", "loss__policy": "gspo"},
+        ["loss.policy=gspo", "advantage.estimator=gae", "gspo_token"],
+    ),
+    (
+        "check_sequence_loss_estimator",
+        {"advantage__estimator": "remax", "loss__policy": "gmpo", "loss__kl_coefficient": 0.1},
+        {"advantage__estimator": "remax", "loss__policy": "gmpo", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        ["loss.policy=gmpo", "advantage.estimator=remax"],
+    ),
+    (
+        "check_single_correction",
+        {"correction__veto_below": 0.01, "loss__old_log_probs": "rollout"},
+        {"correction__method": "importance", "loss__old_log_probs": "rollout"},
+        ["correction.method=importance", "loss.old_log_probs=rollout"],
+    ),
+    (
+        "check_dpo_estimator",
+        {"loss__policy": "dpo", "advantage__whiten": False, "loss__kl_coefficient": 0.1},
+        {"loss__policy": "dpo", "correction__opsm_threshold": 0.1},
+        ["correction.opsm_threshold=0.1", "loss.policy=dpo"],
+    ),
+    (
+        "check_dpo_estimator",
+        {"advantage__whiten": True, "correction__method": "importance"},
+        {"loss__policy": "dpo", "advantage__whiten": True},
+        ["advantage.whiten=true", "loss.policy=dpo"],
+    ),
+    (
+        "check_dpo_estimator",
+        {"loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        {"loss__policy": "dpo", "loss__kl_coefficient": 0.1, "loss__kl_in": "reward"},
+        ["loss.kl_in='reward'", "loss.policy=dpo"],
+    ),
+    (
+        "check_dpo_estimator",
+        {"loss__policy": "dpo", "advantage__estimator": "dr_grpo"},
+        {"loss__policy": "dpo", "advantage__estimator": "raw"},
+        ["advantage.estimator=raw", "loss.policy=dpo", "dr_grpo"],
+    ),
+    (
+        "check_dpo_update_size",
+        {"loss__policy": "dpo", "batch__samples_per_update": 6},
+        {"loss__policy": "dpo", "batch__samples_per_update": 7},
+        ["batch.samples_per_update=7", "loss.policy=dpo"],
+    ),
+    (
+        "check_sequence_loss_estimator",
+        {"loss__policy": "gspo", "advantage__estimator": "reinforce_pp"},
+        {"loss__policy": "gspo", "advantage__estimator": "reinforce_pp", "advantage__gamma": 0.9},
+        ["loss.policy=gspo", "advantage.estimator=reinforce_pp", "gspo_token"],
+    ),
+    (
+        "check_full_kl_reference",
+        {"loss__kl_coefficient": 0.1, "loss__kl_estimator": "full"},
+        {"loss__kl_coefficient": 0.1, "loss__kl_estimator": "full", "reference__placement": "group"},
+        ["loss.kl_estimator=full", "reference.placement=colocated", "k3"],
+    ),
+    (
+        "check_policy_loss_parameters",
+        {"loss__policy": "cispo", "loss__clip_high": 5.0},
+        {"loss__policy": "reinforce", "loss__clip_high": 5.0},
+        ["loss.clip_high=5.0", "loss.policy=reinforce", "gspo_token"],
+    ),
+    (
+        "check_policy_loss_parameters",
+        {"loss__policy": "m:f", "loss__dual_clip": 3.0, "loss__dpo_beta": 0.5},
+        {"loss__policy": "gspo", "loss__dual_clip": 3.0},
+        ["loss.dual_clip=3.0", "loss.policy=gspo"],
+    ),
+    (
+        "check_policy_loss_parameters",
+        {"loss__policy": "sapo", "loss__sapo_temperature_negative": 1.5},
+        {"loss__dpo_beta": 0.5},
+        ["loss.dpo_beta=0.5", "loss.policy=ppo", "dpo"],
+    ),
+    (
+        "check_kl_settings",
+        {"loss__kl_in": "loss"},
+        {"loss__kl_unbiased": True},
+        ["loss.kl_unbiased=true", "loss.kl_coefficient=0"],
+    ),
+    (
+        "check_kl_settings",
+        {"loss__kl_coefficient": 0.1, "loss__kl_target": 0.1, "loss__kl_horizon": 5},
+        {"loss__kl_coefficient": 0.1, "loss__kl_horizon": 5},
+        ["loss.kl_horizon=5", "loss.kl_target"],
+    ),
+    (
+        "check_kl_settings",
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True},
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True, "loss__kl_in": "reward"},
+        ["loss.kl_unbiased=true", "loss.kl_in=reward"],
+    ),
+    (
+        "check_kl_settings",
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True, "loss__kl_estimator": "k1"},
+        {"loss__kl_coefficient": 0.1, "loss__kl_unbiased": True, "loss__kl_estimator": "k2"},
+        ["loss.kl_unbiased=true", "k1", "k3", "loss.kl_estimator=k2"],
+    ),
+    (
+        "check_kl_settings",
+        {"loss__kl_coefficient": 0.1, "loss__kl_in": "reward", "loss__kl_estimator": "abs"},
+        {"loss__kl_coefficient": 0.1, "loss__kl_in": "reward", "loss__kl_estimator": "full"},
+        ["loss.kl_estimator=full", "loss.kl_in=loss"],
+    ),
+    (
+        "check_correction_bounds",
+        {"correction__method": "tis", "correction__high": 2.0},
+        {"correction__method": "tis"},
+        ["correction.method=tis", "correction.high"],
+    ),
+    (
+        "check_correction_bounds",
+        {"correction__method": "mis", "correction__high": 2.0, "correction__low": 0.5},
+        {"correction__method": "sequence_tis", "correction__high": 2.0, "correction__low": 0.5},
+        ["correction.low=0.5", "correction.method=sequence_tis"],
+    ),
+    (
+        "check_correction_bounds",
+        {"correction__method": "icepop", "correction__high": 2.0, "correction__low": 0.5},
+        {"correction__method": "icepop", "correction__high": 0.5, "correction__low": 0.5},
+        ["correction.low=0.5", "correction.high=0.5"],
+    ),
+    (
+        "check_reference_offload_requires_colocated",
+        {"reference__offload": "sleep"},
+        {"reference__placement": "group", "reference__offload": "sleep"},
+        ["reference.offload=sleep", "reference.placement=colocated"],
+    ),
+    (
+        "check_reference_update_is_read",
+        {"reference__update_interval_steps": 5, "loss__kl_coefficient": 0.1},
+        {"reference__update_interval_steps": 5},
+        ["reference.update_interval_steps=5", "loss.kl_coefficient=0"],
+    ),
+    (
+        "check_reference_update_interval",
+        {**_REFERENCE_GROUP, "checkpoint__interval_steps": 10},
+        {**_REFERENCE_GROUP, "checkpoint__interval_steps": 7},
+        ["checkpoint.interval_steps=7", "reference.update_interval_steps=5"],
+    ),
+    (
+        "check_sync_interval",
+        {"rollout__sync_interval_steps": 5, "checkpoint__interval_steps": 10},
+        {"rollout__sync_interval_steps": 5, "checkpoint__interval_steps": 7},
+        ["checkpoint.interval_steps=7", "rollout.sync_interval_steps=5"],
+    ),
+    (
+        "check_cpu_offload_reference",
+        {"reference__offload": "fsdp", "fsdp__cpu_offload": True},
+        {"reference__offload": "none", "fsdp__cpu_offload": True},
+        ["reference.offload=none", "fsdp.cpu_offload=true"],
+    ),
+    (
+        "check_reference_group_size",
+        {"reference__placement": "group", "reference__dp": 2},
+        {"reference__dp": 2},
+        ["reference.dp=2", "reference.placement=group"],
+    ),
+    (
+        "check_loss_scale",
+        {"precision__compute_dtype": "float16", "precision__loss_scale_init": 1024},
+        {"precision__compute_dtype": "bfloat16", "precision__loss_scale_growth_interval": 5},
+        ["precision.loss_scale_growth_interval=5", "precision.compute_dtype=bfloat16"],
+    ),
+    (
+        "check_schedule_length",
+        {"run__steps": 5, "loss__epochs": 2},
+        {"run__steps": 6, "loss__epochs": 2},
+        ["optim.total_updates=10", "run.steps=6", "optim.total_updates=12"],
+    ),
+    (
+        "check_schedule_length",
+        {"run__steps": 2, "batch__samples_per_update": 60},  # 256 samples a step, 5 updates
+        {"run__steps": 3, "batch__samples_per_update": 60},
+        ["run.steps=3", "5", "optim.total_updates=15"],
+    ),
+    (
+        "check_schedule_length",
+        {"algorithm": "sft", "run__steps": 10, "batch__samples_per_update": 60},
+        {"algorithm": "sft", "run__steps": 11, "batch__samples_per_update": 60},
+        ["run.steps=11", "optim.total_updates=11"],
+    ),
+    (
+        "check_filter_rounds",
+        {"rollout__max_rounds": 3, "rollout__filter": "mixed_groups"},
+        {"rollout__max_rounds": 3},
+        ["rollout.max_rounds=3", "rollout.filter"],
+    ),
+    (
+        "check_filter_group_size",
+        {"rollout__filter": "m:f", "rollout__samples_per_prompt": 1},
+        {"rollout__filter": "mixed_groups", "rollout__samples_per_prompt": 1},
+        ["rollout.filter=mixed_groups", "rollout.samples_per_prompt=1"],
+    ),
+    (
+        "check_overlong_buffer",
+        {"rollout__overlong_buffer_tokens": 256, "rollout__overlong_penalty": 0.5},
+        {"rollout__overlong_penalty": 0.5},
+        ["rollout.overlong_penalty=0.5", "rollout.overlong_buffer_tokens"],
+    ),
+    (
+        "check_overlong_buffer",
+        {"rollout__overlong_buffer_tokens": 8, "rollout__max_new_tokens": 8},
+        {"rollout__overlong_buffer_tokens": 9, "rollout__max_new_tokens": 8},
+        ["rollout.overlong_buffer_tokens=9", "rollout.max_new_tokens=8"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "accepted", "refused", "expected"), RULES, ids=[rule[0] for rule in RULES])
+def test_a_rule_between_settings_accepts_one_side_and_refuses_the_other(rule, accepted, refused, expected):
+    settings(**accepted)
+    error = refusal(settings, **refused)
+    assert unnamed(expected, error) == [], str(error)
+    assert error.field in error.message and error.field.replace(".", "__") in {**refused, "optim__total_updates": 0}
+
+
+def test_every_rule_between_settings_is_in_the_table_above():
+    models = [RunConfig, *SECTIONS.values()]
+    assert {name for model in models for name in model.__pydantic_decorators__.model_validators} == {
+        rule[0] for rule in RULES
+    }
+
+
+def test_good_values_of_every_kind_are_accepted_as_they_are():
+    config = settings(
+        model__path=Path("m"), run__dir="~/x", run__seed=2**31 - 1, optim__lr=1, optim__betas=(0, 0.5),
+        rollout__reward="my_rewards.maths:exact", run__wandb_project="3", loss__clip_high=28,
+    )  # fmt: skip
+    assert config.run.dir == Path.home() / "x"  # no shell has expanded it
+    assert config.optim.betas == (0.0, 0.5) and config.optim.lr == 1.0
+    assert config.model.path == Path("m") and config.rollout.reward == "my_rewards.maths:exact"
+
+
+def test_settings_are_frozen_and_plain_json_gives_them_back():
+    config = settings(optim__schedule="cosine", optim__min_lr_ratio=0.1, rollout__reward="m:f", run__dir="d")
+    with pytest.raises(ValidationError) as caught:
+        config.optim.lr = 1.0
+    assert [(one["type"], one["loc"]) for one in caught.value.errors()] == [("frozen_instance", ("lr",))]
+    assert config_from_dict(config.model_dump(mode="json")) == config
+
+
+def test_auto_becomes_what_the_ranks_leave_and_the_settings_stay_frozen():
+    config = settings(mesh__dp="auto", mesh__cp=2, mesh__dp_replicate=2)
+    for wanted in ("ranks", "data_ranks", "actor_mesh"):
+        assert refusal(getattr, config, wanted).field == "mesh.dp"
+    resolved = config.with_ranks(12)
+    assert (resolved.mesh.dp, resolved.data_ranks, resolved.ranks, resolved.actor_mesh) == (3, 6, 12, (2, 3))
+    assert config.mesh.dp == "auto" and resolved.with_ranks(4) is resolved
+    assert config_from_dict(resolved.model_dump(mode="json", exclude_unset=True)) == resolved
+    for ranks in (0, 2, 6, 7):
+        error = refusal(config.with_ranks, ranks)
+        assert error.field == "mesh.dp" and unnamed([str(ranks), "mesh.dp_replicate=2", "mesh.cp=2"], error) == []
+
+
+@pytest.mark.parametrize("name", ["reference", "critic"])
+def test_a_group_beside_the_actors_has_its_mesh_unless_it_has_a_size_of_its_own(name):
+    mesh = {"algorithm": "ppo", "mesh__dp": 3, "mesh__cp": 2, "mesh__dp_replicate": 2, f"{name}__placement": "group"}
+    role = {"reference": "ref"}.get(name, name)
+    for dp, expected, ranks in ((None, (2, 3), 12), (1, (1, 1), 2)):
+        config = settings(**mesh, **{f"{name}__dp": dp})
+        assert config.mesh_of(role) == getattr(config, f"{name}_mesh") == expected
+        assert getattr(config, f"{name}_ranks") == ranks and config.mesh_of("actor") == (2, 3) and config.ranks == 12
+
+
+def test_each_role_has_the_policys_folder_unless_it_has_its_own():
+    for role, field in (("ref", "reference.path"), ("critic", "critic.path")):
+        assert settings(algorithm="ppo").folder_of(role) == (Path("m"), "model.path")
+        own = settings(algorithm="ppo", **{field.replace(".", "__"): "x"})
+        assert own.folder_of(role) == (Path("x"), field) and own.folder_of("actor") == (Path("m"), "model.path")
+
+
+def test_the_estimator_is_what_the_algorithm_is_known_by_or_the_one_that_is_named():
+    assert [settings(algorithm=algorithm).estimator for algorithm in ("grpo", "ppo")] == ["grpo", "gae"]
+    assert settings(advantage__estimator="opo").estimator == "opo"
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_every_estimator_can_be_named(name):
+    k = {"advantage__pass_k": 2} if name == "pass_at_k" else {}
+    assert settings(advantage__estimator=name, **k).estimator == name
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_can_be_named_and_only_pairs_read_a_reference_without_a_kl(name):
+    config = settings(loss__policy=name)
+    assert config.loss.policy == name and config.needs_reference == (name == "dpo")
+
+
+def test_the_corrections_and_their_bounds_are_those_of_the_table():
+    methods = get_args(CorrectionSettings.model_fields["method"].annotation)
+    assert set(methods) == CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS, *importance_sampling.CORRECTIONS}
+    assert (
+        CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS}
+        and CORRECTIONS.keys() == importance_sampling.CORRECTIONS.keys()
+    )
+
+
+def test_every_name_of_a_kl_and_of_a_reduction_can_be_chosen():
+    for name in KL_ESTIMATORS:
+        assert settings(loss__kl_coefficient=0.1, loss__kl_estimator=name).loss.kl_estimator == name
+    for name in REDUCTIONS:
+        length = {"loss__constant_length": 5} if name == "constant" else {}
+        assert settings(loss__reduction=name, **length).loss.reduction == name
+
+
+READY = {"run__dir": "d", "run__steps": 1, "data__train": "t"}
+READY_GRPO = {**READY, "rollout__reward": "m:f"}
+READY_SFT = {**READY, "algorithm": "sft", "batch__samples_per_update": 4}
+
+
+@pytest.mark.parametrize("ready", [READY_GRPO, READY_SFT], ids=["grpo", "sft"])
+def test_training_names_each_setting_it_needs(ready):
+    check_ready_to_train(settings(**ready))
+    for key in set(ready) - {"algorithm"}:
+        config = settings(**{name: value for name, value in ready.items() if name != key})
+        error = refusal(check_ready_to_train, config)
+        assert error.field == key.replace("__", ".") and error.message.startswith(error.field)
+
+
+READY_DPO = {
+    **READY_GRPO, "loss__policy": "dpo", "rollout__samples_per_prompt": 2, "rollout__filter": "mixed_groups"
+}  # fmt: skip
+NOT_READY = {
+    "no prompts to evaluate": (READY_GRPO, {"evaluation__interval_steps": 1}, "data.heldout", []),
+    "no room for a prompt": (
+        READY_GRPO, {"batch__max_tokens_per_rank": 256}, "rollout.max_new_tokens", ["rollout.max_new_tokens=256"],
+    ),
+    "no critic": (
+        READY_GRPO, {"advantage__estimator": "gae"}, "advantage.estimator", ["algorithm=grpo", "algorithm=ppo"],
+    ),
+    "no prompts under sft": (
+        READY_SFT, {"loss__reduction": "prompt_mean"}, "loss.reduction", ["algorithm=sft", "sequence_mean"],
+    ),
+    "one subset of k": (
+        READY_GRPO, {"advantage__estimator": "pass_at_k", "advantage__pass_k": 8}, "rollout.samples_per_prompt",
+        ["rollout.samples_per_prompt=8", "9"],
+    ),
+    "rewards that are counted": (
+        READY_GRPO, {"advantage__estimator": "maxrl", "rollout__overlong_buffer_tokens": 8},
+        "rollout.overlong_buffer_tokens", ["advantage.estimator=maxrl"],
+    ),
+    "a policy that never moves": (
+        {**READY_GRPO, "algorithm": "ppo"}, {"critic__pretrain_steps": 1, "critic__warmup_steps": 9, "run__steps": 10},
+        "critic.warmup_steps", ["=10", "run.steps=10"],
+    ),
+    "an end that never comes": (
+        READY_GRPO, {"loss__max_kl": 0.1}, "loss.max_kl", ["loss.max_kl=0.1", "loss.epochs"],
+    ),
+    "no pairs": (READY_DPO, {"rollout__samples_per_prompt": 4}, "rollout.samples_per_prompt", ["=4", "2"]),
+    "equal pairs": (READY_DPO, {"rollout__filter": None}, "rollout.filter", ["rollout.filter=null", "mixed_groups"]),
+    "half pairs": (READY_DPO, {"rollout__mask_truncated": True}, "rollout.mask_truncated", ["=true"]),
+    "pairs made equal": (
+        READY_DPO, {"rollout__overlong_buffer_tokens": 8}, "rollout.overlong_buffer_tokens", ["=8"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_READY)
+def test_training_refuses_what_its_loop_cannot_serve(case):
+    ready, wrong, field, expected = NOT_READY[case]
+    check_ready_to_train(settings(**ready))
+    error = refusal(check_ready_to_train, settings(**{**ready, **wrong}))
+    assert error.field == field and unnamed(expected, error) == [], str(error)
+
+
+def test_what_a_function_of_the_users_own_sees_to_is_not_refused():
+    check_ready_to_train(settings(**READY_GRPO, loss__max_kl=0.1, loss__old_log_probs="rollout"))
+    check_ready_to_train(settings(**READY_GRPO, loss__max_kl=0.1, batch__samples_per_update=128))
+    own = {"rollout__filter": "m:f", "rollout__overlong_buffer_tokens": 8}
+    check_ready_to_train(settings(**{**READY_DPO, **own}))
+    check_ready_to_train(settings(**READY_GRPO, advantage__estimator="m:f", rollout__samples_per_prompt=1))
+    check_ready_to_train(settings(**READY_GRPO, evaluation__interval_steps=1, data__heldout="h"))
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS.keys() - {"pass_at_k"}))
+def test_training_refuses_groups_of_one_exactly_where_the_estimator_compares(name):
+    algorithm = "ppo" if name == "gae" else "grpo"
+    alone = {"algorithm": algorithm, "advantage__estimator": name, "rollout__samples_per_prompt": 1}
+    config = settings(**READY_GRPO, **alone)
+    if "group_ids" in advantages.ESTIMATORS[name].reads:
+        error = refusal(check_ready_to_train, config)
+        assert error.field == "rollout.samples_per_prompt"
+        assert unnamed(["rollout.samples_per_prompt=1", f"advantage.estimator={name}"], error) == []
+    else:
+        check_ready_to_train(config)
+    check_ready_to_train(settings(**READY_GRPO, **{**alone, "rollout__samples_per_prompt": 2}))
+
+
+# the reference document
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("settings_reference", ROOT / "scripts" / "settings_reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_document_of_all_settings_is_current(script):
+    assert script.DOCUMENT == ROOT / "docs" / "settings.md"
+    current = script.DOCUMENT.read_text(encoding="utf-8") == script.settings_reference()
+    assert current, "docs/settings.md is stale: run `python scripts/settings_reference.py --write`"
+
+
+def test_the_document_has_a_described_row_for_every_setting(script):
+    text = script.settings_reference()
+    for section, model in {"": RunConfig, **SECTIONS}.items():
+        part = text.split(f"## `{section}`\n" if section else "## Top level\n")[1].split("\n## ")[0]
+        rows = {row.split("|")[1].strip(): row for row in part.splitlines() if row.startswith("| `")}
+        assert set(rows) == {f"`{name}`" for name in model.model_fields if not (section == "" and name in SECTIONS)}
+        for row in rows.values():
+            cells = [cell.strip() for cell in row.replace("\\|", "/").strip("|").split("|")]
+            assert len(cells) == 4 and all(cells), row
+
+
+@pytest.mark.parametrize(
+    ("annotation", "constraints", "text"),
+    [
+        (Annotated[int, Field(ge=1, lt=2**31)] | None, [], "integer >= 1, < 2^31 \\| `null`"),
+        (float, [Gt(0), Le(1)], "number > 0, <= 1"),
+        (Literal["bfloat16", "float32"], [], "`bfloat16` \\| `float32`"),
+        (tuple[float, float], [], "[number, number]"),
+        (Annotated[str, Field(min_length=1)] | None, [], "text \\| `null`"),
+        (bool, [], "`true` \\| `false`"),
+        (Path, [], "path"),
+        (tuple[str, ...], [], "[text, ...]"),
+    ],
+)
+def test_types_are_rendered_for_people(script, annotation, constraints, text):
+    assert script.type_text(annotation, constraints) == text
+
+
+def test_the_script_prints_the_document():
+    command = [sys.executable, "scripts/settings_reference.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    assert printed == (ROOT / "docs" / "settings.md").read_text()
+
+
+# nothing is settable that nobody reads
+
+
+def attributes_read(tree: ast.AST) -> Iterator[str]:
+    """Names read as `something.name`, but for what a rule among the settings reads."""
+    if isinstance(tree, ast.FunctionDef) and any("validator" in ast.unparse(d) for d in tree.decorator_list):
+        return
+    if isinstance(tree, ast.Attribute) and isinstance(tree.ctx, ast.Load):
+        yield tree.attr
+    for child in ast.iter_child_nodes(tree):
+        yield from attributes_read(child)
+
+
+def test_every_setting_is_read_by_the_program():
+    paths = [path for folder in ("slimefsdp", "actors") for path in (ROOT / folder).rglob("*.py")]
+    read = {name for path in paths for name in attributes_read(ast.parse(path.read_text()))}
+    known = {name for model in SECTIONS.values() for name in model.model_fields}
+    assert sorted(known - read) == [], "no code reads these: honour or remove them"
+
+
+def test_what_only_a_rule_looks_at_is_not_read():
+    source = """
+class Section:
+    @model_validator(mode="after")
+    def rule(self):
+        return self.checked
+
+    def value(self):
+        self.written = 1
+        return self.honoured
+"""
+    assert list(attributes_read(ast.parse(source))) == ["honoured"]

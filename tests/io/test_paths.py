@@ -1,0 +1,70 @@
+"""Paths as users write them: `~` and `$VAR` expand, in settings and in arguments alike."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from actors.run_dir import settings_text
+from slimefsdp.config import config_from_dict, load_config
+from slimefsdp.errors import ConfigError
+from slimefsdp.io.paths import NoPath, path_argument, path_of
+from slimefsdp.perf_model.lengths import sample_lengths
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("OF_THIS_TEST", "runs")
+    monkeypatch.delenv("NO_SUCH_VARIABLE", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("~", ""), ("~/a", "a"), ("$HOME/a", "a"), ("${HOME}/a", "a"), ("~/$OF_THIS_TEST/b", "runs/b"),
+        ("$HOME/${OF_THIS_TEST}s", "runss"), ("$HOME/$$OF_THIS_TEST", "$OF_THIS_TEST"),
+        ("~/a$$$OF_THIS_TEST", "a$runs"),
+    ],
+)  # fmt: skip
+def test_home_and_variables_expand_in_settings_and_arguments_alike(home: Path, text: str, expected: str) -> None:
+    tree = {"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": text}}
+    found = [path_of(text), path_argument(text), config_from_dict(tree).run.dir]
+    assert found == [home / expected] * 3
+
+
+def test_a_dollar_in_a_path_comes_back_from_the_settings_of_a_run(home: Path) -> None:
+    config = config_from_dict({"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": "/a$$HOME/$$$$"}})
+    (home / "settings.yaml").write_text(settings_text(config))
+    assert config.run.dir == Path("/a$HOME/$$") == load_config(home / "settings.yaml").run.dir
+
+
+def test_what_has_nothing_to_expand_is_left_as_it_is(home: Path) -> None:
+    for text in ("a/b", "/a", "./a~", "a/~", "5$", "a b", "a:b/c", "C:/x", "a//b", "$-x"):
+        assert path_of(text) == path_argument(text) == Path(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", " ", "a\0b", "$NO_SUCH_VARIABLE", "x/${NO_SUCH_VARIABLE}/y", "~nobody_at_all/x", "${HOME", "${HOME-x}/a",
+        "${}", "$(whoami)/x", "s3://bucket/run", "file:///tmp/run", "hf+x://a",
+    ],
+)  # fmt: skip
+def test_what_leads_nowhere_is_refused_in_settings_and_arguments_alike(home: Path, text: str) -> None:
+    with pytest.raises(NoPath) as caught:
+        path_of(text)
+    assert caught.value.rule and caught.value.hint
+    with pytest.raises(argparse.ArgumentTypeError):
+        path_argument(text)
+    with pytest.raises(ConfigError) as refused:
+        config_from_dict({"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": text}})
+    assert refused.value.field == "run.dir" and refused.value.hint == caught.value.hint
+
+
+def test_a_file_of_lengths_is_named_like_any_other(home: Path) -> None:
+    (home / "lengths.json").write_text("[3, 4]")
+    assert sample_lengths("~/lengths.json", 1).tolist() == [3, 4]

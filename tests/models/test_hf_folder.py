@@ -1,0 +1,318 @@
+"""A model folder is read as transformers would read it, and a malformed one is refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from slimefsdp.errors import ModelError
+from slimefsdp.models.hf_folder import (
+    EXTRA_FILES,
+    STATEFUL_MODELS,
+    SUPPORTED_MODELS,
+    ModelFolder,
+    check_architecture,
+    read_model_folder,
+    refuse_unpackable,
+)
+from tests.support.refusals import refused
+
+CONFIG = {"model_type": "qwen3", "vocab_size": 320, "tie_word_embeddings": False}
+
+
+def write_floats(file: Path, *names: str) -> None:
+    save_file({name: torch.zeros(1) for name in names}, file)
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def refusal(folder: Path, *values: object) -> ModelError:
+    """What reading the folder raises, which names each of `values`."""
+    with refused(ModelError, "model.path", *values) as caught:
+        read_model_folder(folder)
+    assert isinstance(caught.value, ModelError)
+    return caught.value
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that lacks only its weights."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_what_config_json_says_is_given(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    model = read_model_folder(folder)
+    assert model.config == CONFIG and model.path == folder
+    assert (model.model_type, model.vocab_size) == ("qwen3", 320)
+
+
+def test_an_unsupported_architecture_is_refused_with_the_supported_ones(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    check_architecture(read_model_folder(folder))
+    (folder / "config.json").write_text('{"model_type": "mamba", "vocab_size": 8}')
+    with refused(ModelError, "reference.path", "'mamba'", folder) as caught:
+        check_architecture(read_model_folder(folder), field="reference.path")
+    assert "qwen3" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "qwen3_next", "rwkv", "recurrent_gemma", "lfm2", "granitemoehybrid"])
+def test_an_architecture_whose_state_crosses_samples_is_refused_with_that_reason(folder: Path, model_type: str):
+    write_floats(folder / "model.safetensors", "a")
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 8}))
+    with refused(ModelError, "model.path", repr(model_type), folder) as caught:
+        check_architecture(read_model_folder(folder))
+    config = {"model_type": "llava", "vocab_size": 8}  # of another fault: supported by nobody, but without a state
+    (folder / "config.json").write_text(json.dumps(config))
+    with refused(ModelError, "model.path", "'llava'", folder) as unknown:
+        check_architecture(read_model_folder(folder))
+    assert caught.value.message.replace(model_type, "") != unknown.value.message.replace("llava", "")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5", "llava"])
+def test_a_model_of_several_parts_is_refused_for_its_type_though_its_vocabulary_lies_deeper(
+    folder: Path, model_type: str
+):
+    config = {"model_type": model_type, "text_config": {"vocab_size": 8}}
+    (folder / "config.json").write_text(json.dumps(config))  # and no weights: those come second
+    with refused(ModelError, "reference.path", repr(model_type), folder):
+        read_model_folder(folder, field="reference.path")
+
+
+def test_stateful_architectures_exist_and_none_is_supported_or_one_of_attention_alone():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    assert CONFIG_MAPPING_NAMES.keys() >= STATEFUL_MODELS
+    assert not STATEFUL_MODELS & set(SUPPORTED_MODELS)
+
+
+def test_without_weights_a_folder_needs_its_configuration_alone(folder: Path):
+    with refused(ModelError, "model.path", folder, ".safetensors"):
+        read_model_folder(folder)
+    (folder / "model.safetensors").write_bytes(b"no header")  # and is not looked at
+    model = read_model_folder(folder, with_weights=False)
+    assert (model.tensors, model.has_weights, model.config) == ({}, False, CONFIG)
+    (folder / "model.safetensors").unlink()
+    write_floats(folder / "model.safetensors", "a")
+    assert read_model_folder(folder).has_weights
+
+
+def test_only_gpt2_has_a_last_position(folder: Path):
+    def longest(**config: object) -> int | None:
+        (folder / "config.json").write_text(json.dumps(CONFIG | config))
+        return read_model_folder(folder, with_weights=False).max_sample_tokens
+
+    assert longest(model_type="gpt2", n_positions=77) == 77 and longest(model_type="gpt2") == 1024
+    assert longest(max_position_embeddings=77) is None
+    with refused(ModelError, "model.path", folder / "config.json", "n_positions", "'77'"):
+        longest(model_type="gpt2", n_positions="77")
+
+
+def test_only_the_tokenizer_and_generation_files_that_exist_are_listed(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    for name in (*EXTRA_FILES[::2], "README.md", "modeling.py"):
+        (folder / name).write_text("x")
+    assert read_model_folder(folder).extra_files == tuple(folder / name for name in EXTRA_FILES[::2])
+
+
+def test_a_folder_survives_the_way_to_another_process(folder: Path):
+    write_floats(folder / "model.safetensors", "a", "b")
+    model = read_model_folder(folder)
+    copy: ModelFolder = pickle.loads(pickle.dumps(model))
+    assert copy == model
+
+
+def test_several_files_without_an_index_are_read_together(folder: Path):
+    write_floats(folder / "part-1.safetensors", "a", "b")
+    write_floats(folder / "part-2.safetensors", "c")
+    (folder / "._part-1.safetensors").write_bytes(b"left by a file manager")
+    assert {n: e.file.name for n, e in read_model_folder(folder).tensors.items()} == {
+        "a": "part-1.safetensors",
+        "b": "part-1.safetensors",
+        "c": "part-2.safetensors",
+    }
+
+
+def test_model_safetensors_alone_is_read_where_other_formats_lie_beside_it(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    write_floats(folder / "consolidated.safetensors", "other.naming.a")
+    assert set(read_model_folder(folder).tensors) == {"a"}
+
+
+def test_an_index_decides_which_files_are_read(folder: Path):
+    (folder / "shards").mkdir()
+    write_floats(folder / "shards" / "1.safetensors", "a")
+    write_floats(folder / "2.safetensors", "b")
+    write_floats(folder / "consolidated.safetensors", "a")
+    write_index(folder, {"a": "shards/1.safetensors", "b": "2.safetensors"})
+    tensors = read_model_folder(folder).tensors
+    assert (tensors["a"].file, tensors["b"].file) == (folder / "shards/1.safetensors", folder / "2.safetensors")
+
+
+def test_links_that_leave_the_folder_are_followed_as_in_a_hub_cache(folder: Path):
+    (folder / "blobs").mkdir()
+    snapshot = folder / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    write_floats(folder / "blobs" / "123", "a")
+    (snapshot / "config.json").symlink_to("../../config.json")
+    (snapshot / "model-00001-of-00001.safetensors").symlink_to("../../blobs/123")
+    write_index(snapshot, {"a": "model-00001-of-00001.safetensors"})
+    assert set(read_model_folder(snapshot).tensors) == {"a"}
+
+
+def test_errors_name_the_field_that_the_caller_gives(tmp_path: Path):
+    with pytest.raises(ModelError) as caught:
+        read_model_folder(tmp_path / "none", field="reference.path")
+    assert caught.value.field == "reference.path"
+
+
+def test_a_hub_id_is_refused_with_the_way_to_download_it():
+    error = refusal(Path("no-such-owner/no-such-model"), "'no-such-owner/no-such-model'")
+    assert "hf download" in str(error.hint)
+
+
+def test_a_file_is_refused_as_a_folder(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    refusal(folder / "model.safetensors", folder / "model.safetensors")
+
+
+def test_an_unknown_home_or_an_impossible_name_is_a_model_error():
+    refusal(Path("~no-such-user-anywhere/model"))
+    refusal(Path("x" * 5000))
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path):
+    write_floats(tmp_path / "model.safetensors", "a")
+    refusal(tmp_path, tmp_path, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        (b"{", "JSON"),
+        (b"\xff\xfe{}", "JSON"),
+        (b'{"a": ' * 100_000, "JSON"),
+        (b"[1]", "list"),
+        (b'{"model_type": "a", "model_type": "b"}', "'model_type'"),
+        (b"{}", "model_type = None"),
+        (b'{"model_type": 3}', "model_type = 3"),
+        (b'{"model_type": "a", "vocab_size": "320"}', "vocab_size = '320'"),
+        (b'{"model_type": "a", "vocab_size": true}', "vocab_size = True"),
+        (b'{"model_type": "qwen3"}', "vocab_size = None"),
+        (b'{"model_type": "a", "vocab_size": 8, "tie_word_embeddings": "no"}', "tie_word_embeddings = 'no'"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n", "Git LFS pointer"),
+    ],
+)
+def test_a_malformed_config_is_refused_by_name(folder: Path, content: bytes, value: str):
+    write_floats(folder / "model.safetensors", "a")
+    (folder / "config.json").write_bytes(content)
+    refusal(folder, folder / "config.json", value)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path):
+    refusal(folder, folder, ".safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "weights.pth"])
+def test_pickle_checkpoints_are_refused_with_the_way_to_convert_them(folder: Path, name: str):
+    (folder / name).write_bytes(pickle.dumps({}))
+    assert "convert" in str(refusal(folder, folder, repr(name)).hint)
+
+
+def test_a_dangling_link_is_refused(folder: Path):
+    (folder / "model-1.safetensors").symlink_to("blobs/gone")
+    refusal(folder, folder / "model-1.safetensors")
+
+
+def test_a_folder_named_like_weights_is_refused(folder: Path):
+    (folder / "model.safetensors").mkdir()
+    refusal(folder, folder / "model.safetensors")
+
+
+def test_a_git_lfs_pointer_is_refused_with_the_way_to_fetch_the_file(folder: Path):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 1\n")
+    assert "git lfs pull" in str(refusal(folder, folder / "model.safetensors", "Git LFS").hint)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "a/../../x.safetensors", "/etc/x.safetensors", "..\\x.safetensors", "C:\\x.safetensors"],
+)
+def test_an_index_that_points_outside_the_folder_is_refused_even_where_the_file_exists(folder: Path, name: str):
+    inner = folder / "inner"
+    inner.mkdir()
+    write_floats(folder / "x.safetensors", "a")
+    (inner / "config.json").write_text(json.dumps(CONFIG))
+    write_index(inner, {"a": name})
+    refusal(inner, inner / "model.safetensors.index.json", repr(name))
+
+
+def test_an_index_that_names_a_missing_file_is_refused(folder: Path):
+    write_floats(folder / "1.safetensors", "a")
+    write_index(folder, {"a": "1.safetensors", "b": "2.safetensors"})
+    refusal(folder, folder / "2.safetensors")
+
+
+@pytest.mark.parametrize("held_elsewhere", [False, True])
+def test_an_index_that_names_a_tensor_its_file_lacks_is_refused(folder: Path, held_elsewhere: bool):
+    write_floats(folder / "1.safetensors", "a")
+    write_floats(folder / "2.safetensors", *(["c", "b"] if held_elsewhere else ["c"]))
+    write_index(folder, {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"})
+    refusal(folder, folder / "model.safetensors.index.json", "'b'", "'1.safetensors'")
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], {"a": 3}, {"a": None}, {"a": "model.bin"}, {"a": ""}])
+def test_an_index_without_usable_file_names_is_refused(folder: Path, weight_map: object):
+    write_index(folder, weight_map)
+    refusal(folder, folder / "model.safetensors.index.json")
+
+
+def test_an_index_that_is_no_json_is_refused(folder: Path):
+    (folder / "model.safetensors.index.json").write_text("{")
+    refusal(folder, folder / "model.safetensors.index.json", "JSON")
+
+
+def test_model_safetensors_beside_an_index_of_other_files_is_refused(folder: Path):
+    write_floats(folder / "model.safetensors", "a")
+    write_floats(folder / "1.safetensors", "a")
+    write_index(folder, {"a": "1.safetensors"})
+    refusal(folder, folder, "model.safetensors")
+
+
+@pytest.mark.parametrize("is_indexed", [False, True])
+def test_a_tensor_in_two_files_is_refused(folder: Path, is_indexed: bool):
+    write_floats(folder / "1.safetensors", "a", "b")
+    write_floats(folder / "2.safetensors", "b", "c")
+    if is_indexed:
+        write_index(folder, {"a": "1.safetensors", "b": "1.safetensors", "c": "2.safetensors"})
+    refusal(folder, "'b'", folder / "1.safetensors", folder / "2.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": -1}, "sliding_window=-1"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"sliding_window": True}, "sliding_window"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "chunked_attention"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_attention_heads=3"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope_type='longrope'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_what_packing_cannot_honour_is_refused_from_config_json_alone(changes: dict[str, Any], named: str) -> None:
+    refuse_unpackable({"model_type": "mistral", "sliding_window": None}, Path("config.json"))
+    with pytest.raises(ModelError, match=named) as caught:
+        refuse_unpackable({"model_type": "mistral", **changes}, Path("config.json"), field="reference.path")
+    assert caught.value.field == "reference.path" and caught.value.hint

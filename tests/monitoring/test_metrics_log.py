@@ -1,0 +1,194 @@
+"""The metrics log: strict JSON lines that survive a kill, a resume, and numbers that are none."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from slimefsdp.monitoring.metrics_log import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
+from tests.support.refusals import refused
+
+
+def strict_rows(run_dir):
+    """A second reader: every line is JSON in the strict sense."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    lines = (run_dir / METRICS_FILE).read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def scalars(run_dir, name):
+    events = EventAccumulator(str(run_dir / TENSORBOARD_FOLDER))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+class FakeWandb:
+    """Stands in for the wandb module; keeps what each run was given."""
+
+    def __init__(self):
+        self.runs = []
+
+    def init(self, **settings):
+        run = SimpleNamespace(settings=settings, rows=[], exit_code=None)
+        run.log = lambda numbers, step: run.rows.append((step, numbers))
+        run.finish = lambda exit_code: setattr(run, "exit_code", exit_code)
+        self.runs.append(run)
+        return run
+
+
+def test_what_is_written_is_read_back_and_is_on_disk_at_once(tmp_path):
+    before = time.time()
+    with MetricsLog(tmp_path / "new" / "run") as log:
+        log.write(1, {"loss": 0.5, "eval/exact": 1})
+        rows = read_metrics(tmp_path / "new" / "run")  # while the log is open
+        assert before <= rows[0].pop("time") <= time.time()
+        assert rows == [{"step": 1, "loss": 0.5, "eval/exact": 1.0}]
+        assert scalars(tmp_path / "new" / "run", "loss") == {1: 0.5}
+
+
+def test_nan_and_infinities_stay_strict_json_and_reach_tensorboard(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.write(3, {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "entropy": 2.0})
+    (row,) = strict_rows(tmp_path)
+    assert (row["loss"], row["grad_norm"], row["lr"], row["entropy"]) == (None, None, None, 2.0)
+    assert scalars(tmp_path, "grad_norm") == {3: math.inf}
+
+
+def test_the_logs_own_names_are_refused_as_metrics(tmp_path):
+    with MetricsLog(tmp_path) as log, pytest.raises(AssertionError):
+        log.write(1, {"time": 2.0})
+
+
+@given(cut=st.integers(0, 200), steps=st.lists(st.integers(0, 5), min_size=1, max_size=4))
+def test_a_line_cut_anywhere_is_left_out_and_the_next_one_is_whole(tmp_path_factory, cut, steps):
+    folder = tmp_path_factory.mktemp("run")
+    lines = [json.dumps({"step": step, "time": 0.5, "loss": 1.25}) + "\n" for step in steps]
+    torn = lines[-1][: max(0, len(lines[-1]) - 1 - cut)]
+    (folder / METRICS_FILE).write_text("".join(lines[:-1]) + torn)
+    is_whole = cut == 0  # only the newline is missing
+    expected = steps if is_whole else steps[:-1]
+    assert [row["step"] for row in read_metrics(folder)] == expected
+    with MetricsLog(folder) as log:
+        log.write(9, {"loss": 0.0})
+    assert [row["step"] for row in strict_rows(folder)] == [*expected, 9]
+
+
+def test_bytes_that_are_no_text_count_as_a_torn_line(tmp_path):
+    (tmp_path / METRICS_FILE).write_bytes(b'{"step": 1, "time": 0}\n' + b"\0" * 30 + b"\xff")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+@pytest.mark.parametrize("damaged", ['{"step": 1, "lo', "[1]", '{"loss": 1.0}', ""])
+def test_a_damaged_line_before_the_last_is_named_and_nothing_is_changed(tmp_path, damaged):
+    content = f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n'
+    (tmp_path / METRICS_FILE).write_text(content)
+    for use in (read_metrics, MetricsLog):
+        with refused(CheckpointError, METRICS_FILE, tmp_path / METRICS_FILE, "line 2"):
+            use(tmp_path)
+    assert (tmp_path / METRICS_FILE).read_text() == content
+
+
+def test_truncating_forgets_later_steps_everywhere_and_keeps_earlier_lines_byte_for_byte(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 6):
+            log.write(step, {"loss": float(step)})
+    kept = (tmp_path / METRICS_FILE).read_bytes().splitlines(keepends=True)[:3]
+    with MetricsLog(tmp_path) as log:
+        log.truncate_after(3)
+        assert (tmp_path / METRICS_FILE).read_bytes() == b"".join(kept)
+        log.write(4, {"loss": -4.0})
+    assert [row["loss"] for row in read_metrics(tmp_path)] == [1.0, 2.0, 3.0, -4.0]
+    assert scalars(tmp_path, "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: -4.0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [METRICS_FILE, TENSORBOARD_FOLDER]
+
+
+def test_truncating_after_the_last_step_or_an_empty_run_changes_nothing(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        log.truncate_after(0)
+        assert read_metrics(tmp_path) == []
+        log.write(1, {"loss": 1.0})
+        log.truncate_after(1)
+        log.write(2, {"loss": 2.0})
+    assert [row["step"] for row in strict_rows(tmp_path)] == [1, 2]
+
+
+def test_the_old_file_stays_whole_when_the_rewrite_dies(tmp_path, monkeypatch):
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"loss": 1.0})
+        log.write(2, {"loss": 2.0})
+        before = (tmp_path / METRICS_FILE).read_bytes()
+
+        def die(path, data):
+            path.write_bytes(data[:5])
+            raise OSError("disk full")
+
+        monkeypatch.setattr("slimefsdp.monitoring.metrics_log.write_synced", die)
+        with pytest.raises(OSError, match="disk full"):
+            log.truncate_after(1)
+        assert (tmp_path / METRICS_FILE).read_bytes() == before
+
+
+def test_a_folder_without_metrics_and_one_that_cannot_be_made_are_said(tmp_path):
+    with refused(ConfigError, "run.dir", tmp_path / METRICS_FILE):
+        read_metrics(tmp_path)
+    (tmp_path / "file").write_text("")
+    with refused(ResourceError, "run.dir", tmp_path / "file"):
+        MetricsLog(tmp_path / "file")
+
+
+def test_a_full_disk_is_one_typed_error_and_no_threads_traceback(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = MetricsLog(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # scalars reach it before the lines do
+    try:
+        with pytest.raises(ResourceError) as caught:
+            for step in range(1, 200):
+                log.write(step, {"a": 1.0, "b": 2.0})
+        with pytest.raises(ResourceError), log:
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.field == "run.dir" and not reported
+    assert (tmp_path / METRICS_FILE).stat().st_size < 4000, "it was TensorBoard's file that was refused"
+    failing = threading.Thread(target={}.__getitem__, args=("of another thread",))
+    failing.start()
+    failing.join()
+    assert [one.exc_type for one in reported] == [KeyError]
+
+
+def test_wandb_that_is_not_installed_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with refused(ConfigError, "run.wandb_project", "wandb") as caught:
+        MetricsLog(tmp_path / "run", wandb_project="p")
+    assert "slimefsdp[wandb]" in str(caught.value.hint) and not (tmp_path / "run").exists()
+
+
+def test_wandb_gets_the_numbers_and_a_new_run_after_truncating_one_that_holds_some(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(KeyError), MetricsLog(tmp_path / "run7", wandb_project="p") as log:
+        log.truncate_after(0)  # an empty run is kept
+        log.write(1, {"loss": 1.0})
+        log.write(2, {"loss": 2.0})
+        log.truncate_after(1)
+        log.write(2, {"loss": 3.0})
+        raise KeyError
+    assert [run.rows for run in wandb.runs] == [[(1, {"loss": 1.0}), (2, {"loss": 2.0})], [(2, {"loss": 3.0})]]
+    assert [run.exit_code for run in wandb.runs] == [0, 1]
+    assert {(run.settings["project"], run.settings["group"]) for run in wandb.runs} == {("p", "run7")}

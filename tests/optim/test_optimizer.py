@@ -1,0 +1,139 @@
+"""Which parameters decay, that optimiser state is whole from the start, and that all implementations take one step."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.optim.optimizer import build_optimizer, undecayed_names
+from slimefsdp.trainer import Trainer
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import ARCHITECTURES, save_tiny_model, tiny_model
+
+# the modules that multiply by a weight, by the names that the architectures give them
+PRODUCTS = re.compile(
+    r"\.(?:[a-z_]*proj|c_attn|c_fc|gate|router)\.weight$"  # linear layers, GPT-2's, routers
+    r"|\.experts\.(?:gate_up|down)_proj$"  # all experts of a layer
+    r"|^lm_head\.weight$"
+)
+
+
+def build(named: list[tuple[str, nn.Parameter]], name: str = "adamw", **changes: Any) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.5, **changes}
+    return build_optimizer(named, name, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_weights_of_products_decay_and_nothing_else(kind: str, tied: bool) -> None:
+    model = tiny_model(kind, tie_word_embeddings=tied)
+    named = list(model.named_parameters())
+    optimizer = build(named, undecayed=undecayed_names(model))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decayed = {name for name, parameter in named if decay[id(parameter)] == 0.5}
+    assert decayed == {name for name, _ in named if PRODUCTS.search(name)}
+    assert ("lm_head.weight" in decayed) == (not tied) and len(decayed) >= 8
+    assert {decay[id(parameter)] for name, parameter in named if name not in decayed} == {0.0}
+
+
+@pytest.mark.parametrize("name, implementation", [("adamw", "foreach"), ("adamw", "fused"), ("sgd", "foreach")])
+def test_state_is_whole_at_once(name: str, implementation: str) -> None:
+    ours, theirs = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
+    optimizer = build([("matrix", ours)], name, implementation=implementation)
+    at_start = {key: value.clone() for key, value in optimizer.state[ours].items()}
+    assert all(not value.any() for value in at_start.values())
+    reference: torch.optim.Optimizer
+    if name == "sgd":
+        reference = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=0.5)
+    else:
+        reference = torch.optim.AdamW([theirs], lr=0.1, betas=(0.9, 0.95), weight_decay=0.5)
+    for _ in range(3):
+        ours.grad = torch.randn(3, 2)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+        assert torch.allclose(ours, theirs, rtol=1e-6, atol=0) and (
+            implementation == "fused" or torch.equal(ours, theirs)
+        )
+    assert optimizer.state[ours].keys() == at_start.keys() == reference.state[theirs].keys()
+
+
+def layers(shapes: list[tuple[int, ...]]) -> nn.ParameterDict:
+    generator = torch.Generator().manual_seed(3)
+    return nn.ParameterDict(
+        {f"p{i}": nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for i, s in enumerate(shapes)}
+    )
+
+
+def steps_of(rank: int, implementation: str, shapes: list[tuple[int, ...]], world: int) -> list[torch.Tensor]:
+    model = layers(shapes)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    named = list(model.named_parameters())
+    optimizer = build(named, implementation=implementation, undecayed={name for name, p in named if p.ndim == 1})
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(5):
+        for _, parameter in named:
+            whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.grad = torch.distributed.tensor.distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements
+            )
+        optimizer.step()
+    assert all(state["step"] == 5 for state in optimizer.state.values())
+    return [parameter.full_tensor().detach().clone() for _, parameter in named]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+def test_sharded_steps_equal_torchs_adamw_on_whole_tensors(ranks: RankPool, implementation: str, world: int) -> None:
+    shapes = [(5, 3), (7,), (1, 4), (8, 2, 3)]  # some ranks hold nothing of some
+    plain = list(layers(shapes).values())
+    groups = [
+        {"params": [p for p in plain if p.ndim > 1], "weight_decay": 0.5},
+        {"params": [p for p in plain if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    generator = torch.Generator().manual_seed(4)
+    start = [parameter.detach().clone() for parameter in plain]
+    for _ in range(5):
+        for parameter in plain:
+            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        optimizer.step()
+    assert all((a - b).abs().min() > 1e-3 for a, b in zip(start, plain, strict=True))
+    for ours in ranks.run(world, steps_of, implementation, shapes, world):
+        assert max((a - b).abs().max().item() for a, b in zip(ours, plain, strict=True)) <= 1e-12
+
+
+def continued(rank: int, config: RunConfig, implementations: tuple[str, str], batch: RolloutBatch) -> torch.Tensor:
+    """All weights after a phase, a checkpoint, and a second phase under another implementation."""
+    for number, implementation in enumerate(implementations):
+        optim = config.optim.model_copy(update={"implementation": implementation})
+        trainer = Trainer(config.model_copy(update={"optim": optim}), device=torch.device("cpu"))
+        if number:
+            trainer.load(1)
+        with KeepFloat64():
+            trainer.train_step(batch)
+        trainer.save(number + 1)
+    return torch.cat([parameter.full_tensor().detach().flatten() for _, parameter in trainer.policy.named_weights()])
+
+
+def test_a_checkpoint_continues_under_the_other_implementation(ranks: RankPool, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    adamw = {"name": "adamw", "lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+    ends = []
+    for first, second in (("foreach", "foreach"), ("fused", "foreach"), ("foreach", "fused")):
+        run = {"dir": str(tmp_path / f"{first}_{second}")}
+        config = settings(folder, mesh={"dp": 2}, optim=adamw, run=run)
+        ends.append(ranks.run(2, continued, config, (first, second), make_batch(folder))[0])
+    assert all((end - ends[0]).abs().max() <= 1e-12 for end in ends)
+    assert not any(torch.equal(end, ends[0]) for end in ends[1:]), "other kernels indeed"

@@ -1,0 +1,99 @@
+"""What layers and the head keep, against the tensors that autograd saves for real ones."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from slimefsdp.attention.context_parallel import Attention
+from slimefsdp.attention.hf_interface import register_attention
+from slimefsdp.attention.select import Choice
+from slimefsdp.distributed.activation_checkpointing import recompute_layers
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models import fused_log_probs
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.perf_model.activations import (
+    HEAD_CHUNK_BYTES,
+    HeadActivations,
+    LayerActivations,
+    kept_between,
+    recomputed_head_share,
+)
+from tests.support.tiny_models import TinyFolder, tiny_model
+
+TOKENS = 96
+SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 32, "vocab_size": 97}
+
+
+def saved_bytes(kind: str, dtype: torch.dtype, recompute: Any = "none") -> int:
+    """Bytes of distinct storages that a decoder's forward leaves for its backward, weights and buffers left out."""
+    policy = PolicyModel(tiny_model(kind, dtype=dtype, **SIZES))
+    policy.hf.set_attn_implementation(register_attention())
+    recompute_layers(policy.decoder_layers(), recompute, 1)
+    attention = Attention(Choice("local", "one rank"))
+    attend = attention.for_pack(attention.layout([0, TOKENS]), torch.device("cpu"))
+    mine = {tensor.untyped_storage().data_ptr() for tensor in (*policy.parameters(), *policy.buffers())}
+    storages: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in mine:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kept = policy.hidden_states(torch.arange(TOKENS) % 90, torch.arange(TOKENS), attend)
+    assert kept.requires_grad  # the graph, and what it saved, is still there
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, dtype) for kind in ("qwen3", "llama", "mistral") for dtype in (torch.float32, torch.bfloat16)),
+        ("olmo2", torch.float32),  # in half precision its norms widen their weight, too
+        ("phi3", torch.float32),
+    ],
+)
+def test_a_layer_keeps_what_autograd_saves_of_it(kind: str, dtype: torch.dtype, tiny_folder: TinyFolder) -> None:
+    folder = tiny_folder(kind, **SIZES)
+    model = ModelSpec.from_config(json.loads((folder / "config.json").read_text()))
+    layer = LayerActivations.of_model(model, compute=dtype.itemsize, wide=4)
+    expected = kept_between(layer, model.layers, TOKENS, "none", 1)
+    assert saved_bytes(kind, dtype) == pytest.approx(expected, rel=0.06)
+
+
+def test_recomputed_layers_keep_their_input_alone() -> None:
+    layer = LayerActivations.of_model(ModelSpec(64, 4, 4, 2, 32, 160, 97), compute=4, wide=4)
+    full = kept_between(layer, 4, TOKENS, "full", 1)
+    assert full == 4 * TOKENS * 64 * 4
+    every_second = kept_between(layer, 4, TOKENS, "full", 2)
+    assert every_second == full // 2 + 2 * TOKENS * layer.kept
+    assert full < kept_between(layer, 4, TOKENS, "selective", 1) < kept_between(layer, 4, TOKENS, "none", 1)
+
+
+def test_the_head_of_many_rows_holds_two_chunks_of_logits_and_a_gradient_of_its_weight() -> None:
+    model = ModelSpec(64, 4, 4, 2, 32, 160, vocab=32_768)
+    found = HeadActivations.of_model(model, compute=4, wide=4, tokens=8192, rows=8000)
+    assert 0.9 * HEAD_CHUNK_BYTES <= found.forward <= HEAD_CHUNK_BYTES
+    assert found.backward == found.forward // 2 + 8000 * 64 * 4 + 32_768 * 64 * 4
+    half = HeadActivations.of_model(model, compute=2, wide=4, tokens=8192, rows=8000)
+    assert half.backward - half.forward // 2 == 8000 * 64 * 2 + 32_768 * 64 * (4 + 2)
+    critic = HeadActivations.of_model(model, compute=4, wide=4, tokens=8192, rows=0)
+    assert critic.forward == critic.backward == 0 < critic.kept
+
+
+def test_the_chunks_are_those_of_the_head() -> None:
+    assert inspect.signature(fused_log_probs.token_log_probs).parameters["chunk_bytes"].default == HEAD_CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (2, 1), (512, 1), (513, 2), (8000, 16)])
+def test_a_head_keeps_the_logits_of_one_chunk_of_the_real_ones(rows: int, chunks: int) -> None:
+    model = ModelSpec(64, 4, 4, 2, 32, 160, vocab=32_768)
+    assert len(fused_log_probs.chunk_bounds(rows, HEAD_CHUNK_BYTES // (32_768 * 4 * 2))) == chunks
+    assert recomputed_head_share(model, wide=4, rows=rows) == 1 - 1 / chunks
+    assert recomputed_head_share(model, wide=4, rows=0) == 0

@@ -1,0 +1,492 @@
+"""A batch is what was drawn, scored and kept, in order; a step can be repeated, and never needs anything to be left."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.loop import RolloutLoop, train
+from actors.rollout.collect import Collector, overlong_penalty
+from actors.rollout.engine import Sampled
+from actors.rollout.filters import ScoredSample
+from actors.rollout.prompts import PromptStream, Record
+from actors.run_dir import RecordedBatches
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError
+from slimefsdp.results import SyncReport
+
+NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6
+VERSION = 7
+Groups = list[tuple[Record, list[Sampled]]]
+
+
+class Engines:
+    """Draws as engines do: all follows from prompts, seed and greediness, and each call is remembered."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], int, tuple[int, ...], bool]] = []
+
+    def update_from(self, group: Any) -> int:
+        return int(group.update_weights([]).version)
+
+    def generate(
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+    ) -> tuple[int, list[Sampled]]:
+        self.calls.append((list(prompts), samples_per_prompt, tuple(seed), greedy))
+        rng = np.random.default_rng([0] if greedy else list(seed))
+        samples = []
+        for index, prompt in enumerate(prompts):
+            for _ in range(samples_per_prompt):
+                length = int(rng.integers(1, LONGEST + 1))
+                tokens = [5, int(prompt.split()[1]) + 10, *rng.integers(0, 3, length).tolist()]
+                finished = length < LONGEST or bool(rng.integers(2))
+                text = f"{tokens[-1]}{length}"
+                samples.append(Sampled(index, tokens, length, rng.normal(-2, 0.5, length).tolist(), text, finished))
+        return VERSION, samples
+
+
+class NoEngines:
+    """Whoever asks these for samples has not used the record."""
+
+    def generate(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("an engine was asked")
+
+
+def last_token(record: Record, response: str, finished: bool) -> dict[str, float]:
+    """One in three responses is right, so that some groups of three are all wrong."""
+    return {"reward": float(response[0] == "0"), "length": float(response[1:])}
+
+
+def hopeless(record: Record, response: str, finished: bool) -> dict[str, float]:
+    return {"reward": 0.0}
+
+
+def some_prompts(record: Record, samples: Sequence[ScoredSample]) -> bool:
+    return record["number"] % 3 == 1 and len(samples) == GROUP
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    records = [{"prompt": f"prompt {number}", "number": number} for number in range(NUM_PROMPTS)]
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+    def config(**sections: dict[str, Any]) -> RunConfig:
+        tree: dict[str, Any] = {
+            "run": {"seed": 3},
+            "model": {"path": "m"},
+            "optim": {"total_updates": 100},
+            "data": {"train": str(tmp_path / "train.jsonl"), "heldout": str(tmp_path / "heldout.jsonl")},
+            "rollout": {
+                "prompts_per_step": PROMPTS_PER_STEP, "samples_per_prompt": GROUP, "max_new_tokens": LONGEST,
+                "reward": f"{__name__}:last_token",
+            },
+            "evaluation": {"interval_steps": 1},
+        }  # fmt: skip
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values}
+        return config_from_dict(tree)
+
+    return config
+
+
+def collected(config: RunConfig, step: int = 0, engines: Any = None) -> tuple[RolloutBatch | None, dict[str, float]]:
+    return Collector(config, engines or Engines()).collect(step, VERSION, {})
+
+
+def drawn_by_hand(config: RunConfig, seeds: Sequence[Sequence[int]]) -> Groups:
+    """What the stand-in engines draw with these seeds, a step's number of prompts each."""
+    records = [json.loads(line) for line in Path(str(config.data.train)).read_text().splitlines()]
+    stream, groups = PromptStream(records, config.run.seed), []
+    for seed in seeds:
+        taken = stream.take(PROMPTS_PER_STEP)
+        _, samples = Engines().generate([r["prompt"] for r in taken], samples_per_prompt=GROUP, seed=seed)
+        groups += [(record, samples[i * GROUP : (i + 1) * GROUP]) for i, record in enumerate(taken)]
+    return groups
+
+
+def is_mixed(group: tuple[Record, list[Sampled]]) -> bool:
+    return len({sampled.text[0] == "0" for sampled in group[1]}) == 2
+
+
+def assert_holds(batch: RolloutBatch | None, groups: Groups) -> None:
+    """The batch is these groups, in their order, and nothing else."""
+    assert batch is not None and batch.group_ids is not None and batch.rollout_log_probs is not None
+    samples = [sampled for _, group in groups for sampled in group]
+    assert batch.tokens.tolist() == [token for sampled in samples for token in sampled.tokens]
+    assert batch.response_lengths.tolist() == [sampled.response_length for sampled in samples]
+    expected = np.array([p for sampled in samples for p in sampled.log_probs], dtype=np.float32)
+    np.testing.assert_array_equal(batch.rollout_log_probs, expected)
+    assert batch.group_ids.tolist() == [number for number in range(len(groups)) for _ in range(GROUP)]
+    assert batch.weight_version == VERSION and batch.temperature == 1.0
+
+
+def test_without_a_filter_a_batch_is_all_that_was_drawn(make: Any) -> None:
+    config = make()
+    batch, metrics = collected(config, step=5)
+    groups = drawn_by_hand(config, [(3, 1, 5)])
+    assert_holds(batch, groups)
+    assert batch is not None and batch.rewards is not None
+    assert batch.loss_mask is None and batch.baseline_rewards is None
+    samples = [sampled for _, group in groups for sampled in group]
+    lengths = [sampled.response_length for sampled in samples]
+    assert batch.rewards.tolist() == [float(sampled.text[0] == "0") for sampled in samples]
+    assert metrics == {
+        "rollout/reward": pytest.approx(batch.rewards.mean()),
+        "rollout/length": pytest.approx(np.mean(lengths)),
+        "rollout/response_length": pytest.approx(np.mean(lengths)),
+        "rollout/response_length_max": max(lengths),
+        "rollout/truncated": pytest.approx(np.mean([not sampled.finished for sampled in samples])),
+    }
+
+
+def test_drawing_goes_on_until_enough_groups_are_mixed_and_the_surplus_is_left_out(make: Any) -> None:
+    config = make(rollout={"filter": "mixed_groups", "max_rounds": 9})
+    seen = set()
+    for step in range(6):
+        collector = Collector(config, Engines())
+        batch, metrics = collector.collect(step, VERSION, {})
+        rounds = int(metrics["rollout/rounds"])
+        drawn = drawn_by_hand(config, [(3, 1, step), *((3, 1, step, number) for number in range(1, rounds))])
+        mixed = [group for group in drawn if is_mixed(group)]
+        assert_holds(batch, mixed[:PROMPTS_PER_STEP])
+        assert len(mixed) >= PROMPTS_PER_STEP > sum(map(is_mixed, drawn[:-PROMPTS_PER_STEP])), "no round too many"
+        assert metrics["rollout/groups_dropped"] == pytest.approx(1 - len(mixed) / len(drawn))
+        rewards = [sampled.text[0] == "0" for _, group in drawn for sampled in group]
+        assert metrics["rollout/reward"] == pytest.approx(np.mean(rewards)), "of all that was drawn"
+        place = collector.prompts.state()
+        assert place["epoch"] * NUM_PROMPTS + place["offset"] == rounds * PROMPTS_PER_STEP
+        seen.add((rounds, len(mixed) > PROMPTS_PER_STEP))
+    assert len({rounds for rounds, _ in seen}) > 1 and any(has_surplus for _, has_surplus in seen), seen
+
+
+def test_rounds_that_run_out_leave_a_smaller_batch(make: Any) -> None:
+    config = make(rollout={"filter": f"{__name__}:some_prompts"})
+    batch, metrics = collected(config)
+    groups = [group for group in drawn_by_hand(config, [(3, 1, 0)]) if group[0]["number"] % 3 == 1]
+    assert 0 < len(groups) < PROMPTS_PER_STEP
+    assert_holds(batch, groups)
+    assert metrics["rollout/rounds"] == 1
+
+
+def test_no_two_purposes_share_a_seed(make: Any) -> None:
+    config, engines = (
+        make(rollout={"filter": "mixed_groups", "max_rounds": 4, "reward": f"{__name__}:hopeless"}),
+        Engines(),
+    )
+    collector = Collector(config, engines)
+    for step in range(3):
+        collector.collect(step, VERSION, {})
+        collector.evaluate(step)
+    seeds = [tuple(np.random.SeedSequence([*seed, 0]).generate_state(4)) for _, _, seed, _ in engines.calls]
+    assert len(seeds) == 3 * (4 + 1) == len(set(seeds))
+
+
+def test_where_every_group_is_dropped_there_is_no_batch_and_nothing_is_recorded(make: Any, tmp_path: Path) -> None:
+    config = make(rollout={"filter": "mixed_groups", "max_rounds": 2, "reward": f"{__name__}:hopeless"})
+    recorded, engines = RecordedBatches(tmp_path / "batches"), Engines()
+    collector = Collector(config, engines, recorded)
+    batch, metrics = collector.collect(0, VERSION, {})
+    assert batch is None and recorded.read(0) is None
+    assert metrics["rollout/groups_dropped"] == 1 and metrics["rollout/rounds"] == 2 == len(engines.calls)
+    assert metrics["rollout/reward"] == 0 and metrics["rollout/response_length"] > 0
+    assert collector.collect(1, VERSION, {})[1]["rollout/rounds"] == 2, "the next step goes on"
+
+
+@pytest.mark.parametrize(
+    ("sections", "changed"),
+    [
+        ({}, {"samples_per_prompt": GROUP + 1}),
+        ({"rollout": {"filter": "mixed_groups", "max_rounds": 9}}, {"max_rounds": 8}),
+        ({"rollout": {"overlong_buffer_tokens": 4, "mask_truncated": True}}, {"overlong_penalty": 0.5}),
+        ({"advantage": {"estimator": "remax"}}, {"filter": "mixed_groups"}),
+    ],
+)
+def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(
+    make: Any, tmp_path: Path, sections: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    recorded = RecordedBatches(tmp_path / "batches")
+    first = Collector(make(**sections), Engines(), recorded)
+    batches = [first.collect(step, VERSION, {}) for step in range(2)]
+    resumed = {**sections, "checkpoint": {"resume": True}}
+    again: Any = Collector(make(**resumed), NoEngines(), recorded)  # type: ignore[arg-type]
+    for step, (batch, metrics) in enumerate(batches):
+        found, found_metrics = again.collect(step, VERSION, {})
+        assert found.same_as(batch) and found_metrics == metrics
+    assert again.prompts.state() == first.prompts.state()
+    other = make(**{**resumed, "rollout": {**resumed.get("rollout", {}), **changed}})
+    for config, version in ((other, VERSION), (make(**resumed), VERSION + 1)):
+        engines = Engines()
+        with pytest.warns(UserWarning, match=r"step 1\b"):
+            Collector(config, engines, recorded).collect(1, version, {})
+        assert engines.calls
+
+
+@pytest.mark.parametrize(("section", "name", "given"), [("rollout", "mask_truncated", True), ("loss", "clip_low", 0.1)])
+def test_a_setting_that_an_earlier_version_did_not_note_had_its_default(
+    make: Any, tmp_path: Path, section: str, name: str, given: Any
+) -> None:
+    recorded = RecordedBatches(tmp_path / "batches")
+    batch, _ = Collector(make(), Engines(), recorded).collect(0, VERSION, {})
+    found = recorded.read(0)
+    assert batch is not None and found is not None
+    del found[1]["settings"][section][name]
+    recorded.write(0, batch, found[1])
+    resume = {"checkpoint": {"resume": True}}
+    again, _ = Collector(make(**resume), NoEngines(), recorded).collect(0, VERSION, {})  # type: ignore[arg-type]
+    assert again is not None and again.same_as(batch)
+    engines = Engines()
+    with pytest.warns(UserWarning, match=r"step 0\b"):
+        Collector(make(**resume, **{section: {name: given}}), engines, recorded).collect(0, VERSION, {})
+    assert engines.calls
+
+
+def test_a_batch_of_other_records_is_passed_over(make: Any, tmp_path: Path) -> None:
+    recorded = RecordedBatches(tmp_path / "batches")
+    config = make(checkpoint={"resume": True})
+    Collector(config, Engines(), recorded).collect(0, VERSION, {})
+    lines = Path(str(config.data.train)).read_text().splitlines()
+    Path(str(config.data.train)).write_text("\n".join(reversed(lines)))
+    engines = Engines()
+    with pytest.warns(UserWarning, match=r"step 0\b"):
+        Collector(config, engines, recorded).collect(0, VERSION, {})
+    assert engines.calls
+
+
+def raising(record: Record, *_: Any) -> Any:
+    return 1 / 0
+
+
+def ending(record: Record, *_: Any) -> Any:
+    sys.exit(3)
+
+
+def undecided(record: Record, *_: Any) -> Any:
+    return None
+
+
+def many_names(record: Record, *_: Any) -> Any:
+    return {"reward": 1.0, f"of_{record['number']}": 1.0}
+
+
+@pytest.mark.parametrize("records_batches", [True, False])
+@pytest.mark.parametrize(
+    ("setting", "function", "cause"),
+    [
+        ("reward", "raising", ZeroDivisionError),
+        ("reward", "ending", SystemExit),
+        ("reward", "undecided", None),
+        ("reward", "many_names", None),
+        ("filter", "raising", ZeroDivisionError),
+        ("filter", "ending", SystemExit),
+        ("filter", "undecided", None),
+    ],
+)
+def test_a_reward_or_filter_that_fails_is_named_with_record_step_and_the_way_to_go_on(
+    make: Any, tmp_path: Path, setting: str, function: str, cause: type[BaseException] | None, records_batches: bool
+) -> None:
+    config = make(rollout={setting: f"{__name__}:{function}"})
+    recorded = RecordedBatches(tmp_path / "batches") if records_batches else None
+    collector = Collector(config, Engines(), recorded)
+    with pytest.raises(BatchError) as caught:
+        collector.collect(4, VERSION, {})
+    error = caught.value
+    assert error.field == f"rollout.{setting}" and error.call == "step 5"
+    taken = Collector(config, Engines()).prompts.take(PROMPTS_PER_STEP)
+    assert any(record.place in error.message for record in taken)
+    assert ("checkpoint.resume=true" in str(error.hint)) == records_batches
+    assert ("checkpoint.interval_steps" in str(error.hint)) != records_batches
+    assert type(error.__cause__) is (cause or type(None))
+    assert recorded is None or recorded.read(4) is None
+    if setting == "reward":
+        with pytest.raises(BatchError) as evaluated:
+            collector.evaluate(5)
+        assert evaluated.value.call == "step 5" and "heldout.jsonl:" in evaluated.value.message
+
+
+def test_an_overlong_response_loses_reward_as_the_paper_says() -> None:
+    longest, buffer = 20480, 4096
+    for length in (1, 16383, 16384, 16385, 18000, 20479, 20480):
+        # equation 13 of arXiv 2503.14476, case by case
+        expected = 0.0 if length <= longest - buffer else ((longest - buffer) - length) / buffer
+        assert overlong_penalty(length, longest, buffer, 1.0) == -expected
+        assert overlong_penalty(length, longest, buffer, 0.25) == pytest.approx(-0.25 * expected)
+    assert overlong_penalty(longest, longest, buffer, 1.0) == 1
+
+
+def test_the_penalty_trains_and_the_metrics_keep_the_reward_as_it_was(make: Any) -> None:
+    plain, before = collected(make())
+    batch, metrics = collected(make(rollout={"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}))
+    assert batch is not None and plain is not None and batch.rewards is not None and plain.rewards is not None
+    penalties = 0.5 * np.clip((batch.response_lengths - (LONGEST - 4)) / 4, 0, None)
+    assert 0 < penalties.max() == 0.5 and (penalties == 0).any()
+    np.testing.assert_allclose(batch.rewards, plain.rewards - penalties, atol=1e-7)
+    assert metrics.pop("rollout/overlong_penalty") == pytest.approx(penalties.mean())
+    assert metrics == before
+
+
+def test_a_group_that_differs_by_its_penalties_alone_is_not_mixed(make: Any) -> None:
+    given = {"filter": "mixed_groups", "reward": f"{__name__}:hopeless", "overlong_buffer_tokens": 4}
+    assert collected(make(rollout=given))[0] is None
+
+
+def test_truncated_responses_stay_in_their_group_and_out_of_the_loss(make: Any) -> None:
+    config = make(rollout={"mask_truncated": True})
+    batch, _ = collected(config)
+    groups = drawn_by_hand(config, [(3, 1, 0)])
+    assert_holds(batch, groups)
+    assert batch is not None and batch.loss_mask is not None
+    samples = [sampled for _, group in groups for sampled in group]
+    assert 0 < sum(not sampled.finished for sampled in samples) < len(samples)
+    assert batch.loss_mask.tolist() == [sampled.finished for sampled in samples for _ in sampled.log_probs]
+
+
+class EndlessEngines(Engines):
+    """No response of theirs ever ends."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[int, list[Sampled]]:
+        version, samples = super().generate(*args, **kwargs)
+        return version, [Sampled(s.prompt, s.tokens, s.response_length, s.log_probs, s.text, False) for s in samples]
+
+
+def test_a_step_whose_responses_are_all_truncated_and_masked_has_no_batch(make: Any) -> None:
+    batch, metrics = collected(make(rollout={"mask_truncated": True}), engines=EndlessEngines())
+    assert batch is None and metrics["rollout/truncated"] == 1
+    assert collected(make(), engines=EndlessEngines())[0] is not None
+
+
+def test_remax_compares_with_one_greedy_response_per_prompt_that_trains(make: Any) -> None:
+    overlong = {"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}
+    sections = {"advantage": {"estimator": "remax"}, "rollout": {"filter": "mixed_groups", "max_rounds": 9, **overlong}}
+    config, engines = make(**sections), Engines()
+    batch, metrics = collected(config, engines=engines)
+    *sampling, (prompts, per_prompt, seed, greedy) = engines.calls
+    assert greedy and per_prompt == 1 and not any(call[3] for call in sampling)
+    assert seed not in [call[2] for call in sampling]
+    seeds = [call[2] for call in sampling]
+    kept = [group for group in drawn_by_hand(config, seeds) if is_mixed(group)][:PROMPTS_PER_STEP]
+    assert_holds(batch, kept)
+    assert prompts == [record["prompt"] for record, _ in kept]
+    _, likeliest = Engines().generate(prompts, samples_per_prompt=1, seed=(), greedy=True)
+    penalties = [0.5 * max(0, s.response_length - (LONGEST - 4)) / 4 for s in likeliest]
+    baselines = [float(s.text[0] == "0") - penalty for s, penalty in zip(likeliest, penalties, strict=True)]
+    assert len(set(baselines)) > 1
+    assert batch is not None and batch.baseline_rewards is not None
+    np.testing.assert_allclose(batch.baseline_rewards, np.repeat(baselines, GROUP), atol=1e-7)
+    assert metrics["rollout/baseline_reward"] == pytest.approx(np.mean(baselines))
+
+
+def test_evaluation_samples_every_held_out_prompt_and_takes_nothing_off(make: Any) -> None:
+    config = make(
+        advantage={"estimator": "remax"}, evaluation={"samples_per_prompt": 2}, rollout={"overlong_buffer_tokens": 4}
+    )
+    engines = Engines()
+    collector = Collector(config, engines)
+    metrics = collector.evaluate(4)
+    ((prompts, per_prompt, seed, greedy),) = engines.calls
+    assert len(prompts) == NUM_PROMPTS and per_prompt == 2 and not greedy
+    _, samples = Engines().generate(prompts, samples_per_prompt=2, seed=seed)
+    assert metrics == {
+        "eval/reward": pytest.approx(np.mean([s.text[0] == "0" for s in samples])),
+        "eval/length": pytest.approx(np.mean([s.response_length for s in samples])),
+    }
+    assert Collector(make(evaluation={"interval_steps": None}), NoEngines()).evaluate(4) == {}  # type: ignore[arg-type]
+
+
+def test_what_took_how_long_is_added_up(make: Any) -> None:
+    seconds = {"generate": 100.0}
+    Collector(make(), Engines()).collect(0, VERSION, seconds)  # type: ignore[arg-type]
+    assert seconds["generate"] > 100 and seconds["reward"] > 0
+
+
+class Trainers:
+    """A worker group that counts what it is asked for; each update makes a new version."""
+
+    critic = None
+
+    def __init__(self) -> None:
+        self.trained = self.sent = 0
+
+    def train_step(self, batch: RolloutBatch) -> dict[str, float]:
+        self.trained += 1
+        return {"updates": 1.0, "loss": 0.5}
+
+    def update_weights(self, receivers: Any) -> SyncReport:
+        self.sent += 1
+        return SyncReport(version=self.trained, bytes=0, seconds=0.0)
+
+
+@pytest.mark.parametrize(("reward", "trained"), [("hopeless", 0), ("last_token", 2)])
+def test_a_step_without_a_batch_leaves_the_weights_and_says_so(make: Any, reward: str, trained: int) -> None:
+    given = {"filter": "mixed_groups", "max_rounds": 9, "reward": f"{__name__}:{reward}"}
+    config = make(run={"steps": 4}, evaluation={"interval_steps": 2}, rollout=given)
+    engines: Any = Engines()
+    group: Any = Trainers()
+    loop = RolloutLoop(config, group, engines)
+    loop.before_training(evaluates=False)
+    rows = [loop.step(step) for step in range(2)]
+    assert group.trained == trained and group.sent == 1 + trained
+    for row, version in zip(rows, (trained / 2, trained), strict=True):
+        assert row["updates"] == (trained > 0) and ("loss" in row) == (trained > 0)
+        assert row["weight_version"] == version and row["rollout/groups_dropped"] >= 1 - trained
+        assert {f"seconds/{name}" for name in ("generate", "reward", "train", "sync")} <= row.keys()
+    assert "eval/reward" in rows[1]
+
+
+class Skipping(Trainers):
+    """Its gradients are never finite."""
+
+    def train_step(self, batch: RolloutBatch) -> dict[str, float]:
+        self.trained += 1
+        return {"updates": 0.0, "skipped_update": 1.0, "loss": 0.5}
+
+
+def test_engines_are_not_sent_the_weights_that_they_have(make: Any) -> None:
+    engines: Any = Engines()
+    group: Any = Skipping()
+    loop = RolloutLoop(make(evaluation={"interval_steps": None}), group, engines)
+    loop.before_training(evaluates=False)
+    for step in range(2):
+        loop.step(step)
+    assert group.trained == 2 and group.sent == 1
+
+
+def odd_length(record: dict[str, Any], response: str, finished: bool) -> dict[str, float]:
+    """A reward that a random model gets half of the time."""
+    return {"reward": float(len(response) % 2)}
+
+
+def test_a_run_draws_filters_and_trains_against_greedy_responses(
+    cluster: None, make_config: Any, example: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        run={"dir": str(tmp_path / "run"), "steps": 2},
+        mesh={"dp": 1},
+        data={"train": str(example / "train.jsonl")},
+        advantage={"estimator": "remax"},
+        rollout={
+            "prompts_per_step": 4, "samples_per_prompt": 2, "max_new_tokens": 3, "overlong_buffer_tokens": 2,
+            "reward": f"{__name__}:odd_length", "filter": "mixed_groups", "max_rounds": 5, "engines": 1,
+        },
+        checkpoint={"interval_steps": 2},
+    )  # fmt: skip
+    train(config)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and sum(row["rollout/groups_dropped"] for row in rows) > 0
+    rounds = 0
+    for step, row in enumerate(rows):
+        assert row["updates"] == 1 and row["grad_norm"] > 0 and row["rollout_mismatch_max"] < 1e-4
+        assert row["rollout/groups_dropped"] < 1 and 1 <= row["rollout/rounds"] <= 5
+        assert 0 < row["rollout/overlong_penalty"] <= 1 and row["rollout/response_length_max"] == 3
+        found = RecordedBatches(tmp_path / "run" / "batches").read(step)
+        assert found is not None and found[0].baseline_rewards is not None
+        assert row["rollout/baseline_reward"] == pytest.approx(found[0].baseline_rewards[::2].mean())
+        rounds += int(row["rollout/rounds"])
+        assert found[1]["prompts"]["offset"] == 4 * rounds

@@ -1,0 +1,162 @@
+"""Records that are too long are refused by file and line, or left out, counted and listed, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from actors.rollout import prompt_files
+from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.prompts import Record
+from actors.rollout.tokenizer import count_tokens
+from actors.run_dir import SKIPPED, RunFolder
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.errors import ConfigError, ModelError, ResourceError
+
+SIZES = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+LENGTHS = (3, 9, 5, 12, 4)  # words of each prompt
+MAX_NEW_TOKENS = 6
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+TEMPLATE += "{% if messages[0]['role'] == 'no' %}{{ 1 / 0 }}{% endif %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a model whose tokens are words."""
+    tokenizer = Tokenizer(models.WordLevel({"w": 0, "</s>": 1}, unk_token="w"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, eos_token="</s>")
+    made.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES}))
+    lines = [json.dumps({"prompt": " ".join("w" * length), "answer": "w w"}) for length in LENGTHS]
+    for name in ("train", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("\n\n".join(lines))
+    return tmp_path
+
+
+def config(folder: Path, **sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "optim": {"total_updates": 100},
+        "data": {"train": str(folder / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+        "rollout": {"max_new_tokens": MAX_NEW_TOKENS, "reward": "a:b"},
+        "evaluation": {"interval_steps": 1},
+    }
+    if sections.get("algorithm") == "sft":
+        del tree["rollout"], tree["evaluation"], tree["data"]["heldout"]
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
+    return config_from_dict(tree)
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are counted here; what the process that does it finds is compared below."""
+
+    def counted(path: Path, records: Sequence[Any], *, with_answers: bool, timeout_s: float) -> list[tuple[int, int]]:
+        return [(len(r["prompt"].split()), len(r["answer"].split()) + 1 if with_answers else 0) for r in records]
+
+    monkeypatch.setattr(prompt_files, "count_tokens", counted)
+
+
+def lengths_of(records: Sequence[Any]) -> list[int]:
+    return [len(record["prompt"].split()) for record in records]
+
+
+def test_tokens_are_counted_in_a_process_of_its_own_as_training_will_encode_them(folder: Path) -> None:
+    settings = config(folder)
+    prompts = read_prompts(settings)
+    assert count_tokens(settings.model.path, prompts.train, with_answers=True, timeout_s=300) == [
+        (length, 3) for length in LENGTHS
+    ]
+    refused = [*prompts.train, Record({"prompt": [{"role": "no", "content": "w"}]}, "x.jsonl:9")]
+    with pytest.raises(ConfigError) as caught:
+        count_tokens(settings.model.path, refused, with_answers=False, timeout_s=300)
+    assert "x.jsonl:9" in caught.value.message and caught.value.field == "prompt" and caught.value.hint
+    with pytest.raises(ResourceError) as late:
+        count_tokens(settings.model.path, prompts.train, with_answers=False, timeout_s=0.001)
+    assert late.value.field == "cluster.call_timeout_s"
+
+
+def test_a_folder_without_a_tokenizer_is_named_with_what_it_lacks(folder: Path) -> None:
+    (folder / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ModelError) as caught:
+        without_overlong(config(folder), read_prompts(config(folder)))
+    assert caught.value.field == "model.path"
+    assert str(folder / "model") in caught.value.message and "tokenizer.json" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("sections", "first", "kept"),
+    [
+        ({"data": {"max_prompt_tokens": 4}}, ("data.train", 3), [3, 4]),
+        ({"data": {"max_prompt_tokens": 11}}, ("data.train", 7), [3, 9, 5, 4]),
+        ({"batch": {"max_tokens_per_rank": 5 + MAX_NEW_TOKENS}}, ("data.train", 3), [3, 5, 4]),
+        ({"batch": {"max_tokens_per_rank": 8}, "mesh": {"cp": 2}}, ("data.train", 7), [3, 9, 5, 4]),
+        ({"algorithm": "sft", "batch": {"max_tokens_per_rank": 8}}, ("data.train", 3), [3, 5, 4]),
+        (
+            {
+                "batch": {"max_tokens_per_rank": 2 * (5 + MAX_NEW_TOKENS)},
+                "loss": {"policy": "dpo"},
+                "rollout": {"samples_per_prompt": 2, "filter": "mixed_groups"},
+            },
+            ("data.train", 3),
+            [3, 5, 4],
+        ),
+    ],
+)  # fmt: skip
+def test_a_record_that_could_never_be_trained_on_is_refused_by_line_or_left_out(
+    words: None, folder: Path, sections: dict[str, Any], first: tuple[str, int], kept: list[int], capsys: Any
+) -> None:
+    settings = config(folder, **sections)
+    name, line = first
+    with pytest.raises(ConfigError) as caught:
+        without_overlong(settings, read_prompts(settings))
+    assert caught.value.field == name and f"{folder / 'train.jsonl'}:{line}" in caught.value.message
+    assert "data.overlong_prompts=skip" in str(caught.value.hint)
+
+    sections = {**sections, "data": {**sections.get("data", {}), "overlong_prompts": "skip"}}
+    settings = config(folder, **sections)
+    found = without_overlong(settings, read_prompts(settings))
+    assert lengths_of(found.train) == kept
+    held = [] if sections.get("algorithm") == "sft" else list(LENGTHS)
+    evaluated = kept if "max_prompt_tokens" in sections["data"] else held
+    assert lengths_of(found.heldout) == evaluated  # which no pack has to hold
+    assert len(found.skipped) == len(LENGTHS) - len(kept) + len(held) - len(evaluated)
+    assert found.skipped[0].place == f"{folder / 'train.jsonl'}:{line}"
+    assert f"{folder / 'train.jsonl'}:{line}" in capsys.readouterr().err
+
+
+def test_positions_that_the_model_learned_bound_evaluation_too(words: None, folder: Path) -> None:
+    sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 5 + MAX_NEW_TOKENS}
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    settings = config(folder, data={"overlong_prompts": "skip"})
+    found = without_overlong(settings, read_prompts(settings))
+    assert lengths_of(found.train) == lengths_of(found.heldout) == [3, 5, 4]
+
+
+def test_nothing_left_is_an_error_whatever_is_asked_for(words: None, folder: Path) -> None:
+    settings = config(folder, data={"max_prompt_tokens": 2, "overlong_prompts": "skip"})
+    with pytest.raises(ConfigError) as caught:
+        without_overlong(settings, read_prompts(settings))
+    assert caught.value.field == "data.train"
+
+
+def test_records_that_are_short_enough_are_all_kept(words: None, folder: Path) -> None:
+    settings = config(folder, data={"max_prompt_tokens": max(LENGTHS)})
+    prompts = read_prompts(settings)
+    assert without_overlong(settings, prompts) == Prompts(prompts.train, prompts.heldout)
+
+
+def test_the_run_folder_lists_what_was_left_out_of_its_newest_start(tmp_path: Path) -> None:
+    listed = [{"place": "a:1", "reason": "x"}, {"place": "b:2", "reason": "y"}]
+    RunFolder(tmp_path).write_skipped(listed)
+    assert [json.loads(line) for line in (tmp_path / SKIPPED).read_text().splitlines()] == listed
+    RunFolder(tmp_path).write_skipped([])
+    assert not (tmp_path / SKIPPED).exists()

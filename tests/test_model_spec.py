@@ -1,0 +1,104 @@
+"""The sizes read from config.json are those of the models that transformers builds from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from slimefsdp.errors import ModelError
+from slimefsdp.model_spec import ModelSpec
+from tests.support.refusals import assert_refusal
+from tests.support.tiny_models import ARCHITECTURES
+
+LAYERS = 7  # no multiple of any pattern of windows
+LAYER_OF = {"gpt2": "h.0"}
+
+
+def full_size(kind: str, **changes: Any) -> Any:
+    """The architecture's configuration at its default, realistic width."""
+    config_class = ARCHITECTURES[kind][1]
+    return config_class(**{"n_layer" if kind == "gpt2" else "num_hidden_layers": LAYERS, **changes})
+
+
+def windowed_layers(config: Any) -> int:
+    """As transformers decides it, layer by layer."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return kinds.count("sliding_attention")
+    return LAYERS if getattr(config, "sliding_window", None) else 0
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_parameters_are_those_of_the_model_within_a_thousandth(kind: str) -> None:
+    config = full_size(kind)
+    with torch.device("meta"):
+        model = ARCHITECTURES[kind][0](config)
+    dimensions = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    counted = sum(parameter.numel() for parameter in model.parameters())
+    assert dimensions.parameters == pytest.approx(counted, rel=1e-3)
+    assert counted >= dimensions.parameters, "what is left out can only be missing"
+    layer = sum(
+        parameter.numel() for parameter in model.base_model.get_submodule(LAYER_OF.get(kind, "layers.0")).parameters()
+    )
+    assert dimensions.layer_parameters == pytest.approx(layer, rel=3e-3)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert dimensions.is_tied == tied and dimensions.embedding_unit_parameters == (
+        0 if tied else config.vocab_size * dimensions.hidden
+    )
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 5}])
+def test_windowed_layers_are_counted_as_transformers_places_them(kind: str, changes: dict[str, Any]) -> None:
+    config = full_size(kind, **{name: value for name, value in changes.items() if hasattr(full_size(kind), name)})
+    written = json.loads(config.to_json_string(use_diff=False))
+    expected = windowed_layers(config)
+    for names in ((), ("layer_types",)):  # files of older versions do not list the layers
+        dimensions = ModelSpec.from_config({name: value for name, value in written.items() if name not in names})
+        assert dimensions.windowed_layers == expected
+        assert dimensions.window == (config.sliding_window if expected else 0)
+    assert kind in ("gpt2", "llama", "olmo2", "glm4") or not changes or expected > 0
+
+
+def test_a_mixture_counts_all_experts_and_runs_a_token_through_few() -> None:
+    dimensions = ModelSpec.from_config(json.loads(transformers.MixtralConfig().to_json_string(use_diff=False)))
+    assert dimensions.parameters == pytest.approx(46.7e9, rel=1e-3)  # as published
+    assert (dimensions.experts, dimensions.active_experts) == (8, 2)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 4.0, "4", True, [4]])
+def test_a_size_that_is_none_is_named_with_its_value(value: Any) -> None:
+    config = json.loads(transformers.LlamaConfig().to_json_string(use_diff=False)) | {"hidden_size": value}
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_config(config)
+    assert_refusal(caught.value, ModelError, "model.path", "hidden_size", repr(value))
+
+
+SMALL = ModelSpec(hidden=8, layers=3, heads=4, kv_heads=2, head_dim=4, intermediate=16, vocab=50)
+
+
+@pytest.mark.parametrize(
+    ("frozen", "left_out"),
+    [
+        ([], 0),
+        (["nothing.like.it"], 0),
+        (["*.mlp.*"], 3 * 3 * 8 * 16),
+        (["model.layers.1.*"], SMALL.layer_parameters),
+        (["*.k_proj.weight", "*.v_proj.weight"], 3 * 2 * 8 * 2 * 4),
+        (["model.embed_tokens.*"], 50 * 8),
+        (["lm_head.weight", "model.embed_tokens.weight"], 2 * 50 * 8),
+        (["*"], SMALL.parameters),
+    ],
+)
+def test_frozen_matrices_are_not_trained(frozen: list[str], left_out: int) -> None:
+    assert SMALL.trained_parameters(frozen) == SMALL.parameters - left_out
+    mixture = dataclasses.replace(SMALL, experts=4, active_experts=2)
+    assert mixture.trained_parameters() == mixture.parameters
+    assert mixture.trained_parameters(["*.experts.*"]) == mixture.parameters - 3 * 4 * mixture.expert_parameters
+    tied = dataclasses.replace(SMALL, is_tied=True)
+    assert tied.trained_parameters(["lm_head.weight"]) == tied.parameters - 50 * 8, "under either of its names"

@@ -1,0 +1,171 @@
+"""Weights on their way through the object store: bit-equal in every dtype, and no failure of a receiver is silent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from actors.rollout.engine import EmbeddedEngine
+from actors.workers.weight_transport import ObjectStoreReceiver, pack_bucket, unpack_bucket
+from actors.workers.worker_group import WorkerGroup
+from slimefsdp.errors import SyncError
+from tests.support.refusals import refused
+from tests.support.waiting import PATIENCE_S, wait_until
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_bucket_keeps_names_shapes_and_every_bit(dtype: torch.dtype) -> None:
+    special = torch.tensor([0.0, -0.0, float("inf"), float("nan"), 1e-40, -3.14159], dtype=dtype)
+    bucket = [("norm", special), ("matrix", torch.randn(3, 5, dtype=dtype)), ("row", torch.randn(1, 7, dtype=dtype))]
+    comm = pack_bucket(bucket)
+    assert all(isinstance(data, np.ndarray) and data.dtype == np.uint8 for *_, data in comm)
+    for (name, tensor), (name_after, after) in zip(bucket, unpack_bucket(comm), strict=True):
+        assert (name_after, after.dtype, after.shape) == (name, dtype, tensor.shape)
+        assert torch.equal(after.view(torch.uint8), tensor.view(torch.uint8))
+
+
+# ------------------------------------------------------------------ several receivers
+
+
+@pytest.fixture
+def notebooks(cluster: None) -> Iterator[list[Any]]:
+    """Two receivers in processes of their own that write down what they are told; `trouble` names a call to spoil."""
+
+    class Notebook:
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+            self.trouble: dict[str, Any] = {}
+
+        def plan_trouble(self, trouble: dict[str, Any]) -> None:
+            self.trouble = trouble
+
+        def begin(self, version: int, manifest: Any) -> None:
+            self._note("begin", version, manifest)
+
+        def receive(self, bucket: Any) -> None:
+            self._note("receive", [(name, data.tobytes()) for name, _, _, data in bucket])
+
+        def commit(self, version: int) -> None:
+            self._note("commit", version)
+
+        def notes(self) -> list[Any]:
+            return self.seen
+
+        def _note(self, name: str, *what: Any) -> None:
+
+            trouble = self.trouble.get(name)
+            if isinstance(trouble, Exception):
+                raise trouble
+            time.sleep(trouble or 0.0)
+            self.seen.append((name, *what))
+
+    actors = [ray.remote(Notebook).options(num_cpus=0).remote() for _ in range(2)]
+    ray.get([actor.notes.remote() for actor in actors], timeout=PATIENCE_S)
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+BUCKET = [("weight", torch.arange(4.0))]
+MANIFEST = {"weight": (4,)}
+
+
+def send(receiver: ObjectStoreReceiver) -> None:
+    receiver.begin(3, MANIFEST)
+    receiver.receive(BUCKET)
+    receiver.commit(3)
+
+
+def test_every_receiver_gets_every_message_in_order(notebooks: list[Any]) -> None:
+    send(ObjectStoreReceiver(notebooks, timeout_s=30.0))
+    expected = [("begin", 3, MANIFEST), ("receive", [("weight", BUCKET[0][1].numpy().tobytes())]), ("commit", 3)]
+    assert ray.get([actor.notes.remote() for actor in notebooks]) == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "timeout_s", "field", "values"),
+    [
+        ({"receive": 3600.0}, 4.0, "cluster.sync_timeout_s", ["receiver 1", "receive", 4]),
+        ({"receive": KeyError("no such tensor")}, 120.0, "update_weights", ["receive", "no such tensor"]),
+        (
+            {"begin": SyncError("another shape", field="model.path", hint="load the same model")},
+            120.0,
+            "model.path",
+            ["another shape"],
+        ),
+    ],
+    ids=["hangs", "fails", "refuses"],
+)
+def test_trouble_at_one_receiver_is_a_sync_error_in_time_and_nothing_is_committed(
+    notebooks: list[Any], trouble: dict[str, Any], timeout_s: float, field: str, values: list[object]
+) -> None:
+    ray.get(notebooks[1].plan_trouble.remote(trouble))
+    with refused(SyncError, field, *values):
+        send(ObjectStoreReceiver(notebooks, timeout_s=timeout_s))
+    assert "commit" not in [name for name, *_ in ray.get(notebooks[0].notes.remote())]
+
+
+def test_the_deadline_is_for_the_whole_update(notebooks: list[Any]) -> None:
+    ray.get(notebooks[0].plan_trouble.remote({"begin": 0.7, "receive": 0.7, "commit": 0.7}))
+    with refused(SyncError, "cluster.sync_timeout_s", 1.8):
+        send(ObjectStoreReceiver(notebooks[:1], timeout_s=1.8))
+
+
+def test_a_dead_receiver_is_a_sync_error(notebooks: list[Any]) -> None:
+    ray.kill(notebooks[0])
+
+    def is_dead() -> bool:
+        try:
+            ray.get(notebooks[0].__ray_ready__.remote(), timeout=PATIENCE_S)
+        except ray.exceptions.RayActorError:
+            return True
+        return False
+
+    assert wait_until(is_dead)
+    with refused(SyncError, "update_weights", "begin"):
+        send(ObjectStoreReceiver(notebooks, timeout_s=30.0))
+
+
+# ------------------------------------------------------------------ a real engine in bfloat16
+
+
+class OpenEngine(EmbeddedEngine):
+    """An engine that shows its weights."""
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {name: parameter.view(torch.int16).numpy() for name, parameter in self._model.named_parameters()}
+
+
+def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(
+    cluster: None, make_config: Any, example: Path, small_batch: Any, tmp_path: Path
+) -> None:
+    config = make_config(precision={"compute_dtype": "bfloat16"})
+    engine = (
+        ray.remote(concurrency_groups={"control": 1})(OpenEngine)
+        .options(num_cpus=0)
+        .remote(str(config.model.path), "bfloat16", "cpu")
+    )
+    group = WorkerGroup.launch(config)
+    try:
+        group.train_step(small_batch)
+        report = group.update_weights([engine])
+        group.export_hf(tmp_path / "exported")
+        masters = load_file(tmp_path / "exported" / "model.safetensors")
+        arrived = ray.get(engine.weights.remote(), timeout=PATIENCE_S)
+        assert report.version == 1 and report.bytes == sum(2 * master.numel() for master in masters.values())
+        assert arrived.keys() == masters.keys()
+        start = load_file(example / "model" / "model.safetensors")
+        for name, master in masters.items():
+            assert master.dtype == torch.float32 and not torch.equal(master, start[name])
+            np.testing.assert_array_equal(arrived[name], master.to(torch.bfloat16).view(torch.int16).numpy())
+    finally:
+        group.shutdown()
+        ray.kill(engine)
