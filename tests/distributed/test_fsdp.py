@@ -90,6 +90,11 @@ SAME = {
         model={"activation_checkpointing": "selective", "checkpoint_every_n_layers": 2},
     ),
 }  # fmt: skip
+# where a tensor that two modules hold is sharded, summed, kept, offloaded or recomputed by another path
+TIED = (
+    "two copies of two shards", "shards over dp and cp", "parameters kept, copies, cp", "summed once",
+    "whole on every rank, cp", "copies on the host", "units in units", "prefetched far, recomputed", "everything",
+)  # fmt: skip
 
 
 @cache
@@ -104,7 +109,12 @@ def plain_weights(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
     return plain.weights(), largest_difference(plain.weights(), start)
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize(
+    "folder, case",
+    [(False, case) for case in SAME] + [(True, case) for case in TIED],
+    indirect=["folder"],
+    ids=[*SAME, *(f"tied, {case}" for case in TIED)],
+)
 def test_weights_after_several_updates_equal_plain_steps_in_float64(folder: Path, ranks: RankPool, case: str) -> None:
     config = settings(folder, **SAME[case])
     plain, moved = plain_weights(folder)

@@ -139,8 +139,7 @@ def test_every_supported_architecture_is_tested_here() -> None:
 
 
 @KINDS
-@TIES
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("tie, checkpointing", [(False, False), (True, True)], ids=["stored", "tied and recomputed"])
 def test_float32_log_probs_and_gradients_of_a_pack_equal_separate_plain_ones(
     tiny_folder: TinyFolder, ranks: RankPool, kind: str, tie: bool, checkpointing: bool
 ) -> None:
