@@ -32,7 +32,7 @@ from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.value import ValueModel
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.optim.step import OptimizerStep
-from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import (
     TAGS,
     Description,
@@ -442,7 +442,7 @@ class Trainer:
         self,
         batch: RolloutBatch | PreparedBatch,
         given: object,
-        prepare: Callable[[BatchPlanner, RolloutBatch], PreparedBatch],
+        check: Callable[[BatchPlanner, RolloutBatch], Planning],
         has_more: bool = False,
     ) -> PreparedBatch:
         if isinstance(batch, PreparedBatch):
@@ -454,4 +454,4 @@ class Trainer:
         planner = BatchPlanner(
             self.config, self.role, folder.vocab_size, folder.max_sample_tokens, self.policy.attention.cost
         )
-        return step.prepared_together(self._rank, batch, lambda: prepare(planner, batch), given)
+        return step.prepared_together(self._rank, batch, lambda: check(planner, batch)(), given)

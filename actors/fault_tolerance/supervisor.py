@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,9 @@ from actors.fault_tolerance.call_log import TRAINING, Call, CallLog
 from actors.fault_tolerance.recovery import Recovery, differences_of
 from actors.fault_tolerance.restarts import LOST, Restarts
 from actors.fault_tolerance.spilled_batches import SpilledBatch, SpilledBatches
+from actors.workers.futures import Dispatcher, QueuedCall
 from actors.workers.group_calls import GroupCalls, Request
-from actors.workers.worker_group import WorkerGroup
+from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import (
@@ -33,6 +35,7 @@ from slimefsdp.errors import (
     SyncError,
     WorkerDied,
 )
+from slimefsdp.preparation.prepared import Planning
 from slimefsdp.results import Health
 from slimefsdp.rpc import Role
 
@@ -108,8 +111,8 @@ class SupervisedGroup(GroupCalls):
     def _group(self) -> WorkerGroup:
         return self._supervisor.group(self.role)
 
-    def _start(self, request: Request) -> SupervisedCall:
-        return SupervisedCall(self._supervisor, self._supervisor.submit(self.role, request))
+    def _start(self, request: Request) -> QueuedCall:
+        return self._supervisor.submit(self.role, request)
 
 
 class Supervisor:
@@ -129,6 +132,8 @@ class Supervisor:
         self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
         self._final: Exception | None = None  # why there is no group any more
         self._reference_is_current: bool | None = None  # as that of a save
+        self._dispatcher = Dispatcher()
+        self._is_shut_down = False
         self._actor: WorkerGroup | None = None
         try:
             while self._actor is None:
@@ -147,30 +152,57 @@ class Supervisor:
         assert found is not None
         return found
 
-    def submit(self, role: Role, request: Request) -> Call:
-        """Starts a call.
+    def submit(self, role: Role, request: Request) -> QueuedCall:
+        """Takes a call, which begins when those before it have begun.
 
         Raises:
             SlimeError: its arguments are wrong, and no rank has seen them; or the job has ended with this error.
         """
         with self._lock:
             while True:
-                if self._final is not None:
-                    raise self._final
-                if self._doomed is not None:
-                    self._recover(self._doomed[1], self._doomed[0])
+                self._require_group()
                 launch = self._launches
                 try:
-                    prepared = self.group(role).prepared(request)
+                    planning = self.group(role).check(request)
                     break
-                except LOST as error:  # of a reference group, which completes the batch
+                except LOST as error:  # ranks that hang in an earlier call
                     self._recover(error, launch)
-            call = Call(role, prepared, has_batch=request.prepare is not None)
-            self._note(call)
-            self._begin(call)
-            self._call_log.append(call)  # also one that only reads, until its result is here
-            self._spill()
-            return call
+            self._refuse_update_of_reference(request)
+            return self._dispatcher.submit(lambda: SupervisedCall(self, self._begun(role, request, planning)))
+
+    def _require_group(self) -> None:
+        """Raises what the job has ended with; replaces a group whose ranks are about to end."""
+        if self._final is not None:
+            raise self._final
+        if self._doomed is not None:
+            self._recover(self._doomed[1], self._doomed[0])
+
+    def _begun(self, role: Role, request: Request, planning: Planning | None) -> Call:
+        """Prepares a call, begins it and puts it in the call log, which has calls in the order in which they begin."""
+        prepared: Request | None = None
+        while True:
+            with self._lock:
+                self._require_group()
+                group, launch = self.group(role), self._launches
+            try:
+                if prepared is None:
+                    prepared = group.prepared(request, planning)  # others call and wait meanwhile
+                with self._lock:
+                    if launch != self._launches:
+                        continue
+                    call = Call(role, prepared, has_batch=planning is not None)
+                    self._note(call)
+                    self._begin(call)
+                    self._call_log.append(call)  # also one that only reads, until its result is here
+                    self._spill()
+                    return call
+            except Exception as error:
+                with self._lock:
+                    if launch != self._launches:
+                        continue  # they were ranks that another thread has replaced
+                    if self._is_shut_down or not isinstance(error, LOST):
+                        raise
+                    self._recover(error, launch)  # a reference group that completes the batch, or ranks that hang
 
     def result(self, call: Call) -> Any:
         """The result of a call, however many groups it takes."""
@@ -205,6 +237,10 @@ class Supervisor:
     def shutdown(self) -> None:
         """Ends the job; idempotent."""
         if self._actor is not None:
+            if self._config.checkpoint.async_save:
+                with suppress(TimeoutError):  # of which the actor warns
+                    self._dispatcher.drain(SAVE_GRACE_S)
+            self._is_shut_down = True
             self._actor.shutdown()
         self._places.release()
         self._call_log = CallLog()  # with the batches
@@ -215,6 +251,9 @@ class Supervisor:
         self._launches += 1
         self._doomed = None
         self._actor = WorkerGroup.launch(self._config, places=self._places)
+        if self._is_shut_down:  # meanwhile, by another thread
+            self._end()
+            raise StateError("shutdown() during a recovery", field="cluster", hint="launch a new group")
         self._config = self._actor.config  # a job keeps its number of ranks
         self._call_log.has_critic = self._actor.critic is not None
 
@@ -226,13 +265,15 @@ class Supervisor:
         if call.name == "load":
             call.restored = group.begin(Request("restored"))
 
-    def _note(self, call: Call) -> None:
-        """Keeps what a recovery must know of a new call beside its arguments."""
+    def _refuse_update_of_reference(self, request: Request) -> None:
         reference = self.group("actor").reference_group
         own = [] if reference is None else reference.receivers
-        if call.name == "update_weights" and any(receiver in own for receiver in call.request.args[0]):
+        if request.name == "update_weights" and any(receiver in own for receiver in request.args[0]):
             problem = "update_weights to the reference group, of which a recovery would know nothing"
             raise StateError(problem, field="receivers", hint="call update_ref instead")
+
+    def _note(self, call: Call) -> None:
+        """Keeps what a recovery must know of a new call beside its arguments."""
         if call.name == "save":
             folder = self._config.run.dir
             store = None if folder is None else CheckpointStore.of_run(folder, call.role)

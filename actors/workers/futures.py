@@ -1,11 +1,16 @@
-"""Waiting for Ray calls: every wait has a deadline, and the first failure ends it with its root cause."""
+"""Calls to Ray actors: begun in the order in which they were made, and waited for.
+
+Every wait has a deadline, and the first failure ends it with its root cause.
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future as Begun
 from typing import Any
 
 import ray
@@ -145,11 +150,11 @@ class Running:
     def current(self) -> Running:
         """The call that the ranks are at: this one, or one before it that has not ended."""
         current = self
-        while current._behind is not None:
-            if current._behind.has_ended():
+        while (behind := current._behind) is not None:  # another thread may find at the same time that it has ended
+            if behind.has_ended():
                 current._behind, current._began = None, time.monotonic()
             else:
-                current = current._behind
+                current = behind
         return current
 
     def first_in_line(self) -> Running:
@@ -218,10 +223,77 @@ class Running:
         return self.hung
 
 
+class QueuedCall:
+    """A call that a `Dispatcher` begins when it is its turn."""
+
+    def __init__(self, begun: Begun[Any]) -> None:
+        self._begun = begun
+
+    def result(self) -> Any:
+        """As that of what was begun.
+
+        Raises:
+            Exception: with which it could not be begun; no rank has seen it then.
+        """
+        return self._begun.result().result()
+
+
+class Dispatcher:
+    """Begins calls one after another, in the order in which they were made, while their callers go on.
+
+    Its thread is there while there is something to begin. It is a daemon: what waits in it must not keep a program that
+    ends.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Callable[[], Any], Begun[Any]]] = deque()
+        self._is_running = False
+
+    def submit(self, begin: Callable[[], Any]) -> QueuedCall:
+        """Returns at once.
+
+        Args:
+            begin: prepares a call, begins it and returns what it is waited for by.
+        """
+        return QueuedCall(self._put(begin))
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until all calls that were made so far have begun, or failed to.
+
+        Raises:
+            TimeoutError: they have not in this time.
+        """
+        self._put(lambda: None).result(timeout_s)
+
+    def _put(self, begin: Callable[[], Any]) -> Begun[Any]:
+        begun: Begun[Any] = Begun()
+        with self._lock:
+            self._waiting.append((begin, begun))
+            if not self._is_running:
+                threading.Thread(target=self._run, name="slimefsdp-calls", daemon=True).start()
+                self._is_running = True
+        return begun
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                begin, begun = self._waiting.popleft()
+            try:
+                begun.set_result(begin())
+            except BaseException as error:  # for whoever waits for it; the calls behind it have their turn
+                begun.set_exception(error)
+            del begin, begun  # they hold the batch
+
+
 class CallQueue:
     """The calls on one set of actors: all of them get them in one order, whichever threads make them."""
 
     def __init__(self) -> None:
+        self.dispatcher = Dispatcher()
         self._lock = threading.Lock()  # calls in another order on another rank would have their collectives meet
         self._newest: Running | None = None
 

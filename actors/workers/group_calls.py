@@ -1,12 +1,14 @@
 """The calls that all ranks of a group answer, as a driver makes them: those of `slimefsdp.Trainer`, and a twin of each.
 
-A twin NAME_async returns a future at once; its `result()` is what NAME returns, or raises what NAME raises. Wrong
-arguments and batches are refused where the call is made: no rank has seen anything then.
+A twin NAME_async returns a future at once, before the batch is planned; its `result()` is what NAME returns, or raises
+what NAME raises. Wrong arguments and batches are refused where the call is made: no rank has seen anything then. What
+was given is what ranks get, whatever becomes of it in the meantime, and calls run in the order in which they were made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -17,7 +19,7 @@ from slimefsdp.algorithms.registry import LossName
 from slimefsdp.batching.plan import Plan
 from slimefsdp.checkpoint.compatibility import check_loop_state
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.preparation.prepared import BatchPlanner, Planning
 from slimefsdp.results import (
     TAGS,
     Description,
@@ -55,14 +57,14 @@ class Request:
     Args:
         name: of Trainer's method.
         args, kwargs: of that method, behind the batch.
-        prepare: makes the batch, where there is one, what ranks get in its place.
+        check: refuses the batch, where there is one, or returns what makes it what ranks get in its place.
         of_all_ranks: every rank's result is wanted, in rank order; else rank 0's.
     """
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[BatchPlanner], PreparedBatch] | None = None
+    check: Callable[[BatchPlanner], Planning] | None = None
     of_all_ranks: bool = False
 
 
@@ -91,7 +93,7 @@ class GroupCalls:
     ) -> Future[LogProbs]:
         """As `compute_log_probs`, returning a future."""
         return self._start(
-            Request("compute_log_probs", (model,), prepare=lambda planner: planner.for_forward(batch, model))
+            Request("compute_log_probs", (model,), check=lambda planner: planner.for_forward(batch, model))
         )
 
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
@@ -104,7 +106,7 @@ class GroupCalls:
 
     def compute_values_async(self, batch: RolloutBatch) -> Future[np.ndarray]:
         """As `compute_values`, returning a future."""
-        return self._start(Request("compute_values", prepare=lambda planner: planner.for_forward(batch)))
+        return self._start(Request("compute_values", check=lambda planner: planner.for_forward(batch)))
 
     def train_step(
         self,
@@ -140,7 +142,7 @@ class GroupCalls:
         return self._start(
             Request(
                 "train_step",
-                prepare=lambda planner: planner.for_training(batch, plan, gae_lambda, kl_coefficient),
+                check=lambda planner: planner.for_training(batch, plan, gae_lambda, kl_coefficient),
             )
         )
 
@@ -165,7 +167,7 @@ class GroupCalls:
     ) -> Future[dict[str, float]]:
         """As `forward_backward`, returning a future."""
         return self._start(
-            Request("forward_backward", prepare=lambda planner: planner.for_gradients(batch, loss, denominator))
+            Request("forward_backward", check=lambda planner: planner.for_gradients(batch, loss, denominator))
         )
 
     def optimizer_step(self) -> dict[str, float]:
@@ -203,7 +205,7 @@ class GroupCalls:
 
     def sleep_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
         """As `sleep`, returning a future."""
-        return self._start(Request("sleep", (tags,), of_all_ranks=True))
+        return self._start(Request("sleep", (copy(tags),), of_all_ranks=True))
 
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> list[MemoryReport]:
         """Brings them back; idempotent. Calls that need the model do it themselves.
@@ -218,7 +220,7 @@ class GroupCalls:
 
     def wake_up_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
         """As `wake_up`, returning a future."""
-        return self._start(Request("wake_up", (tags,), of_all_ranks=True))
+        return self._start(Request("wake_up", (copy(tags),), of_all_ranks=True))
 
     def memory(self) -> list[Memory]:
         """Bytes held by each rank."""
@@ -306,7 +308,7 @@ class GroupCalls:
     def save_async(self, step: int, loop_state: dict[str, Any] | None = None) -> Future[Path]:
         """As `save`, returning a future."""
         check_loop_state(loop_state)  # what is nested too deep, or is no data, could not even be sent to the ranks
-        return self._start(Request("save", (step, loop_state)))
+        return self._start(Request("save", (step, deepcopy(loop_state))))
 
     def finish_save(self) -> Path | None:
         """Waits until the save in the background is on disk; returns its folder, None if there was none.

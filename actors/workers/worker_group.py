@@ -1,6 +1,7 @@
 """The driver's handle on all ranks of one role: starting and ending them, and giving them calls.
 
-The driver checks a batch and plans it before any rank sees it, so bad input never disturbs a rank.
+The driver checks a batch where the call is made, and plans it, in a thread of the group's own, before any rank sees it:
+bad input never disturbs a rank, and who made the call goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from actors.cluster.connect import connect, with_cluster_ranks
 from actors.cluster.placement import Places, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.startup import answered, stage
-from actors.workers.futures import CallFuture, CallQueue
+from actors.workers.futures import CallFuture, CallQueue, QueuedCall
 from actors.workers.group_calls import GroupCalls, Request
 from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
@@ -23,7 +25,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ModelError, SlimeError, StateError
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.preparation.plan import cost_model_of
-from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import Health
 from slimefsdp.rpc import Role, require_role
 
@@ -56,6 +58,7 @@ class WorkerGroup(GroupCalls):
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
+        self._update_ref: CallFuture | None = None  # the last one to a reference group, until somebody reads from there
 
     @classmethod
     def launch(
@@ -173,6 +176,7 @@ class WorkerGroup(GroupCalls):
     def _finish_running_save(self) -> None:
         """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
         try:
+            self._queue.dispatcher.drain(SAVE_GRACE_S)
             self._queue.begin(
                 lambda: [worker.call.remote(Request("finish_save"), self.role) for worker in self._workers],
                 name="finish_save",
@@ -183,10 +187,8 @@ class WorkerGroup(GroupCalls):
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
-    def prepared(self, request: Request) -> Request:
-        """A call as the ranks get it: its batch checked, planned, completed, and in the object store once.
-
-        It serves any group of these settings, also one launched later.
+    def check(self, request: Request) -> Planning | None:
+        """Refuses a call that is wrong; returns what plans its batch, where it has one.
 
         Raises:
             WorkerHung: the ranks hang in an earlier call.
@@ -194,36 +196,55 @@ class WorkerGroup(GroupCalls):
         """
         self._require_workers(request.name)
         require_role(request.name, self.role)
-        if request.prepare is None:
+        if request.check is None:
+            return None
+        planning = request.check(self._planner)
+        if self.reference_group is not None and request.args == ("ref",):
+            problem = "the reference model is a group of its own"
+            raise StateError(problem, field="model", hint="call group.reference_group instead")
+        return planning
+
+    def prepared(self, request: Request, planning: Planning | None) -> Request:
+        """A checked call as the ranks get it: its batch planned, completed, and in the object store once.
+
+        It serves any group of these settings, also one launched later.
+
+        Raises:
+            SlimeError: of a reference group that completes the batch. ResourceError: the object store is full.
+        """
+        if planning is None:
             return request
-        work = request.prepare(self._planner)
+        work = planning()
         if self.reference_group is not None:
-            if request.args == ("ref",):
-                problem = "the reference model is a group of its own"
-                raise StateError(problem, field="model", hint="call group.reference_group instead")
             work = self._with_reference(work, self.reference_group)
-        return replace(request, args=(store(work, "batch"), *request.args), prepare=None)
+        return replace(request, args=(store(work, "batch"), *request.args), check=None)
 
     def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
         """The log-probs of a reference group, where a loss reads them and the batch has none."""
         batch = work.batch
         if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
             return work
+        if self._update_ref is not None:  # which was called before, and sends from other ranks than these
+            with suppress(Exception):  # for whoever waits for that call
+                self._update_ref.result()
+            self._update_ref = None
         found = reference.compute_log_probs(batch, model="ref").log_probs
         return replace(work, batch=batch.replace(ref_log_probs=found))
 
     def begin(self, request: Request) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
         self._require_workers(request.name)
-        receivers = None
         if request.name == "update_weights":
-            (receivers,) = request.args
-        elif request.name == "update_ref" and self.reference_group is not None:
-            receivers, request = self.reference_group.receivers, replace(request, name="update_weights")
-        if receivers is not None:
-            timeout_s = self.config.cluster.sync_timeout_s
-            return self._begin(request, lambda worker: worker.update_weights.remote(receivers, timeout_s, self.role))
+            return self._begin_update(request, *request.args)
+        if request.name == "update_ref" and self.reference_group is not None:
+            request = replace(request, name="update_weights")
+            self._update_ref = future = self._begin_update(request, self.reference_group.receivers)
+            return future
         return self._begin(request, lambda worker: worker.call.remote(request, self.role))
+
+    def _begin_update(self, request: Request, receivers: Sequence[Any]) -> CallFuture:
+        timeout_s = self.config.cluster.sync_timeout_s
+        return self._begin(request, lambda worker: worker.update_weights.remote(receivers, timeout_s, self.role))
 
     def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
         return self._queue.begin(
@@ -234,8 +255,9 @@ class WorkerGroup(GroupCalls):
             watchdog=self._watchdog,
         )
 
-    def _start(self, request: Request) -> CallFuture:
-        return self.begin(self.prepared(request))
+    def _start(self, request: Request) -> QueuedCall:
+        planning = self.check(request)
+        return self._queue.dispatcher.submit(lambda: self.begin(self.prepared(request, planning)))
 
     def _require_workers(self, name: str) -> None:
         if not self._workers:

@@ -1,12 +1,14 @@
 """What is decided about a batch before any rank works: that it will do, its advantages, and its plan.
 
 The driver of a Ray group decides it once, without torch, and ships it: ranks neither check nor plan again. Under
-torchrun every rank decides it for itself, and all of them compare what came out, in one exchange.
+torchrun every rank decides it for itself, and all of them compare what came out, in one exchange. A batch is checked
+where the call is made; what then plans it may run later, in another thread.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +39,13 @@ class PreparedBatch:
     denominator: float | None = None  # of the loss; None: what the samples of an update count
 
 
+Planning = Callable[[], PreparedBatch]
+"""Plans a batch that was checked. It raises nothing that the batch could be blamed for."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchPlanner:
-    """Checks and plans the batches of one group.
+    """Checks the batches of one group, and plans them.
 
     Args:
         vocab_size: of the group's model.
@@ -58,7 +64,7 @@ class BatchPlanner:
         """Ranks that get packs of their own."""
         return math.prod(self.config.mesh_of(self.role))
 
-    def for_forward(self, batch: RolloutBatch, model: str = "actor") -> PreparedBatch:
+    def for_forward(self, batch: RolloutBatch, model: str = "actor") -> Planning:
         """For log-probs or values of every response token.
 
         Args:
@@ -71,11 +77,11 @@ class BatchPlanner:
             problem = f"model={model!r} on a group of role {self.role!r}"
             raise ConfigError(problem, field="model", hint="use ref, or actor on an actor")
         self._check(batch, None)
-        return PreparedBatch(batch, self._one_update(batch, None))
+        return lambda: PreparedBatch(batch, self._one_update(batch, None))
 
     def for_gradients(
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
-    ) -> PreparedBatch:
+    ) -> Planning:
         """For `forward_backward`: every sample in one update.
 
         Raises:
@@ -85,7 +91,7 @@ class BatchPlanner:
         if denominator is not None and not isinstance(denominator, int | float):
             raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
         advantages = self._check(batch, loss)
-        return PreparedBatch(batch, self._one_update(batch, loss), loss, advantages, denominator=denominator)
+        return lambda: PreparedBatch(batch, self._one_update(batch, loss), loss, advantages, denominator=denominator)
 
     def for_training(
         self,
@@ -93,7 +99,7 @@ class BatchPlanner:
         plan: Plan | None = None,
         gae_lambda: float | None = None,
         kl_coefficient: float | None = None,
-    ) -> PreparedBatch:
+    ) -> Planning:
         """For `train_step`: the updates of `plan_training`, or those of a plan of the caller's.
 
         Raises:
@@ -104,13 +110,18 @@ class BatchPlanner:
         loss: LossName = "value" if self.role == "critic" else config.loss_name
         _check_value_options(loss, gae_lambda, kl_coefficient)
         advantages = self._check(batch, loss)
-        if plan is None:
-            plan = plan_training(config, batch, self.cost, loss=loss, advantages=advantages)
-        else:
+        if plan is not None:
             together = samples_together(config, batch, loss)
             limits: dict[str, Any] = {"max_pack_tokens": config.max_pack_tokens, "together": together}
             check_plan(plan, batch, dp=self.data_ranks, **limits)
-        return PreparedBatch(batch, plan, loss, advantages, gae_lambda, kl_coefficient)
+
+        def planned() -> PreparedBatch:
+            found = plan
+            if found is None:
+                found = plan_training(config, batch, self.cost, loss=loss, advantages=advantages)
+            return PreparedBatch(batch, found, loss, advantages, gae_lambda, kl_coefficient)
+
+        return planned
 
     def _check(self, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
         require_batch(batch)

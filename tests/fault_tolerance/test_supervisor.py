@@ -10,6 +10,7 @@ import json
 import math
 import os
 import tempfile
+import threading
 import warnings
 import weakref
 from dataclasses import replace
@@ -33,6 +34,7 @@ from slimefsdp.preparation.prepared import PreparedBatch
 from tests.support.process_resources import files_up_to, unnamed_files
 from tests.support.refusals import names, refused
 from tests.support.tiers import examples
+from tests.support.waiting import PATIENCE_S, wait_until
 
 BUG = 1000
 Disk = dict[tuple[str, int], tuple[Any, ...]]
@@ -61,12 +63,14 @@ class Scripted:
         self.calls = self.launches = 0
         self.disk: Disk = {}
         self.in_background = False
+        self.may_plan = threading.Event()  # cleared: what plans batches waits
+        self.may_plan.set()
         self.drift = 0  # of what ranks answer, from what others answered
         self.stored = weakref.WeakSet[Ref]()  # batches that the object store has to keep
         placement = "group" if with_reference else "colocated"
         sections = {
             "cluster": {"max_restarts": max_restarts},
-            "checkpoint": {"keep_last": keep_last},
+            "checkpoint": {"keep_last": keep_last, "async_save": False},
             "reference": {"placement": placement},
             "run": {"dir": None},
         }
@@ -99,10 +103,18 @@ class Scripted:
 class Planner:
     """Stands for a BatchPlanner: a batch is known by its number."""
 
+    def __init__(self, script: Scripted) -> None:
+        self.script = script
+
     def for_training(self, batch: Any, *options: Any) -> Any:
         if batch == "bad":
             raise BatchError("bad", field="batch")
-        return batch
+
+        def planned() -> Any:
+            assert self.script.may_plan.wait(PATIENCE_S)
+            return batch
+
+        return planned
 
     for_forward = for_gradients = for_training
 
@@ -120,11 +132,17 @@ class ScriptedGroup:
         is_referred_to = actor is None and script.with_reference
         self.reference_group = ScriptedGroup(script, "ref", self) if is_referred_to else None
 
-    def prepared(self, request: Request) -> Request:
-        if request.prepare is None:
+    def check(self, request: Request) -> Any:
+        return None if request.check is None else request.check(Planner(self.script))  # type: ignore[arg-type]
+
+    def prepared(self, request: Request, planning: Any) -> Request:
+        if planning is None:
             return request
-        batch: Any = request.prepare(Planner())  # type: ignore[arg-type]
-        return replace(request, args=(self.script.put(batch), *request.args), prepare=None)
+        batch = planning()
+        if self.reference_group is not None and self.reference_group.dies_in_forward:
+            self.reference_group.dies_in_forward = False
+            raise WorkerDied("gone", rank=0, call="compute_log_probs")
+        return replace(request, args=(self.script.put(batch), *request.args), check=None)
 
     def begin(self, request: Request) -> Any:
         """Runs at once, in order, as the ranks of a group do; the result waits."""
@@ -190,7 +208,7 @@ class ScriptedGroup:
             raise SyncError("weights did not arrive")
         self.reference_group.state = self.state
 
-    dies_in_update = is_dead = False  # of a reference group
+    dies_in_update = dies_in_forward = is_dead = False  # of a reference group
 
     def health(self) -> list[Any]:
         return [WorkerDied("gone", rank=0, call="health")] if self.is_dead else [None]
@@ -385,7 +403,7 @@ def test_batches_of_calls_that_nobody_has_waited_for_come_back_from_the_disk_too
     script.config.run.dir = tmp_path
     group = supervised(script)
     futures = [group.train_step_async(batch) for batch in range(1, 31)]
-    assert len(script.stored) <= 4 and unnamed_files(tmp_path)
+    assert wait_until(lambda: script.calls == 30 and len(script.stored) <= 4) and unnamed_files(tmp_path)
     assert len([future.result() for future in futures]) == 30
     assert script.group.state == tuple(range(1, 31)) and len(group.recoveries) == 1
 
@@ -590,6 +608,46 @@ def test_a_reference_rank_that_is_lost_in_update_ref_is_replaced(supervised: Any
     assert script.group.reference_group.state == script.group.state == (1,)
     with refused(StateError, "receivers"):
         group.update_weights(group.reference_group.receivers)
+
+
+def test_a_reference_rank_that_is_lost_while_it_completes_a_batch_is_replaced(supervised: Any) -> None:
+    script = Scripted(set(), with_reference=True)
+    group = supervised(script)
+    group.train_step(1)
+    script.group.reference_group.dies_in_forward = True
+    futures = [group.train_step_async(2), group.train_step_async(3)]
+    assert len([future.result() for future in futures]) == 2
+    assert script.group.state == (1, 2, 3) and len(group.recoveries) == 1
+
+
+def test_calls_are_queued_while_one_is_planned_and_begin_on_the_ranks_that_there_are_by_then(supervised: Any) -> None:
+    script = Scripted({2})
+    group = supervised(script)
+    group.train_step(1)
+    lost = group.train_step_async(2)
+    assert wait_until(lambda: script.calls == 2)
+    script.may_plan.clear()
+    queued = [group.train_step_async(3), group.compute_log_probs_async(4), group.save_async(5)]
+    with pytest.raises(BatchError):
+        group.train_step_async("bad")
+    assert lost.result() and len(group.recoveries) == 1
+    assert script.group.state == (1, 2) and script.calls == 4, "two calls made again, and none that is queued"
+    script.may_plan.set()
+    results = [future.result() for future in queued]
+    assert script.group.state == (1, 2, 3) and results[1] == hash(((1, 2, 3), 4)) and ("actor", 5) in script.disk
+
+
+def test_calls_that_are_queued_at_a_shutdown_are_refused(supervised: Any) -> None:
+    script = Scripted(set(), with_reference=True)
+    group = supervised(script)
+    script.may_plan.clear()
+    queued = group.train_step_async(1)
+    group.shutdown()
+    script.group.reference_group.dies_in_forward = True  # as it does when its processes are ended
+    script.may_plan.set()
+    with pytest.raises(WorkerDied):
+        queued.result()
+    assert script.launches == 1 and script.calls == 0
 
 
 def test_ranks_that_end_after_a_bug_get_no_other_call(supervised: Any) -> None:

@@ -16,7 +16,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, StateError
 from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.prepared import BatchPlanner
+from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
 from slimefsdp.training.step import prepared_together
 from tests.support.phases import VOCAB, make_batch, settings
 from tests.support.rank_pool import RankPool
@@ -34,6 +34,10 @@ def loss(tokens, options):
 """
 
 
+def checked_and_planned(check: Any, batch: RolloutBatch) -> PreparedBatch:
+    return check(batch)()
+
+
 def refusals(rank: int, folder: Path, cases: list[tuple[RunConfig, RolloutBatch, Any]]) -> list[Any]:
     """What each case raises on this rank; only rank 0 has the folder of the user's own module."""
     group = dist.group.WORLD
@@ -49,12 +53,14 @@ def refusals(rank: int, folder: Path, cases: list[tuple[RunConfig, RolloutBatch,
         mine = batch.replace(weight_version=rank) if loss == "other batches" else batch
         rank_state: Any = SimpleNamespace(config=config, mesh=SimpleNamespace(group=group))
         planner = BatchPlanner(config, "actor", VOCAB, None, DEFAULT_COST_MODEL)
-        prepare = planner.for_gradients if loss == "policy" else planner.for_forward
+        check: Any = planner.for_gradients if loss == "policy" else planner.for_forward
         if loss == "other plans":
             plan = plan_training(settings(batch={"samples_per_update": 2 - rank}), mine)
-            prepare = partial(planner.for_training, plan=plan)
+            check = partial(planner.for_training, plan=plan)
         try:
-            prepared_together(rank_state, mine, partial(prepare, mine), rank if loss == "other options" else None)
+            prepared_together(
+                rank_state, mine, partial(checked_and_planned, check, mine), rank if loss == "other options" else None
+            )
             found.append(None)
         except Exception as error:
             found.append((type(error), getattr(error, "field", None), str(error)))

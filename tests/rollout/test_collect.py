@@ -20,6 +20,7 @@ from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
+from slimefsdp.preparation.plan import loss_weights, plan_training
 from slimefsdp.results import SyncReport
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6
@@ -165,6 +166,27 @@ def test_drawing_goes_on_until_enough_groups_are_mixed_and_the_surplus_is_left_o
         assert place["epoch"] * NUM_PROMPTS + place["offset"] == rounds * PROMPTS_PER_STEP
         seen.add((rounds, len(mixed) > PROMPTS_PER_STEP))
     assert len({rounds for rounds, _ in seen}) > 1 and any(has_surplus for _, has_surplus in seen), seen
+
+
+def test_a_group_that_a_filter_dropped_is_in_no_denominator_and_one_that_trains_nothing_is(make: Any) -> None:
+    def weights(batch: RolloutBatch | None) -> np.ndarray:
+        """What the update divides each token's loss by, 1 over it, of the samples that are computed."""
+        assert batch is not None
+        plan = plan_training(config, batch)
+        computed = np.isin(batch.sample_ids, plan.samples_of(0))
+        found: np.ndarray = loss_weights(config, batch, plan.counted_of(0))[computed]
+        return found
+
+    config = make()
+    mixed = [sum(map(is_mixed, drawn_by_hand(config, [(3, 1, step)]))) for step in range(9)]
+    step = next(step for step, count in enumerate(mixed) if 0 < count < PROMPTS_PER_STEP)
+    whole, _ = collected(config, step)
+    kept, _ = collected(make(rollout={"filter": "mixed_groups"}), step)
+    assert whole is not None and kept is not None and kept.num_samples < whole.num_samples
+    share = kept.num_response_tokens / whole.num_response_tokens
+    assert weights(kept).sum() == pytest.approx(1, rel=1e-12)
+    assert weights(whole).sum() == pytest.approx(share, rel=1e-12)
+    np.testing.assert_allclose(weights(whole), share * weights(kept), rtol=1e-12)
 
 
 def test_rounds_that_run_out_leave_a_smaller_batch(make: Any) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.cluster import ray_errors
+from actors.workers import futures, worker_group
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.preparation import prepared
 from slimefsdp.preparation.plan import plan_training
+from slimefsdp.results import LogProbs
 from tests.support.runs import Untouchable
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +82,154 @@ def test_once_the_cluster_is_gone_no_call_reaches_a_rank(
     for call in (lambda: group.train_step(batch), lambda: group.update_weights([]), group.memory, group.update_ref):
         with pytest.raises(ResourceError):
             call()
+
+
+# ---------------------------------------------------------------------- calls that are queued
+
+
+class Rank:
+    """Stands for a rank's process: answers at once, and writes down what it was given."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.call = SimpleNamespace(remote=lambda request, role: self.took(events, request))
+        self.update_weights = SimpleNamespace(remote=lambda receivers, timeout_s, role: self.took(events, receivers))
+
+    @staticmethod
+    def took(events: list[Any], what: Any) -> object:
+        events.append(what)
+        return object()
+
+
+@pytest.fixture
+def launched(make_config: Any, example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, list[Any]]]:
+    """A group of one rank without Ray, and what that rank is given, in order."""
+    made_up = SimpleNamespace(wait=lambda refs, **how: (list(refs), []), get=lambda ref, timeout: ref)
+    for module in (futures, worker_group):
+        monkeypatch.setattr(module, "require_cluster", lambda: None)
+    monkeypatch.setattr(futures, "ray", made_up)
+    monkeypatch.setattr(worker_group, "store", lambda work, field: work)
+
+    def launch(**sections: dict[str, Any]) -> tuple[Any, list[Any]]:
+        events: list[Any] = []
+        folder = read_model_folder(example / "model")
+        config = make_config(**{"mesh": {"dp": 1}, **sections})
+        watchdog: Any = Untouchable()
+        return WorkerGroup(config, "actor", [Rank(events)], folder.vocab_size, folder, watchdog=watchdog), events
+
+    return launch
+
+
+@pytest.fixture
+def may_plan(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Planning waits for it."""
+    event = threading.Event()
+
+    def waits(*args: Any, **how: Any) -> Any:
+        assert event.wait(PATIENCE_S)
+        return plan_training(*args, **how)
+
+    monkeypatch.setattr(prepared, "plan_training", waits)
+    return event
+
+
+def test_an_async_twin_returns_before_its_batch_is_planned_and_calls_keep_their_order_and_their_arguments(
+    launched: Any, may_plan: threading.Event, batch: RolloutBatch
+) -> None:
+    group, given = launched()
+    loop_state, tags = {"cursor": [1]}, ["reference"]
+    calls = [
+        group.train_step_async(batch),
+        group.save_async(3, loop_state),
+        group.sleep_async(tags),
+        group.memory_async(),
+    ]
+    loop_state["cursor"].append(2)
+    tags.append("optimizer")
+    with pytest.raises(BatchError):  # where it is called, though others wait
+        group.train_step_async(batch.replace(rewards=None))
+    assert given == []
+    may_plan.set()
+    for call in calls:
+        call.result()
+    assert [request.name for request in given] == ["train_step", "save", "sleep", "memory"]
+    work, save, sleep = (request.args for request in given[:3])
+    assert save == (3, {"cursor": [1]}) and sleep == (["reference"],)
+    assert work[0].batch is batch
+    assert work[0].plan.digest() == plan_training(group.config, batch, group._planner.cost).digest()
+
+
+def test_an_async_twin_returns_before_a_reference_group_answers_which_is_asked_after_what_was_called_before(
+    launched: Any, batch: RolloutBatch
+) -> None:
+    group, given = launched(loss={"kl_coefficient": 0.1}, reference={"placement": "group"})
+    may_answer = threading.Event()
+
+    def compute_log_probs(asked: RolloutBatch, model: str) -> LogProbs:
+        given.append("reference")
+        assert may_answer.wait(PATIENCE_S)
+        return LogProbs(*np.full((2, batch.num_response_tokens), -1.0, dtype=np.float32))
+
+    group.reference_group = SimpleNamespace(compute_log_probs=compute_log_probs, receivers=["receiver"])
+    calls = [group.update_ref_async(), group.train_step_async(batch), group.memory_async()]
+    calls[0].result()
+    may_answer.set()
+    calls[-1].result()
+    assert given[:2] == [["receiver"], "reference"]
+    assert [request.name for request in given[2:]] == ["train_step", "memory"]
+    assert (given[2].args[0].batch.ref_log_probs == -1.0).all()
+
+
+def test_a_call_that_cannot_be_begun_says_so_when_it_is_waited_for_and_those_behind_it_begin(
+    launched: Any, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, given = launched()
+
+    def store(work: Any, field: str) -> Any:
+        raise ResourceError("the object store is full", field=field, hint="make room")
+
+    monkeypatch.setattr(worker_group, "store", store)
+    first, second = group.train_step_async(batch), group.memory_async()
+    second.result()
+    for _ in range(2):
+        with pytest.raises(ResourceError):
+            first.result()
+    assert [request.name for request in given] == ["memory"]
+
+
+def test_calls_that_are_queued_when_a_group_ends_are_refused(
+    launched: Any, may_plan: threading.Event, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_group, "end_processes", lambda workers: None)
+    group, given = launched()
+    queued = group.train_step_async(batch)
+    group._watchdog = SimpleNamespace(kill_stopped=lambda: None)
+    group.end()
+    may_plan.set()
+    with pytest.raises(StateError):
+        queued.result()
+    assert given == []
+
+
+def test_a_dispatcher_begins_calls_in_the_order_in_which_threads_made_them_and_rests_between() -> None:
+    dispatcher, order, made = futures.Dispatcher(), [], []
+    lock = threading.Lock()
+
+    def make(thread: int) -> None:
+        for number in range(200):
+            with lock:
+                made.append((thread, number))
+                dispatcher.submit(lambda call=(thread, number): order.append(call))
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    dispatcher.drain(PATIENCE_S)
+    assert order == made and len(made) == 800
+    may_go = threading.Event()
+    dispatcher.submit(lambda: may_go.wait(PATIENCE_S))
+    with pytest.raises(TimeoutError):
+        dispatcher.drain(0.01)
+    may_go.set()
+    dispatcher.drain(PATIENCE_S)

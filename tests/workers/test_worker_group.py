@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from actors.cluster.placement import reserve
-from actors.workers.futures import CallFuture
+from actors.workers.futures import CallFuture, QueuedCall
 from actors.workers.group_calls import Request
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
@@ -195,7 +195,7 @@ def test_async_twins_return_futures_and_keep_the_order_of_calls(group: Any, batc
     expected = [bits(group.train_step(batch)) for _ in range(2)]
     group.load(0)
     futures = [group.train_step_async(batch) for _ in range(2)] + [group.memory_async(), group.update_ref_async()]
-    assert all(isinstance(future, CallFuture) for future in futures)
+    assert all(isinstance(future, QueuedCall) for future in futures)
     results = [future.result() for future in futures]
     assert [bits(metrics) for metrics in results[:2]] == expected
     assert len(results[2]) == 2 and results[3] is None
@@ -393,7 +393,8 @@ def test_a_killed_rank_is_named_at_once_and_the_group_can_be_shut_down(doomed: A
 
 def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatch) -> None:
     health = doomed.health()
-    good = doomed.prepared(Request("train_step", prepare=lambda planner: planner.for_training(batch)))
+    request = Request("train_step", check=lambda planner: planner.for_training(batch))
+    good = doomed.prepared(request, doomed.check(request))
     # only rank 1 gets it, and fails before the collective that rank 0 waits in
     bad = replace(good, kwargs={"verbose": True})
     refs = [worker.call.remote(call) for worker, call in zip(doomed.receivers, (good, bad), strict=True)]
