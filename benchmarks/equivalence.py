@@ -151,7 +151,7 @@ def reference(path: Path, batch: RolloutBatch, run: str) -> dict[str, Any]:
         plain.backward(batch, np.arange(batch.num_samples))
         gradients, start = plain.gradients(), plain.weights()
         plain.optimizer.zero_grad()
-        losses = plain.phase(batch, plan)
+        losses = plain.train(batch, plan)
     weights = plain.weights()
     return {
         "loss": float(np.mean(losses)),

@@ -1,4 +1,4 @@
-"""The kill matrix: every rank x every phase x SIGKILL, and four more kinds of fault at three phases each.
+"""The kill matrix: every rank x every moment x SIGKILL, and four more kinds of fault at three moments each.
 
     python benchmarks/faults.py --json benchmarks/results/kill_matrix.json
     python benchmarks/faults.py --ranks 4 --json benchmarks/results/kill_matrix_4.json
@@ -37,7 +37,7 @@ from actors.workers import worker_group  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig  # noqa: E402
 from slimefsdp.errors import SlimeError  # noqa: E402
-from tests.support.faulty_worker import HANGS, PHASES, Fault, FaultPlan, faulty_worker  # noqa: E402
+from tests.support.faulty_worker import HANGS, MOMENTS, Fault, FaultPlan, faulty_worker  # noqa: E402
 from tests.support.recorded_job import Outcome, begin, job, settings, start_receiver  # noqa: E402
 from tests.support.tiny_models import save_tiny_model  # noqa: E402
 
@@ -59,12 +59,12 @@ WHAT = (
 
 def cases_of(ranks: int) -> Iterator[tuple[Fault, ...]]:
     """The faults of each case; in the last ones a second fault strikes while the first is made good."""
-    for phase, rank in itertools.product(PHASES, range(ranks)):
-        yield (Fault(rank, phase),)
+    for moment, rank in itertools.product(MOMENTS, range(ranks)):
+        yield (Fault(rank, moment),)
     chosen = itertools.cycle(range(ranks))
-    for kind, phases in OTHER_KINDS.items():
-        for phase in phases:
-            yield (Fault(next(chosen), phase, kind),)
+    for kind, moments in OTHER_KINDS.items():
+        for moment in moments:
+            yield (Fault(next(chosen), moment, kind),)
     yield Fault(0, "after backward"), Fault(1, "init")
     yield Fault(1, "save middle"), Fault(0, "before forward")
 
@@ -122,7 +122,7 @@ class Matrix:
     def run(self, faults: tuple[Fault, ...]) -> dict[str, Any]:
         """What became of one case; raises what the group did not recover from, or AssertionError if nothing fired."""
         plan, start = self._arena.plan, time.perf_counter()
-        if faults[0].phase == "init":
+        if faults[0].moment == "init":
             noticed_s, recovered_s = self._lost_in_launch(faults)
             outcome, recoveries = self._arena.job(self._group), ()
         else:

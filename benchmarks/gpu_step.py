@@ -145,8 +145,8 @@ def measured(
     Args:
         shape: tokens of a step, of a sample, of a sample's prompt.
     """
-    dimensions = ModelSpec.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
-    batch = recorded_batch(shape, dimensions.vocab)
+    model_spec = ModelSpec.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
+    batch = recorded_batch(shape, model_spec.vocab)
     at_once, seconds = batch.num_samples, list[float]()
     while not seconds:
         parts = [np.arange(at, min(at + at_once, batch.num_samples)) for at in range(0, batch.num_samples, at_once)]
@@ -161,7 +161,7 @@ def measured(
             if mesh.device.type == "cuda":
                 torch.cuda.empty_cache()
     median = statistics.median(seconds)
-    flops = training_flops(dimensions, batch.lengths, counted_rows=batch.num_response_tokens).total
+    flops = training_flops(model_spec, batch.lengths, counted_rows=batch.num_response_tokens).total
     tflops = flops / median / 1e12
     found: dict[str, Any] = {"samples_at_once": at_once, "samples": batch.num_samples, "grad_norm": norm}
     found |= {"seconds": median, "rounds": [round(s, 4) for s in seconds], "tokens_per_s": batch.num_tokens / median}

@@ -191,13 +191,13 @@ def predicted(case: Case, folder: Path, rates: Rates) -> tuple[Workload, Candida
     """The estimate that `slimefsdp plan` would give."""
     config = config_from_dict(case.tree(folder))
     model = json.loads((Path(config.model.path) / "config.json").read_text())
-    dimensions = ModelSpec.from_config(model)
-    computing = computing_of(config, dimensions, on_cpu=DEVICE.type == "cpu")
-    choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
-    found = simulate_settings(config, dimensions, choice, case.batch(dimensions.vocab), computing=computing)
-    beside = colocated_models_of(config, dimensions, dimensions)
-    again = computing.recomputed_share(dimensions.layers)
-    work = workload_of(dimensions, found, byte_sizes_of(config), beside, again)
+    model_spec = ModelSpec.from_config(model)
+    computing = computing_of(config, model_spec, on_cpu=DEVICE.type == "cpu")
+    choice = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model_spec), config.mesh.cp)
+    found = simulate_settings(config, model_spec, choice, case.batch(model_spec.vocab), computing=computing)
+    beside = colocated_models_of(config, model_spec, model_spec)
+    again = computing.recomputed_share(model_spec.layers)
+    work = workload_of(model_spec, found, byte_sizes_of(config), beside, again)
     return work, candidate(work, rates, config.fsdp.sharding, computing)
 
 

@@ -49,12 +49,12 @@ CASES = (
 )
 
 
-def balance(lengths: str, max_tokens_per_rank: int, dimensions: ModelSpec) -> dict[str, Any]:
+def balance(lengths: str, max_tokens_per_rank: int, model_spec: ModelSpec) -> dict[str, Any]:
     """The worst of all seeds; against a layout that cuts everything also the mean of what is sent and of the time."""
     figures: list[dict[str, float]] = []
     for seed in range(SEEDS):
         drawn = sample_lengths(lengths, SAMPLES, seed=seed)
-        imbalance = simulate(drawn, dimensions, MESH, max_tokens_per_rank=max_tokens_per_rank).imbalance
+        imbalance = simulate(drawn, model_spec, MESH, max_tokens_per_rank=max_tokens_per_rank).imbalance
         figures.append(
             {
                 "cp_tokens": imbalance.cp.tokens,
@@ -68,7 +68,7 @@ def balance(lengths: str, max_tokens_per_rank: int, dimensions: ModelSpec) -> di
                 "data_ranks_in_every_micro_batch": imbalance.micro_batches,
             }
         )
-    sent, estimated = against_zigzag(sample_lengths(lengths, SAMPLES), max_tokens_per_rank, dimensions)
+    sent, estimated = against_zigzag(sample_lengths(lengths, SAMPLES), max_tokens_per_rank, model_spec)
     return {
         "lengths": lengths,
         "max_tokens_per_rank": max_tokens_per_rank,
@@ -78,9 +78,9 @@ def balance(lengths: str, max_tokens_per_rank: int, dimensions: ModelSpec) -> di
     }
 
 
-def against_zigzag(lengths: np.ndarray, max_tokens_per_rank: int, dimensions: ModelSpec) -> tuple[float, float]:
+def against_zigzag(lengths: np.ndarray, max_tokens_per_rank: int, model_spec: ModelSpec) -> tuple[float, float]:
     """(rows sent between ranks, estimated time) of the hybrid layout over those of cutting everything, for one plan."""
-    cost = CostModel.of_model(dimensions)
+    cost = CostModel.of_model(model_spec)
     cp = MESH.cp
     plan = plan_batch(lengths, dp=MESH.dp, max_pack_tokens=max_tokens_per_rank * cp, cost_model=cost, cp=cp)
     rows, times = np.zeros(2), np.zeros(2)
@@ -153,7 +153,7 @@ def main() -> None:
         "what": f"balance of {SAMPLES} samples on dp {MESH.dp} x cp {MESH.cp}, fullest over mean, over {SEEDS} seeds; "
         "CPU time of planning; work and time are estimates",
         **environment(1),
-        "balance": {name: [balance(*case, dimensions) for case in CASES] for name, dimensions in MODELS.items()},
+        "balance": {name: [balance(*case, model_spec) for case in CASES] for name, model_spec in MODELS.items()},
         "growth": growth(),
         "speed": speed(),
     }

@@ -4,7 +4,7 @@
     python benchmarks/soak.py --recoveries 100 --json benchmarks/results/soak_recoveries.json
     python benchmarks/soak.py --steps 1000 --json benchmarks/results/soak_steps.json
 
-The first trains 100 steps undisturbed, then again under a supervisor while faults strike at random (kinds, phases,
+The first trains 100 steps undisturbed, then again under a supervisor while faults strike at random (kinds, moments,
 ranks and steps from a seed): every bit must be the same, and exactly those faults must have fired. The others watch
 resident memory, open files and threads, of the driver over recoveries, of the driver and of every rank over steps.
 """
@@ -29,7 +29,7 @@ import ray  # noqa: E402
 from actors.cluster.connect import disconnect  # noqa: E402
 from benchmarks.faults import Arena, software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
-from tests.support.faulty_worker import CRASHES, HANGS, PHASES, Fault  # noqa: E402
+from tests.support.faulty_worker import CRASHES, HANGS, MOMENTS, Fault  # noqa: E402
 from tests.support.process_resources import held_by_the_process  # noqa: E402
 from tests.support.recorded_job import recorded_batch  # noqa: E402
 
@@ -47,11 +47,11 @@ def drawn_faults(steps: int, number: int, seed: int) -> dict[int, Fault]:
     rng = random.Random(seed)
     found: dict[int, Fault] = {}
     while len(found) < number:
-        phase = rng.choice([phase for phase in PHASES if phase != "init"])
+        moment = rng.choice([moment for moment in MOMENTS if moment != "init"])
         step = rng.randrange(1, steps + 1)
-        if phase.startswith("save"):
+        if moment.startswith("save"):
             step = -(-step // SAVE_EVERY) * SAVE_EVERY
-        fault = Fault(rng.randrange(RANKS), phase, rng.choice(CRASHES + HANGS))
+        fault = Fault(rng.randrange(RANKS), moment, rng.choice(CRASHES + HANGS))
         if step <= steps:
             found.setdefault(step, fault)
     return dict(sorted(found.items()))
@@ -90,10 +90,10 @@ def over_recoveries(arena: Arena, number: int, seed: int) -> dict[str, Any]:
     """What the driver holds after each of many recoveries."""
     group = arena.supervised("recoveries")
     rng = random.Random(seed)
-    phases = [phase for phase in PHASES if phase not in ("init", "sleep", "wake", "weight update")]
+    moments = [moment for moment in MOMENTS if moment not in ("init", "sleep", "wake", "weight update")]
     samples: list[dict[str, Held]] = []
     for index in range(1, number + 1):
-        arena.plan.arm(Fault(rng.randrange(RANKS), rng.choice(phases)))
+        arena.plan.arm(Fault(rng.randrange(RANKS), rng.choice(moments)))
         group.train_step(recorded_batch(index))
         group.save(index)
         assert len(arena.plan.fired()) == 1

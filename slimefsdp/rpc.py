@@ -77,16 +77,16 @@ def require_receivers(receivers: object) -> None:
             raise SyncError(f"{type(receiver).__name__} has no begin, receive and commit", field="receivers", hint=hint)
 
 
-class Turn:
-    """Whose turn it is on one object; calls may call each other in the thread that has it."""
+class CallLock:
+    """Lets one call at a time run on an object; calls may call each other in the thread that holds it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._running: str | None = None
 
     @contextmanager
-    def taken_by(self, call: str) -> Iterator[None]:
-        """Holds the turn.
+    def held_by(self, call: str) -> Iterator[None]:
+        """Holds the lock for a call.
 
         Raises:
             StateError: a call is running in another thread.
@@ -109,27 +109,27 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class _Taken(Protocol):
-    turn: Turn
+class _Locked(Protocol):
+    call_lock: CallLock
 
 
-class _Ranked(_Taken, Protocol):
+class _Ranked(_Locked, Protocol):
     @property
     def role(self) -> str: ...
 
 
-Owner = TypeVar("Owner", bound=_Taken)
+Owner = TypeVar("Owner", bound=_Locked)
 RankedOwner = TypeVar("RankedOwner", bound=_Ranked)
 
 
-def exclusive(
+def serialized(
     method: Callable[Concatenate[Owner, Arguments], Result],
 ) -> Callable[Concatenate[Owner, Arguments], Result]:
-    """Has a method of an object with a `turn` run only while no other thread is in one; raises StateError there."""
+    """Runs a method of an object with a `call_lock` only while no other thread is in one; else it is a StateError."""
 
     @wraps(method)
     def call(self: Owner, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with self.turn.taken_by(method.__name__):
+        with self.call_lock.held_by(method.__name__):
             return method(self, *args, **kwargs)
 
     return call
@@ -149,4 +149,4 @@ def rpc(
         with heartbeat.during(method.__name__):
             return method(self, *args, **kwargs)
 
-    return exclusive(call)
+    return serialized(call)

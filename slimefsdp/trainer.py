@@ -46,7 +46,7 @@ from slimefsdp.results import (
     SyncReport,
     Tag,
 )
-from slimefsdp.rpc import ROLES, Role, Turn, require_receivers, require_role, rpc
+from slimefsdp.rpc import ROLES, CallLock, Role, require_receivers, require_role, rpc
 from slimefsdp.training import build, step
 from slimefsdp.training.checkpointing import Checkpoints, export_model
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
@@ -72,7 +72,7 @@ class Trainer:
         build.set_numerics(config)
         if role == "actor" or (role == "critic" and config.critic.dp is None):
             config = config.with_ranks(dist.get_world_size())
-        self.turn = Turn()
+        self.call_lock = CallLock()
         mesh = build.mesh_for(config, role, device)
         run_together(lambda: build.check_policy_loss(config), mesh.group)
         folder = build.folder_for(config, role, mesh.group)

@@ -30,7 +30,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.preparation.plan import plan_everything, plan_training
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
-from tests.support.plain_algorithms import PlainPhase, PlainPolicy
+from tests.support.plain_algorithms import PlainPolicy, PlainTraining
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import save_tiny_model
 
@@ -128,7 +128,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def phase_of(case: Case, samples_per_update: int) -> Case:
+def in_updates(case: Case, samples_per_update: int) -> Case:
     """Two epochs of several updates."""
     loss = case.sections.get("loss", {}) | {"epochs": 2}
     return Case({**case.sections, "loss": loss, "batch": {"samples_per_update": samples_per_update}}, case.batch)
@@ -136,12 +136,12 @@ def phase_of(case: Case, samples_per_update: int) -> Case:
 
 # but for pairs and the engine's, from old log-probs of their own
 CASES |= {
-    "a phase of ppo": phase_of(of("loss", "no old log-probs"), 5),
-    "a phase of gspo": phase_of(of("loss", "no old log-probs", policy="gspo", clip_high=0.001), 4),
-    "a phase that cuts prompts": phase_of(of("loss", "no old log-probs", reduction="prompt_mean", policy="cispo"), 5),
-    "a phase of pairs": phase_of(of("loss", "pairs", policy="dpo", reduction="sequence_mean"), 4),
-    "a phase of the engine's policy": phase_of(CASES["the engine as the old policy"], 6),
-    "a phase of k1 in the reward": phase_of(CASES["k1 in the reward"]._replace(batch="no old log-probs"), 7),
+    "a step of ppo": in_updates(of("loss", "no old log-probs"), 5),
+    "a step of gspo": in_updates(of("loss", "no old log-probs", policy="gspo", clip_high=0.001), 4),
+    "a step that cuts prompts": in_updates(of("loss", "no old log-probs", reduction="prompt_mean", policy="cispo"), 5),
+    "a step of pairs": in_updates(of("loss", "pairs", policy="dpo", reduction="sequence_mean"), 4),
+    "a step of the engine's policy": in_updates(CASES["the engine as the old policy"], 6),
+    "a step of k1 in the reward": in_updates(CASES["k1 in the reward"]._replace(batch="no old log-probs"), 7),
 }
 
 
@@ -198,8 +198,8 @@ JOINED = {
         ("raw", "gmpo", "tis, veto and opsm", "entropy"),
         ("the caller's advantages, whitened", "cispo", "importance", "constant"),
         ("dpo", "k2", "prompt_mean"),
-        ("a phase of gspo", "k1"),
-        ("a phase of pairs",),
+        ("a step of gspo", "k1"),
+        ("a step of pairs",),
     )
 }
 COMBINATIONS = {f"combination {seed}": drawn(seed) for seed in range(12)}
@@ -208,7 +208,7 @@ WHERE = {
     (1, 1): [*CASES, *COMBINATIONS],
     (2, 1): list(JOINED),
     (1, 2): list(JOINED),
-    (2, 2): [name for name in JOINED if name.startswith(("grpo", "remax", "dpo", "a phase"))],
+    (2, 2): [name for name in JOINED if name.startswith(("grpo", "remax", "dpo", "a step"))],
 }
 
 
@@ -354,12 +354,12 @@ def step_of(ranks: RankPool, folder: Path, batches: dict[str, RolloutBatch]) -> 
 
 
 @pytest.fixture(scope="module")
-def truth_of(policy: PlainPolicy, folder: Path, batches: dict[str, RolloutBatch]) -> Callable[[str], PlainPhase]:
+def truth_of(policy: PlainPolicy, folder: Path, batches: dict[str, RolloutBatch]) -> Callable[[str], PlainTraining]:
     """What the formulas say, by case."""
     said = {name: policy.says(batches[name]) for name in ("usual", "pairs")}  # the others have the same tokens
 
     @cache
-    def truth(name: str) -> PlainPhase:
+    def truth(name: str) -> PlainTraining:
         case = EVERYTHING[name]
         config, batch = config_of(folder, (1, 1), case.sections), batches[case.batch]
         updates = None
@@ -367,7 +367,7 @@ def truth_of(policy: PlainPolicy, folder: Path, batches: dict[str, RolloutBatch]
             plan = plan_training(config, batch)
             updates = [plan.counted_of(update) for update in range(len(plan.updates))]
             assert len(updates) >= 4
-        return policy.phase(config, batch, said["pairs" if case.batch == "pairs" else "usual"], updates, RATE)
+        return policy.train(config, batch, said["pairs" if case.batch == "pairs" else "usual"], updates, RATE)
 
     return truth
 
@@ -379,7 +379,7 @@ def name_of(value: object) -> str:
 @pytest.mark.parametrize(("axes", "name"), [(axes, name) for axes in WHERE for name in WHERE[axes]], ids=name_of)
 def test_every_algorithm_on_every_mesh_takes_the_step_of_its_formula(
     step_of: Callable[..., Step],
-    truth_of: Callable[[str], PlainPhase],
+    truth_of: Callable[[str], PlainTraining],
     folder: Path,
     batches: dict[str, RolloutBatch],
     axes: tuple[int, int],
@@ -403,7 +403,7 @@ def test_every_algorithm_on_every_mesh_takes_the_step_of_its_formula(
 
 
 def test_the_primitive_of_custom_loops_keeps_pairs_together_too(
-    ranks: RankPool, truth_of: Callable[[str], PlainPhase], folder: Path, batches: dict[str, RolloutBatch]
+    ranks: RankPool, truth_of: Callable[[str], PlainTraining], folder: Path, batches: dict[str, RolloutBatch]
 ) -> None:
     config = config_of(folder, (2, 1), CASES["dpo"].sections)
     apart = plan_everything(config, batches["pairs"], data_ranks=2)  # as for log-probs

@@ -44,7 +44,7 @@ def test_gradients_equal_a_plain_step_in_float64(folder: Path, ranks: RankPool, 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 @pytest.mark.parametrize("coefficient, dropped", [(0.3, 0), (0.0, 2)], ids=["with KL", "policy loss alone"])
-def test_weights_after_a_phase_of_several_updates_equal_plain_steps_in_float64(
+def test_weights_after_a_step_of_several_updates_equal_plain_steps_in_float64(
     folder: Path, ranks: RankPool, dp: int, coefficient: float, dropped: int
 ) -> None:
     loss = {"kl_coefficient": coefficient, "entropy_coefficient": coefficient / 6}
@@ -55,7 +55,7 @@ def test_weights_after_a_phase_of_several_updates_equal_plain_steps_in_float64(
     with KeepFloat64():
         plain = PlainStep(folder, config, torch.float64)
         start = plain.weights()
-        plain.phase(batch, plan)
+        plain.train(batch, plan)
     assert largest_difference(plain.weights(), start) > 1e-2
     for metrics, ours in ranks.run(dp, trainer_weights, config, batch):
         assert metrics["dropped_samples"] == dropped  # a group whose rewards are equal trains by KL and entropy only
@@ -75,7 +75,7 @@ def test_float32_is_as_exact_as_a_plain_float32_step(folder: Path, ranks: RankPo
     assert error_norm(ours, truth) <= 1.5 * error_norm(plain, truth)
 
 
-def test_float32_weights_after_a_phase_are_as_exact_as_plain_float32_steps(folder: Path, ranks: RankPool) -> None:
+def test_float32_weights_after_a_step_are_as_exact_as_plain_float32_steps(folder: Path, ranks: RankPool) -> None:
     config = settings(folder, mesh={"dp": 2}, precision={"compute_dtype": "float32"})
     batch = make_batch(folder)
     plan = plan_training(config, batch)
@@ -83,7 +83,7 @@ def test_float32_weights_after_a_phase_are_as_exact_as_plain_float32_steps(folde
     for dtype in (torch.float64, torch.float32):
         with KeepFloat64():
             plain = PlainStep(folder, config, dtype)
-            plain.phase(batch, plan)
+            plain.train(batch, plan)
         finals[dtype] = plain.weights()
     _, ours = ranks.run(2, trainer_weights, config, batch)[0]
     assert error_norm(ours, finals[torch.float64]) <= 1.5 * error_norm(finals[torch.float32], finals[torch.float64])

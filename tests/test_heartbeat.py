@@ -1,4 +1,4 @@
-"""How far a process is: ticks, the usual gap of a phase, and whether its thread only waits for others."""
+"""How far a process is: ticks, the usual gap of an activity, and whether its thread only waits for others."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class Clock:
         return self.now
 
 
-_GOING_ON: list[ExitStack] = []  # a phase ends where nobody refers to it
+_GOING_ON: list[ExitStack] = []  # an activity ends where nobody refers to it
 
 
 def progress_after(*steps: tuple[float, str | None]) -> Progress:
-    """Of (seconds, then the phase that begins where the one before ends, or None for a tick)."""
+    """Of (seconds, then the activity that begins where the one before ends, or None for a tick)."""
     clock = Clock()
     progress = Progress(clock)
     current = ExitStack()
-    for seconds, phase in steps:
+    for seconds, activity in steps:
         clock.now += seconds
-        if phase is None:
+        if activity is None:
             progress.tick()
         else:
             current.close()
-            current.enter_context(progress.during(phase))
+            current.enter_context(progress.during(activity))
     _GOING_ON.append(current)
     return progress
 
@@ -54,7 +54,7 @@ def test_a_new_process_is_being_launched_and_has_not_moved() -> None:
     assert (found.activity, found.ticks, found.still_s, found.usual_s) == (LAUNCH, 0, 0.0, None)
 
 
-def test_time_without_a_tick_counts_from_the_last_one_in_whatever_phase() -> None:
+def test_time_without_a_tick_counts_from_the_last_one_in_whatever_activity() -> None:
     clock = Clock()
     progress = Progress(clock)
     clock.now += 5
@@ -66,17 +66,17 @@ def test_time_without_a_tick_counts_from_the_last_one_in_whatever_phase() -> Non
     assert (progress.snapshot().still_s, progress.snapshot().ticks) == (3, 2)
 
 
-def test_a_phase_is_measured_by_its_longest_gap_once_it_has_ended() -> None:
+def test_an_activity_is_measured_by_its_longest_gap_once_it_has_ended() -> None:
     steps = [(1, "a"), (4, None), (2, None)]
     assert progress_after(*steps).snapshot().usual_s is None, "its first time may be slow in any part"
     assert progress_after(*steps, (1, "b"), (9, "a")).snapshot().usual_s == 4
     assert progress_after(*steps, (7, "b"), (9, "a")).snapshot().usual_s == 7, "the last gap counts as well"
     assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).snapshot().usual_s == 4, "this one may be held up"
-    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).snapshot().usual_s == 9, "of its own phase alone"
+    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).snapshot().usual_s == 9, "of its own activity alone"
 
 
 def usual_after(*gaps_s: float) -> float | None:
-    """Of a phase that came as often, with one gap each time."""
+    """Of an activity that came as often, with one gap each time."""
     times = [step for gap_s in gaps_s for step in ((0, "a"), (gap_s, IDLE))]
     return progress_after(*times, (0, "a")).snapshot().usual_s
 
@@ -88,7 +88,7 @@ def test_one_time_that_was_held_up_is_no_measure_of_the_others() -> None:
     assert usual_after(*[600] * 20, *[1] * 20) == 1, "and what was slow once is forgotten"
 
 
-def test_a_phase_that_failed_is_no_measure() -> None:
+def test_an_activity_that_failed_is_no_measure() -> None:
     clock = Clock()
     progress = Progress(clock)
     with pytest.raises(ValueError), progress.during("a"):
@@ -127,7 +127,7 @@ def test_what_goes_on_beside_a_call_is_progress_only_while_the_call_waits_for_it
     assert progress.snapshot().still_s == 0, "a thread that works for the call"
 
 
-def test_a_phase_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
+def test_an_activity_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
     clock = Clock()
     progress = Progress(clock)
     with progress.during("outer"):
@@ -142,7 +142,7 @@ def test_a_phase_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
         assert progress.snapshot().usual_s == 2, "without what went on inside"
 
 
-def test_a_phase_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:
+def test_an_activity_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:
     progress = progress_after((0, IDLE))
     try:
         with progress.during("outer"):
@@ -154,7 +154,7 @@ def test_a_phase_inside_of_another_gives_the_outer_one_back_also_after_an_error(
         assert progress.snapshot().activity == IDLE
 
 
-def test_the_place_is_that_of_the_thread_that_entered_the_phase() -> None:
+def test_the_place_is_that_of_the_thread_that_entered_the_activity() -> None:
     progress, entered, released = Progress(), threading.Event(), threading.Event()
 
     def spins_here() -> None:

@@ -325,7 +325,7 @@ def plain_gradients_of_logits(path: Path, batch: RolloutBatch) -> dict[str, torc
 
 
 @pytest.mark.slow  # four ranks
-def test_float32_weights_after_a_phase_are_within_two_ulp_of_one_ranks(folder: Path, ranks: RankPool) -> None:
+def test_float32_weights_after_a_step_are_within_two_ulp_of_one_ranks(folder: Path, ranks: RankPool) -> None:
     def weights(sections: dict[str, Any]) -> dict[str, torch.Tensor]:
         config = settings(folder, **sections, precision={"compute_dtype": "float32"})
         return ranks.run(config.ranks, trainer_weights, config, make_batch(folder))[0][1]

@@ -38,17 +38,17 @@ def test_parameters_are_those_of_the_model_within_a_thousandth(kind: str) -> Non
     config = full_size(kind)
     with torch.device("meta"):
         model = ARCHITECTURES[kind][0](config)
-    dimensions = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
+    model_spec = ModelSpec.from_config(json.loads(config.to_json_string(use_diff=False)))
     counted = sum(parameter.numel() for parameter in model.parameters())
-    assert dimensions.parameters == pytest.approx(counted, rel=1e-3)
-    assert counted >= dimensions.parameters, "what is left out can only be missing"
+    assert model_spec.parameters == pytest.approx(counted, rel=1e-3)
+    assert counted >= model_spec.parameters, "what is left out can only be missing"
     layer = sum(
         parameter.numel() for parameter in model.base_model.get_submodule(LAYER_OF.get(kind, "layers.0")).parameters()
     )
-    assert dimensions.layer_parameters == pytest.approx(layer, rel=3e-3)
+    assert model_spec.layer_parameters == pytest.approx(layer, rel=3e-3)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert dimensions.is_tied == tied and dimensions.embedding_unit_parameters == (
-        0 if tied else config.vocab_size * dimensions.hidden
+    assert model_spec.is_tied == tied and model_spec.embedding_unit_parameters == (
+        0 if tied else config.vocab_size * model_spec.hidden
     )
 
 
@@ -59,16 +59,16 @@ def test_windowed_layers_are_counted_as_transformers_places_them(kind: str, chan
     written = json.loads(config.to_json_string(use_diff=False))
     expected = windowed_layers(config)
     for names in ((), ("layer_types",)):  # files of older versions do not list the layers
-        dimensions = ModelSpec.from_config({name: value for name, value in written.items() if name not in names})
-        assert dimensions.windowed_layers == expected
-        assert dimensions.window == (config.sliding_window if expected else 0)
+        model_spec = ModelSpec.from_config({name: value for name, value in written.items() if name not in names})
+        assert model_spec.windowed_layers == expected
+        assert model_spec.window == (config.sliding_window if expected else 0)
     assert kind in ("gpt2", "llama", "olmo2", "glm4") or not changes or expected > 0
 
 
 def test_a_mixture_counts_all_experts_and_runs_a_token_through_few() -> None:
-    dimensions = ModelSpec.from_config(json.loads(transformers.MixtralConfig().to_json_string(use_diff=False)))
-    assert dimensions.parameters == pytest.approx(46.7e9, rel=1e-3)  # as published
-    assert (dimensions.experts, dimensions.active_experts) == (8, 2)
+    model_spec = ModelSpec.from_config(json.loads(transformers.MixtralConfig().to_json_string(use_diff=False)))
+    assert model_spec.parameters == pytest.approx(46.7e9, rel=1e-3)  # as published
+    assert (model_spec.experts, model_spec.active_experts) == (8, 2)
 
 
 @pytest.mark.parametrize("value", [None, 0, -1, 4.0, "4", True, [4]])

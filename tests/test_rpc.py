@@ -13,26 +13,26 @@ import pytest
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError
-from slimefsdp.rpc import Turn, exclusive
+from slimefsdp.rpc import CallLock, serialized
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal, refused
 from tests.support.rpcs import RPCS
 from tests.support.tiny_models import save_tiny_model
-from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, phases_then_weights, settings
+from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, settings, steps_then_weights
 
 
 class Counter:
     def __init__(self) -> None:
-        self.turn = Turn()
+        self.call_lock = CallLock()
         self.entered, self.may_end = threading.Event(), threading.Event()
 
-    @exclusive
+    @serialized
     def outer(self, *, fails: bool = False) -> str:
         return self.inner(fails)
 
-    @exclusive
+    @serialized
     def inner(self, fails: bool) -> str:
         """Of the inner."""
         self.entered.set()
@@ -41,7 +41,7 @@ class Counter:
             raise ValueError("its own error")
         return "done"
 
-    @exclusive
+    @serialized
     def other(self) -> int:
         return 3
 
@@ -59,7 +59,7 @@ def test_another_thread_is_refused_while_a_call_runs_and_only_then(fails: bool) 
     thread = threading.Thread(target=run)
     thread.start()
     assert counter.entered.wait(30)
-    for _ in range(2):  # a refusal does not take the turn
+    for _ in range(2):  # a refusal does not take the lock
         with refused(StateError, "other", "other()", "outer()"):
             counter.other()
     counter.may_end.set()
@@ -104,7 +104,7 @@ def a_step_disturbed(rank: int, config: RunConfig, batches: list[RolloutBatch]) 
 def test_a_train_step_is_unharmed_by_calls_from_another_thread(ranks: RankPool, tmp_path: Path) -> None:
     config = settings(save_tiny_model(tmp_path / "model"), mesh={"dp": 2}, run={"dir": str(tmp_path)})
     batches = [fresh_batch(seed) for seed in range(2)]
-    metrics, weights = ranks.run(2, phases_then_weights, config, batches)[0]
+    metrics, weights = ranks.run(2, steps_then_weights, config, batches)[0]
     for result in ranks.run(2, a_step_disturbed, config, batches):
         updates, asleep, health = result["errors"].pop("answers")
         assert (updates, asleep) == (1, ()) and np.isfinite(health.norm)

@@ -201,24 +201,22 @@ def test_windows_soft_caps_and_sinks_reach_from_a_node_into_those_above(
         assert largest_difference(found["gradients"], plain) <= 1e-12 * scale
 
 
-def phases(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+def steps(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     with KeepFloat64():
         trainer = Trainer(config, device=torch.device("cpu"))
         metrics = [trainer.train_step(batch) for _ in range(2)]
     return metrics, {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
 
 
-@pytest.mark.slow  # several phases a case
+@pytest.mark.slow  # several steps a case
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2}, {"cp": 2}], ids=str)
-def test_phases_of_several_updates_lead_to_the_same_weights(
-    folder: Path, ranks: RankPool, mesh: dict[str, int]
-) -> None:
+def test_steps_of_several_updates_lead_to_the_same_weights(folder: Path, ranks: RankPool, mesh: dict[str, int]) -> None:
     batch = batch_of(*KINDS.values())
     sizes = {"max_tokens_per_rank": 200, "samples_per_update": 12}
     runs = {}
     for how in ("never", "always"):
         config = settings(folder, mesh=mesh, batch={**sizes, "share_prefixes": how})
-        runs[how] = ranks.run(config.ranks, phases, config, batch)[0]
+        runs[how] = ranks.run(config.ranks, steps, config, batch)[0]
     for one, other in zip(runs["never"][0], runs["always"][0], strict=True):
         assert one["shared_tokens"] == 0 < other["shared_tokens"]
         for name in ("loss", "grad_norm", "kl_ref", "ratio", "entropy"):
@@ -226,7 +224,7 @@ def test_phases_of_several_updates_lead_to_the_same_weights(
     assert largest_difference(runs["never"][1], runs["always"][1]) <= 1e-11
 
 
-def updates_of_a_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
+def updates_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
     trainer = Trainer(config, device=torch.device("cpu"))
     return step_and_updates(trainer, batch)[1]
 
@@ -242,14 +240,14 @@ def test_the_first_ratio_is_exactly_1_and_the_kl_to_an_equal_reference_exactly_0
         folder, mesh=mesh, precision={"compute_dtype": precision}, loss={"old_log_probs": old},
         batch={"max_tokens_per_rank": 200, "samples_per_update": 15, "share_prefixes": "always"},
     )  # fmt: skip
-    for updates in ranks.run(config.ranks, updates_of_a_phase, config, batch):
+    for updates in ranks.run(config.ranks, updates_of_a_step, config, batch):
         assert updates[0]["ratio"] == 1.0 and updates[0]["ratio_deviation_max"] == 0.0 == updates[0]["kl_ref"]
         assert all(later["ratio_deviation_max"] > 1e-4 and later["kl_ref"] > 0 for later in updates[1:])
 
 
 def test_samples_that_share_nothing_are_packed_as_if_nothing_were_shared(folder: Path, ranks: RankPool) -> None:
     batch = batch_of(unrelated)
-    found = [ranks.run(1, phases, configured(folder, how), batch)[0] for how in ("never", "auto", "always")]
+    found = [ranks.run(1, steps, configured(folder, how), batch)[0] for how in ("never", "auto", "always")]
     for metrics, weights in found[1:]:
         assert [m["loss"] for m in metrics] == [m["loss"] for m in found[0][0]]
         assert all(torch.equal(weights[name], found[0][1][name]) for name in weights)

@@ -28,9 +28,9 @@ from tests.support.trainers import (
     error_of,
     fingerprint,
     fresh_batch,
-    phases_then_weights,
     settings,
     step_and_updates,
+    steps_then_weights,
 )
 
 OVERFLOWING = 3e38  # a legal float32 whose gradients are not
@@ -44,7 +44,7 @@ def other_folder(tiny_folder: TinyFolder) -> Path:
 # ---------------------------------------------------------------------- ratio, KL and log-probs
 
 
-def updates_of_one_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
+def updates_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
     trainer = Trainer(config, device=CPU)
     return step_and_updates(trainer, batch)[1]
 
@@ -67,7 +67,7 @@ def test_the_ratio_of_the_first_update_is_exactly_one(
     folder: Path, ranks: RankPool, dp: int, cp: int, sections: dict[str, Any]
 ) -> None:
     config = settings(folder, mesh={"dp": dp, "cp": cp}, **sections)
-    for updates in ranks.run(dp * cp, updates_of_one_phase, config, fresh_batch()):
+    for updates in ranks.run(dp * cp, updates_of_a_step, config, fresh_batch()):
         assert updates[0]["ratio"] == 1.0 and updates[0]["ratio_deviation_max"] == 0.0
         assert (len(updates) > 1) == ("batch" in sections)
         # after an update the policy is another one: the zero above is no constant
@@ -206,7 +206,7 @@ def test_a_reference_of_another_vocabulary_is_refused(folder: Path, ranks: RankP
 
 
 def forwards_and_metrics(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[int, dict[str, float], np.ndarray]:
-    """Forwards of the policy in a phase, its metrics, and the log-probs before it."""
+    """Forwards of the policy in a step, its metrics, and the log-probs before it."""
     trainer = Trainer(config, device=CPU)
     current = trainer.compute_log_probs(batch).log_probs
     forwards = []
@@ -306,7 +306,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder: Path, rank
     config = settings(folder, mesh={"dp": dp}, optim=optim)
     good = fresh_batch()
     bad = good.replace(advantages=np.full(good.num_response_tokens, OVERFLOWING))
-    undisturbed = ranks.run(dp, phases_then_weights, config, [good])[0]
+    undisturbed = ranks.run(dp, steps_then_weights, config, [good])[0]
     for result in ranks.run(dp, skipping, config, good, bad):
         assert [metrics["skipped_update"] for metrics in result["skipped"]] == [1.0, 1.0]
         for metrics in result["skipped"]:  # nothing was taken, and nobody is to be sent the weights again
@@ -337,8 +337,8 @@ def test_the_gradient_norm_is_global(folder: Path, ranks: RankPool) -> None:
 # ---------------------------------------------------------------------- what an update is made of
 
 
-def float64_phases(rank: int, config: RunConfig, batches: list[RolloutBatch], losses: list[Any]) -> list[Any]:
-    """Of each loss, metrics of every batch's phase and what all of them took off the initial weights."""
+def float64_steps(rank: int, config: RunConfig, batches: list[RolloutBatch], losses: list[Any]) -> list[Any]:
+    """Of each loss, metrics of every batch's step and what all of them took off the initial weights."""
     found = []
     with KeepFloat64():
         for loss in losses:
@@ -393,7 +393,7 @@ def test_to_leave_samples_without_variance_out_is_a_matter_of_speed_alone(
                                "drop_zero_advantages": drop, **sections["loss"]}).loss
         for reduction in reductions for drop in (True, False)
     ]  # fmt: skip
-    found = ranks.run(mesh.get("dp", 1) * mesh.get("cp", 1), float64_phases, config, batches, losses)[0]
+    found = ranks.run(mesh.get("dp", 1) * mesh.get("cp", 1), float64_steps, config, batches, losses)[0]
     for (dropped, ours), (kept, theirs) in zip(found[::2], found[1::2], strict=True):
         assert np.abs(theirs).max() > 1e-3 and np.abs(ours - theirs).max() <= 1e-12 * np.abs(theirs).max()
         for one, other in zip(dropped, kept, strict=True):
@@ -415,7 +415,7 @@ def test_a_kl_term_of_next_to_nothing_does_not_rescale_the_gradient(
         for coefficient in (0.0, 1e-9)
     ]
     batch = fresh_batch().replace(ref_log_probs=np.full(fresh_batch().num_response_tokens, -4.0))
-    (without, moved), (with_kl, also_moved) = ranks.run(1, float64_phases, config, [batch], losses)[0]
+    (without, moved), (with_kl, also_moved) = ranks.run(1, float64_steps, config, [batch], losses)[0]
     assert np.abs(moved).max() > 1e-3 and np.abs(moved - also_moved).max() <= 1e-6 * np.abs(moved).max()
     assert (without[0]["dropped_samples"], with_kl[0]["dropped_samples"]) == (2.0, 0.0)
 
@@ -425,11 +425,11 @@ def test_updates_in_which_nothing_trains_are_counted_not_taken(folder: Path, ran
     batch = fresh_batch()
     nothing = batch.replace(rewards=np.ones(batch.num_samples))
     one_by_one = settings(folder, mesh={"dp": dp}, batch={"samples_per_update": 1})
-    for (some, none), weights in ranks.run(dp, phases_then_weights, one_by_one, [batch, nothing]):
+    for (some, none), weights in ranks.run(dp, steps_then_weights, one_by_one, [batch, nothing]):
         assert (some["updates"], some["empty_updates"], some["dropped_samples"]) == (6.0, 2.0, 2.0)
         assert (none["updates"], none["empty_updates"], none["dropped_samples"]) == (0.0, 8.0, 8.0)
         assert "loss" not in none and np.isfinite(list(none.values())).all()
-        assert weights == ranks.run(dp, phases_then_weights, one_by_one, [batch])[0][1]
+        assert weights == ranks.run(dp, steps_then_weights, one_by_one, [batch])[0][1]
 
 
 def step_by_primitives(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, ...]:
@@ -443,7 +443,7 @@ def step_by_primitives(rank: int, config: RunConfig, batch: RolloutBatch) -> tup
 @pytest.mark.parametrize("dp", [1, 2])
 def test_the_primitives_make_the_same_step(folder: Path, ranks: RankPool, dp: int) -> None:
     config, batch = settings(folder, mesh={"dp": dp}), fresh_batch().select([0, 1, 2, 3, 6, 7])
-    (whole,), weights = ranks.run(dp, phases_then_weights, config, [batch])[0]
+    (whole,), weights = ranks.run(dp, steps_then_weights, config, [batch])[0]
     for too_early, again, metrics, same_weights in ranks.run(dp, step_by_primitives, config, batch):
         assert same_weights == weights
         assert metrics == {name: whole[name] for name in metrics}
@@ -455,7 +455,7 @@ def test_recomputed_layers_give_the_same_bits(folder: Path, ranks: RankPool, dp:
     kept, recomputed = (
         ranks.run(
             dp,
-            phases_then_weights,
+            steps_then_weights,
             settings(folder, mesh={"dp": dp}, model={"activation_checkpointing": checkpointing}),
             [fresh_batch(), fresh_batch(1)],
         )[0][1]
@@ -514,7 +514,7 @@ def gathered_and_refused(rank: int, config: RunConfig, batch: RolloutBatch, disc
 @pytest.mark.parametrize("dp", [1, 2])
 def test_gradients_that_were_gathered_are_not_dropped_unasked(folder: Path, ranks: RankPool, dp: int) -> None:
     config, batch = settings(folder, mesh={"dp": dp}), fresh_batch().select([0, 1, 2, 3, 6, 7])
-    expected = ranks.run(dp, phases_then_weights, config, [batch])[0][1]
+    expected = ranks.run(dp, steps_then_weights, config, [batch])[0][1]
     for discards in (True, False):
         for result in ranks.run(dp, gathered_and_refused, config, batch, discards):
             for error in result["refused"]:
@@ -550,7 +550,7 @@ def test_a_step_that_failed_and_a_load_leave_no_gradients(folder: Path, ranks: R
     config = settings(folder, mesh={"dp": 2}, optim={"max_skipped_updates": 1}, run={"dir": str(tmp_path)})
     good = fresh_batch()
     bad = good.replace(advantages=np.full(good.num_response_tokens, OVERFLOWING))
-    expected = ranks.run(2, phases_then_weights, config, [good])[0][1]
+    expected = ranks.run(2, steps_then_weights, config, [good])[0][1]
     for result in ranks.run(2, failing_then_stepping, config, good, bad):
         assert isinstance(result["failed"], ResourceError) and isinstance(result["nothing left"], StateError)
         assert isinstance(result["stopped"], StateError) and result["stopped"].field == "optim.max_skipped_updates"
@@ -568,7 +568,7 @@ def different(inputs, options):
 """
 
 
-def asked_once_a_phase(rank: int, code: Path, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+def asked_once_a_step(rank: int, code: Path, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
     sys.path.insert(0, str(code))
     try:
         own = importlib.import_module("own_estimators")
@@ -602,7 +602,7 @@ def test_the_advantages_that_were_compared_are_trained_on(
     slow = {"lr": 1e-7}  # the KL stays small
     config, batch = settings(folder, mesh={"dp": 2}, advantage=own, loss=loss, optim=slow), fresh_batch()
     scores = batch.rewards[batch.sample_ids][batch.mask].mean()
-    for result in ranks.run(2, asked_once_a_phase, tmp_path, config, batch):
+    for result in ranks.run(2, asked_once_a_step, tmp_path, config, batch):
         assert result["asked"] == [1, 1, 1]
         assert result["advantage"] == pytest.approx(scores, rel=1e-3)
         for error in result["refused"]:
@@ -648,7 +648,7 @@ def test_a_bad_batch_is_refused_before_anything_changes(folder: Path, ranks: Ran
     config = settings(folder, mesh={"dp": dp}, loss={"old_log_probs": "rollout"})
     good = fresh_batch()
     good = good.replace(rollout_log_probs=np.full(good.num_response_tokens, -4.0), temperature=1.0)
-    undisturbed, weights = ranks.run(dp, phases_then_weights, config, [good, good])[0]
+    undisturbed, weights = ranks.run(dp, steps_then_weights, config, [good, good])[0]
     for result in ranks.run(dp, refusals, config, good):
         assert result["fields"] == [(BatchError, field) for field, _ in bad_batches(good) for _ in range(2)]
         assert result["untouched"] and isinstance(result["unknown_loss"], ConfigError)
@@ -675,7 +675,7 @@ def different_batches(rank: int, config: RunConfig, batch: RolloutBatch) -> tupl
 
 def test_ranks_with_different_batches_or_plans_stop_and_stay_usable(folder: Path, ranks: RankPool) -> None:
     config = settings(folder, mesh={"dp": 2})
-    (undisturbed,), _ = ranks.run(2, phases_then_weights, config, [fresh_batch()])[0]
+    (undisturbed,), _ = ranks.run(2, steps_then_weights, config, [fresh_batch()])[0]
     for errors, loss in ranks.run(2, different_batches, config, fresh_batch()):
         assert [type(error) for error in errors] == [StateError] * 10
         assert [error.field for error in errors] == ["batch"] * 9 + ["plan"]

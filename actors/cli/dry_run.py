@@ -34,14 +34,14 @@ def start_lines(config: RunConfig) -> list[str]:
         copies = config.mesh.dp_replicate * config.mesh.cp
         config = config.with_ranks(max(1, (os.cpu_count() or 1) // copies) * copies)
         check_machine(config)
-    dimensions = _dimensions(config, "actor")
-    choice = choose_strategy(config.attention.strategy, AttentionShape.of_dimensions(dimensions), config.mesh.cp)
+    model_spec = _model_spec(config, "actor")
+    choice = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model_spec), config.mesh.cp)
     per_step = config.updates_per_step
     begins = _first_step(config, steps)
     lines = [
         f"run       {config.algorithm} into {config.run.dir}, "
         + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
-        f"model     {dimensions.parameters:,} parameters in {config.model.path}",
+        f"model     {model_spec.parameters:,} parameters in {config.model.path}",
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
         f"updates   {per_step} a step of {config.samples_per_step:,} samples, "
@@ -53,7 +53,7 @@ def start_lines(config: RunConfig) -> list[str]:
             f"{config.rollout.samples_per_prompt:,} responses of at most {config.rollout.max_new_tokens:,} tokens"
         )
     if config.mesh.dp != "auto":
-        lines.append(_memory_line(config, dimensions, on_cpu=on_cpu))
+        lines.append(_memory_line(config, model_spec, on_cpu=on_cpu))
     interval = config.checkpoint.interval_steps
     saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
     lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
@@ -67,7 +67,7 @@ def _first_step(config: RunConfig, last: int) -> int:
     return max(step for step in RunFolder(config.run.dir).checkpoint_steps if step <= last)
 
 
-def _dimensions(config: RunConfig, role: Role) -> ModelSpec:
+def _model_spec(config: RunConfig, role: Role) -> ModelSpec:
     path, field = config.folder_of(role)
     return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
 
@@ -83,18 +83,18 @@ def _ranks_line(config: RunConfig, *, on_cpu: bool) -> str:
     )
 
 
-def _memory_line(config: RunConfig, dimensions: ModelSpec, *, on_cpu: bool) -> str:
+def _memory_line(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> str:
     """Of a rank in a micro-batch as large as the settings allow."""
     assert config.mesh.dp != "auto"
     shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
-    beside = colocated_models_of(config, _dimensions(config, "ref"), _dimensions(config, "critic"))
-    chosen = with_chosen_sharding(config, dimensions, shape, beside=beside, memory_bytes=None, on_cpu=on_cpu)
+    beside = colocated_models_of(config, _model_spec(config, "ref"), _model_spec(config, "critic"))
+    chosen = with_chosen_sharding(config, model_spec, shape, beside=beside, memory_bytes=None, on_cpu=on_cpu)
     assert chosen.fsdp.sharding != "auto"
-    sizes, computing = byte_sizes_of(config), computing_of(config, dimensions, on_cpu=on_cpu)
+    sizes, computing = byte_sizes_of(config), computing_of(config, model_spec, on_cpu=on_cpu)
     tokens, shard_ranks = config.batch.max_tokens_per_rank, config.mesh.dp * config.mesh.cp
     per_update = math.ceil(config.samples_per_step / config.data_ranks / config.updates_per_step)
     held = step_memory(
-        dimensions,
+        model_spec,
         chosen.fsdp.sharding,
         MicroBatches(tokens, rows=tokens, count=min(2, per_update)),
         shard_ranks=shard_ranks,

@@ -90,22 +90,22 @@ def plan_command(options: argparse.Namespace) -> int:
     _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)
-    dimensions = ModelSpec.from_config(folder.config)
+    model_spec = ModelSpec.from_config(folder.config)
     spec = _guessed_lengths(config) if options.lengths is None else options.lengths
-    attention = AttentionShape.of_dimensions(dimensions)
+    attention = AttentionShape.of_model_spec(model_spec)
     choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)
     device = _device(options, config)
     assert config.mesh.dp != "auto"
     shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
     beside = colocated_models_of(config, *(_dimensions_of(config, role) for role in ("ref", "critic")))
     config = with_chosen_sharding(
-        config, dimensions, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
+        config, model_spec, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
     )
-    computing = computing_of(config, dimensions, on_cpu=device.on_cpu)
+    computing = computing_of(config, model_spec, on_cpu=device.on_cpu)
     samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
     found = simulate_settings(
-        config, dimensions, choice, samples, computing=computing, counted_share=options.counted, cost=cost
+        config, model_spec, choice, samples, computing=computing, counted_share=options.counted, cost=cost
     )
     if folder.max_sample_tokens is not None and found.longest > folder.max_sample_tokens:
         raise BatchError(
@@ -114,11 +114,11 @@ def plan_command(options: argparse.Namespace) -> int:
             field="lengths",
             hint="give shorter --lengths, or another model",
         )
-    work = workload_of(dimensions, found, byte_sizes_of(config), beside, computing.recomputed_share(dimensions.layers))
+    work = workload_of(model_spec, found, byte_sizes_of(config), beside, computing.recomputed_share(model_spec.layers))
     outlook = look_ahead(work, computing, device, config)
     batch = samples if isinstance(samples, RolloutBatch) else None
     if options.json:
-        record = {"lengths": spec, "is_batch": batch is not None, "parameters": dimensions.parameters}
+        record = {"lengths": spec, "is_batch": batch is not None, "parameters": model_spec.parameters}
         record |= dataclasses.asdict(found)
         if config.mesh.cp > 1:
             record |= {"lightest_strategy": lightest_strategy(found, attention)}
@@ -126,7 +126,7 @@ def plan_command(options: argparse.Namespace) -> int:
         print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1, allow_nan=False))
     else:
         source = spec if options.lengths is not None else f"{spec} (a guess: give --lengths)"
-        print("\n".join(plan_table(config, dimensions, choice, found, outlook, source, batch)))
+        print("\n".join(plan_table(config, model_spec, choice, found, outlook, source, batch)))
     return 0
 
 

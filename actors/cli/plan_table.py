@@ -20,7 +20,7 @@ _WIDTH = 120  # of running text
 
 def plan_table(
     config: RunConfig,
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     choice: Choice,
     found: Simulation,
     outlook: Outlook,
@@ -42,8 +42,8 @@ def plan_table(
     lines = [
         f"mesh      {mesh.ranks} ranks = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp}; packs of at "
         f"most {config.max_pack_tokens:,} tokens",
-        f"model     {_count(dimensions.parameters)} parameters: {dimensions.layers} layers of {dimensions.hidden}, "
-        f"{dimensions.heads} heads over {dimensions.kv_heads} key heads",
+        f"model     {_count(model_spec.parameters)} parameters: {model_spec.layers} layers of {model_spec.hidden}, "
+        f"{model_spec.heads} heads over {model_spec.kv_heads} key heads",
         f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {source}",
         *_batch_lines(config, found, batch),
         f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
@@ -64,7 +64,7 @@ def plan_table(
         "",
     ]
     if mesh.cp > 1:
-        lines += _attention_lines(found, choice, AttentionShape.of_dimensions(dimensions))
+        lines += _attention_lines(found, choice, AttentionShape.of_model_spec(model_spec))
     sent = found.sharding
     lines += [
         f"sharding's messages of a rank, per update: gathers {byte_text(sent.all_gather)}, reduce-scatters "

@@ -203,7 +203,7 @@ def check_models(config: RunConfig) -> None:
         with_weights = field != "model.path" or config.model.init == "folder"
         folder = read_model_folder(path, field=field, with_weights=with_weights)
         check_architecture(folder, field=field)
-        shape = AttentionShape.of_dimensions(ModelSpec.from_config(folder.config))
+        shape = AttentionShape.of_model_spec(ModelSpec.from_config(folder.config))
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
         if config.mesh.cp > 1:
             print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)

@@ -62,7 +62,7 @@ def is_alive(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
-class Places:
+class PlacementGroups:
     """The placement groups of a job by role, which stay reserved while the processes in them are replaced."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from actors.cluster.placement import Places
+from actors.cluster.placement import PlacementGroups
 from actors.cluster.ray_errors import fetch, store
 from actors.fault_tolerance.call_log import TRAINING, Call, CallLog
 from actors.fault_tolerance.recovery import Recovery, differences_of
@@ -121,7 +121,7 @@ class Supervisor:
     def __init__(self, config: RunConfig) -> None:
         self.recoveries: list[Recovery] = []
         self._config = config
-        self._places = Places()
+        self._places = PlacementGroups()
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
         self._call_log = CallLog()
         # without a run.dir there is no checkpoint either, and batches stay in the object store

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from actors.cluster.placement import Places, actor_options, gpus_per_rank
+from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.rollout.tokenizer import encode_records, end_token_ids, load_tokenizer
 from actors.startup import answered, stage
@@ -133,7 +133,7 @@ class EnginePool:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._engines: list[Any] = []
-        self._places = Places()
+        self._places = PlacementGroups()
         self._watchdog: Watchdog | None = None
 
     @classmethod

@@ -36,11 +36,11 @@ def memory_error(
     where = "" if tokens is None else f" with a micro-batch of {tokens:,} tokens"
     said = next(iter(str(error).splitlines()), type(error).__name__)
     message = f"out of memory{where}: {said}; {_megabytes(free_bytes(device))} are free for a rank"
-    dimensions = model_spec_of(model_config)
+    model_spec = model_spec_of(model_config)
     in_update = tokens is not None  # elsewhere, such as in a launch or a save, no micro-batch takes part
     hint = f"{'lower batch.max_tokens_per_rank, or ' if in_update else ''}take more ranks or memory"
-    if dimensions is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
-        expected = partial(_expected, dimensions, role, tokens, on_cpu=device.type == "cpu")
+    if model_spec is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
+        expected = partial(_expected, model_spec, role, tokens, on_cpu=device.type == "cpu")
         held = expected(config)
         parts = {field.name: getattr(held, field.name) for field in fields(held) if field.name != "host"}
         listed = ", ".join(f"{name} {_megabytes(size)}" for name, size in parts.items() if size)
@@ -52,19 +52,19 @@ def memory_error(
     return ResourceError(message, field="batch.max_tokens_per_rank" if in_update else "mesh.dp", hint=hint)
 
 
-def _expected(dimensions: ModelSpec, role: Role, tokens: int | None, config: RunConfig, *, on_cpu: bool) -> Memory:
+def _expected(model_spec: ModelSpec, role: Role, tokens: int | None, config: RunConfig, *, on_cpu: bool) -> Memory:
     """The fullest moment of an update of the role's model, with what is beside it at rest.
 
     Args:
         tokens: of the micro-batch; None, or more than the settings allow: as many as they do.
     """
     (copies, dp), cp, sizes = config.mesh_of(role), config.mesh.cp, byte_sizes_of(config)
-    computing = computing_of(config, dimensions, on_cpu=on_cpu)
+    computing = computing_of(config, model_spec, on_cpu=on_cpu)
     assert config.fsdp.sharding != "auto"
     most = config.batch.max_tokens_per_rank
     tokens = most if tokens is None else min(tokens, most)
     held = step_memory(
-        dimensions,
+        model_spec,
         config.fsdp.sharding,
         MicroBatches(tokens, rows=tokens, count=_MICRO_BATCHES),
         shard_ranks=dp * cp,
@@ -74,7 +74,7 @@ def _expected(dimensions: ModelSpec, role: Role, tokens: int | None, config: Run
     )
     if role != "actor":
         return held
-    beside = colocated_models_of(config, dimensions, dimensions)  # taken to be as large
+    beside = colocated_models_of(config, model_spec, model_spec)  # taken to be as large
     others = bytes_beside(beside, config.fsdp.sharding, shard_ranks=dp * cp, sizes=sizes, computing=computing)
     return replace(held, others=others)
 

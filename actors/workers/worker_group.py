@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from actors.cluster.connect import connect, with_cluster_ranks
-from actors.cluster.placement import Places, actor_options, gpus_per_rank
+from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
@@ -44,7 +44,7 @@ class WorkerGroup(GroupCalls):
         folder: ModelFolder,
         *,
         watchdog: Watchdog,
-        places: Places | None = None,
+        places: PlacementGroups | None = None,
         is_guest: bool = False,
     ) -> None:
         self.config = config
@@ -62,7 +62,12 @@ class WorkerGroup(GroupCalls):
 
     @classmethod
     def launch(
-        cls, config: RunConfig, role: Role = "actor", *, beside: WorkerGroup | None = None, places: Places | None = None
+        cls,
+        config: RunConfig,
+        role: Role = "actor",
+        *,
+        beside: WorkerGroup | None = None,
+        places: PlacementGroups | None = None,
     ) -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
@@ -85,7 +90,7 @@ class WorkerGroup(GroupCalls):
             _require_vocabulary(_model_folder(config, "critic"), found)
         connect(config)
         config = with_cluster_ranks(config)
-        taken = Places() if places is None else places
+        taken = PlacementGroups() if places is None else places
         group: WorkerGroup | None = None
         try:
             workers, watchdog, vocab_size = _start_ranks(config, role, taken)
@@ -121,7 +126,7 @@ class WorkerGroup(GroupCalls):
         group._queue = actor._queue  # both roles' collectives are on the same ranks
         return group
 
-    def _launch_others(self, places: Places) -> None:
+    def _launch_others(self, places: PlacementGroups) -> None:
         config = self.config
         if config.reference.placement == "group":
             self.reference_group = self.launch(config, "ref", places=places)
@@ -282,7 +287,7 @@ def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
         )
 
 
-def _start_ranks(config: RunConfig, role: Role, places: Places) -> tuple[list[Any], Watchdog, int]:
+def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, int]:
     """The processes of a group with its model loaded, who looks after them, and the vocabulary size."""
     began = time.monotonic()
     ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]

@@ -24,9 +24,9 @@ class AttentionShape:
     has_softcap: bool = False
 
     @classmethod
-    def of_dimensions(cls, dimensions: ModelSpec) -> AttentionShape:
+    def of_model_spec(cls, model_spec: ModelSpec) -> AttentionShape:
         """As far as config.json says it; sinks and soft-caps only matter to packages."""
-        return cls(dimensions.heads, dimensions.kv_heads, has_windows=dimensions.windowed_layers > 0)
+        return cls(model_spec.heads, model_spec.kv_heads, has_windows=model_spec.windowed_layers > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class CostModel:
     @classmethod
     def of_model(
         cls,
-        dimensions: ModelSpec,
+        model_spec: ModelSpec,
         *,
         strategy: Strategy = "ring",
         bytes_per_element: int = 2,
@@ -84,10 +84,10 @@ class CostModel:
             flops_per_byte: FLOPs that a device does in the time that it sends a byte to another cp rank.
             attention_slowdown: FLOPs that it does in matrices in the time of one in attention.
         """
-        per_layer = dimensions.attention_parameters + dimensions.active_experts * dimensions.expert_parameters
-        per_token = 2.0 * (dimensions.layers * per_layer + dimensions.embedding_parameters)  # FLOPs forward
-        of_pairs = 2.0 * dimensions.heads * dimensions.head_dim / per_token * attention_slowdown  # 4 FLOPs a pair
-        keys_and_values = 2 * dimensions.kv_heads * dimensions.head_dim * dimensions.layers
+        per_layer = model_spec.attention_parameters + model_spec.active_experts * model_spec.expert_parameters
+        per_token = 2.0 * (model_spec.layers * per_layer + model_spec.embedding_parameters)  # FLOPs forward
+        of_pairs = 2.0 * model_spec.heads * model_spec.head_dim / per_token * attention_slowdown  # 4 FLOPs a pair
+        keys_and_values = 2 * model_spec.kv_heads * model_spec.head_dim * model_spec.layers
         gradient_bytes = max(4, bytes_per_element)
         # ring sends keys and values again in backward, all_gather keeps them; a step computes three forwards' worth
         sent = {
@@ -96,9 +96,9 @@ class CostModel:
             "ulysses": 0,  # every token travels, however the pack is laid out
         }[strategy]
         return cls(
-            quadratic=of_pairs * (dimensions.layers - dimensions.windowed_layers),
-            windowed=of_pairs * dimensions.windowed_layers,
-            window=dimensions.window,
+            quadratic=of_pairs * (model_spec.layers - model_spec.windowed_layers),
+            windowed=of_pairs * model_spec.windowed_layers,
+            window=model_spec.window,
             comm=keys_and_values * sent * flops_per_byte / (3 * per_token),
             splits_heads=strategy == "ulysses",
         )

@@ -10,7 +10,7 @@ from torch import nn
 
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import reshard
-from slimefsdp.distributed.offload import Sleeper, distinct_storages
+from slimefsdp.distributed.offload import StorageOffloader, distinct_storages
 from slimefsdp.errors import ConfigError
 from slimefsdp.results import TAGS, Memory, MemoryReport, Tag
 
@@ -31,29 +31,30 @@ class MemoryManager:
         self.optimizer: torch.optim.Optimizer | None = None
         self._device = device
         self._group = group
-        self._sleepers = {tag: Sleeper(pin_memory=pin_memory) for tag in TAGS}
+        self._offloaders = {tag: StorageOffloader(pin_memory=pin_memory) for tag in TAGS}
 
     def sleep(self, tags: Sequence[Tag]) -> MemoryReport:
         """Collective: frees the device memory behind the tags; idempotent.
 
         Raises:
             ConfigError: there is no such tag.
-            ResourceError, StateError: as `Sleeper.sleep`, on every rank alike; a tag is awake or asleep as a whole.
+            ResourceError, StateError: as `StorageOffloader.sleep`, on every rank alike; a tag is awake or asleep as a
+                whole.
         """
-        return self._move(tags, lambda tag: self._sleepers[tag].sleep(self._tensors(tag)))
+        return self._move(tags, lambda tag: self._offloaders[tag].sleep(self._tensors(tag)))
 
     def wake_up(self, tags: Sequence[Tag]) -> MemoryReport:
         """Collective: brings it back; idempotent.
 
         Raises:
             ConfigError: there is no such tag.
-            ResourceError: as `Sleeper.wake_up`, on every rank alike; a tag is awake or asleep as a whole.
+            ResourceError: as `StorageOffloader.wake_up`, on every rank alike; a tag is awake or asleep as a whole.
         """
-        return self._move(tags, lambda tag: self._sleepers[tag].wake_up())
+        return self._move(tags, lambda tag: self._offloaders[tag].wake_up())
 
     def drop(self, tag: Tag) -> None:
         """Frees the device memory of a model that is of no more use, also where something still refers to it."""
-        self._sleepers[tag].drop(self._tensors(tag))
+        self._offloaders[tag].drop(self._tensors(tag))
         self.models.pop(tag, None)
 
     def memory(self) -> Memory:
@@ -65,8 +66,8 @@ class MemoryManager:
             parameters=parameters,
             optimizer=optimizer,
             reference=reference,
-            host_buffers=sum(sleeper.host_bytes for sleeper in self._sleepers.values()),
-            asleep=tuple(tag for tag in TAGS if self._sleepers[tag].is_asleep),
+            host_buffers=sum(offloader.host_bytes for offloader in self._offloaders.values()),
+            asleep=tuple(tag for tag in TAGS if self._offloaders[tag].is_asleep),
             **allocator_state(self._device),
         )
 

@@ -19,7 +19,7 @@ CHUNK_BYTES = 64 * 2**20
 FINE_BYTES = 2**20  # no more than this is ever taken in vain
 
 
-class HostArena:
+class HostBuffers:
     """Host memory that is kept from one use to the next and only grows: bytes end to end, cut into chunks.
 
     Chunks are powers of two, `chunk_bytes` at most.
@@ -57,7 +57,7 @@ class HostArena:
             yield pieces
 
 
-class Sleeper:
+class StorageOffloader:
     """Moves the storages of one set of tensors between device and host.
 
     Args:
@@ -66,8 +66,8 @@ class Sleeper:
     """
 
     def __init__(self, *, pin_memory: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self._arena = HostArena(pin_memory=pin_memory, chunk_bytes=chunk_bytes)
-        self._asleep: list[tuple[torch.UntypedStorage, int]] = []  # in the arena's order, with their sizes
+        self._host_buffers = HostBuffers(pin_memory=pin_memory, chunk_bytes=chunk_bytes)
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []  # in the host buffers' order, with their sizes
 
     @property
     def is_asleep(self) -> bool:
@@ -77,7 +77,7 @@ class Sleeper:
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory, which stay between sleeps."""
-        return self._arena.nbytes
+        return self._host_buffers.nbytes
 
     def sleep(self, tensors: Iterable[torch.Tensor]) -> MemoryReport:
         """Copies every distinct storage to the host and frees it; returns when the memory is really free.
@@ -99,7 +99,9 @@ class Sleeper:
                 field="tags",
                 hint="clone a tensor before numpy sees it",
             )
-        _allocate(lambda: self._arena.grow_to(total), f"{total:,} bytes are needed on the host", _ROOM_ON_THE_HOST)
+        _allocate(
+            lambda: self._host_buffers.grow_to(total), f"{total:,} bytes are needed on the host", _ROOM_ON_THE_HOST
+        )
         self._copy(sized, to_host=True)
         self._asleep = sized  # before anything is freed: whatever happens now, waking up puts it right
         for storage, _ in sized:
@@ -146,7 +148,7 @@ class Sleeper:
             # what was computed, or last used the memory that is written now, was queued on the current stream
             side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # None: nothing
-            for (storage, _), pieces in zip(sized, self._arena.views(size for _, size in sized), strict=True):
+            for (storage, _), pieces in zip(sized, self._host_buffers.views(size for _, size in sized), strict=True):
                 rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 for piece in pieces:
                     here, rest = rest[: len(piece)], rest[len(piece) :]

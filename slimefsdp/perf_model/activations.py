@@ -38,26 +38,26 @@ class LayerActivations:
         return self.norms + self.attention + self.mlp
 
     @classmethod
-    def of_model(cls, dimensions: ModelSpec, *, compute: int, wide: int) -> LayerActivations:
+    def of_model(cls, model_spec: ModelSpec, *, compute: int, wide: int) -> LayerActivations:
         """Of the layers of a model.
 
         Args:
             compute, wide: bytes of an element of activations, and of what norms and softmaxes widen it to.
         """
-        hidden = dimensions.hidden
-        queries, keys = dimensions.heads * dimensions.head_dim, dimensions.kv_heads * dimensions.head_dim
+        hidden = model_spec.hidden
+        queries, keys = model_spec.heads * model_spec.head_dim, model_spec.kv_heads * model_spec.head_dim
         # a norm keeps its widened input, the normed one before its weight, and what the products read
-        norms = 2 * hidden * (wide + 2 * compute) + (dimensions.norms_per_layer - 2) * hidden * (wide + compute)
-        of_rotated = wide + 2 * compute if dimensions.has_head_norms else compute
-        attention = (queries + keys) * of_rotated + (keys + queries) * compute + dimensions.heads * wide
-        per_token = dimensions.active_experts
-        rows = dimensions.intermediate * compute * per_token
-        routed = 3 * hidden * compute * per_token if dimensions.experts > 1 else 0
+        norms = 2 * hidden * (wide + 2 * compute) + (model_spec.norms_per_layer - 2) * hidden * (wide + compute)
+        of_rotated = wide + 2 * compute if model_spec.has_head_norms else compute
+        attention = (queries + keys) * of_rotated + (keys + queries) * compute + model_spec.heads * wide
+        per_token = model_spec.active_experts
+        rows = model_spec.intermediate * compute * per_token
+        routed = 3 * hidden * compute * per_token if model_spec.experts > 1 else 0
         return cls(
             norms=norms,
             attention=attention,
-            mlp=(dimensions.mlp_matrices + 1) * rows + routed,
-            products=(2 * queries + 2 * keys + 2 * hidden) * compute + (dimensions.mlp_matrices - 1) * rows + routed,
+            mlp=(model_spec.mlp_matrices + 1) * rows + routed,
+            products=(2 * queries + 2 * keys + 2 * hidden) * compute + (model_spec.mlp_matrices - 1) * rows + routed,
             stream=hidden * compute,
             is_stream_kept=compute == wide,
             mlp_backward=2 * rows + hidden * compute,
@@ -76,7 +76,7 @@ class HeadActivations:
     @classmethod
     def of_model(
         cls,
-        dimensions: ModelSpec,
+        model_spec: ModelSpec,
         *,
         compute: int,
         wide: int,
@@ -92,7 +92,7 @@ class HeadActivations:
             tokens: of the micro-batch on one rank. rows: those whose log-probs are asked for; 0 of a critic.
             entropy_grad, full_kl: whether the loss differentiates entropies, or the KL over the whole vocabulary.
         """
-        hidden, vocab = dimensions.hidden, dimensions.vocab
+        hidden, vocab = model_spec.hidden, model_spec.vocab
         if not rows:
             return cls(kept=tokens * hidden * (wide + compute), forward=0, backward=0)
         logits = -(-rows // _head_chunks(rows, vocab, wide)) * vocab * wide
@@ -109,7 +109,7 @@ class HeadActivations:
         )
 
 
-def recomputed_head_share(dimensions: ModelSpec, *, wide: int, rows: int) -> float:
+def recomputed_head_share(model_spec: ModelSpec, *, wide: int, rows: int) -> float:
     """Of the head's projection, what backward computes again: all chunks but the last, whose logits are kept.
 
     With a final logit soft-cap none are; dimensions do not tell, and this leaves it out.
@@ -117,7 +117,7 @@ def recomputed_head_share(dimensions: ModelSpec, *, wide: int, rows: int) -> flo
     Args:
         wide, rows: as `HeadActivations.of_model`.
     """
-    return 1 - 1 / _head_chunks(rows, dimensions.vocab, wide) if rows else 0.0
+    return 1 - 1 / _head_chunks(rows, model_spec.vocab, wide) if rows else 0.0
 
 
 def _head_chunks(rows: int, vocab: int, wide: int) -> int:

@@ -58,7 +58,7 @@ class Flops:
 
 
 def forward_flops(
-    dimensions: ModelSpec, lengths: np.ndarray, *, counted_rows: int, depths: np.ndarray | None = None
+    model_spec: ModelSpec, lengths: np.ndarray, *, counted_rows: int, depths: np.ndarray | None = None
 ) -> Flops:
     """Of one forward pass.
 
@@ -71,18 +71,18 @@ def forward_flops(
     starts = np.zeros_like(ends) if depths is None else depths.astype(np.float64)
     ends = ends + starts
     whole = _pairs(ends, None) - _pairs(starts, None)
-    windowed = _pairs(ends, dimensions.window) - _pairs(starts, dimensions.window)
-    whole_layers = dimensions.layers - dimensions.windowed_layers
-    pairs = whole_layers * whole.sum() + dimensions.windowed_layers * windowed.sum()
+    windowed = _pairs(ends, model_spec.window) - _pairs(starts, model_spec.window)
+    whole_layers = model_spec.layers - model_spec.windowed_layers
+    pairs = whole_layers * whole.sum() + model_spec.windowed_layers * windowed.sum()
     return Flops(
-        layers=2.0 * dimensions.layers * _active_layer_parameters(dimensions) * float(lengths.sum()),
-        attention=4.0 * dimensions.heads * dimensions.head_dim * float(pairs),
-        head=2.0 * dimensions.embedding_parameters * counted_rows,
+        layers=2.0 * model_spec.layers * _active_layer_parameters(model_spec) * float(lengths.sum()),
+        attention=4.0 * model_spec.heads * model_spec.head_dim * float(pairs),
+        head=2.0 * model_spec.embedding_parameters * counted_rows,
     )
 
 
 def training_flops(
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     lengths: np.ndarray,
     *,
     counted_rows: int,
@@ -97,13 +97,13 @@ def training_flops(
         lengths, counted_rows, depths: as `forward_flops`.
         trained_share: of the weights; a frozen weight has no gradient, though what is below it may.
     """
-    forward = forward_flops(dimensions, lengths, counted_rows=counted_rows, depths=depths)
+    forward = forward_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths)
     of_weights = 2 + trained_share
     return Flops(forward.layers * of_weights, forward.attention * 3, forward.head * of_weights)
 
 
 def executed_flops(
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     lengths: np.ndarray,
     *,
     counted_rows: int,
@@ -123,9 +123,9 @@ def executed_flops(
         recomputed_head: share of the head's projection that backward computes again
             (`slimefsdp.perf_model.activations.recomputed_head_share`).
     """
-    once = forward_flops(dimensions, lengths, counted_rows=counted_rows, depths=depths)
-    needed = training_flops(dimensions, lengths, counted_rows=counted_rows, depths=depths, trained_share=trained_share)
-    again = recomputed_layers / dimensions.layers
+    once = forward_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths)
+    needed = training_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths, trained_share=trained_share)
+    again = recomputed_layers / model_spec.layers
     return Flops(
         layers=needed.layers + again * once.layers,
         attention=needed.attention + (0.5 + again) * once.attention,
@@ -133,10 +133,10 @@ def executed_flops(
     )
 
 
-def _active_layer_parameters(dimensions: ModelSpec) -> int:
+def _active_layer_parameters(model_spec: ModelSpec) -> int:
     """Weights of a layer that one token meets."""
-    router = dimensions.hidden * dimensions.experts if dimensions.experts > 1 else 0
-    return dimensions.attention_parameters + dimensions.active_experts * dimensions.expert_parameters + router
+    router = model_spec.hidden * model_spec.experts if model_spec.experts > 1 else 0
+    return model_spec.attention_parameters + model_spec.active_experts * model_spec.expert_parameters + router
 
 
 def _pairs(lengths: np.ndarray, window: int | None) -> np.ndarray:

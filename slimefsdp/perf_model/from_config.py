@@ -33,14 +33,14 @@ def byte_sizes_of(config: RunConfig) -> ByteSizes:
     )
 
 
-def computing_of(config: RunConfig, dimensions: ModelSpec, *, on_cpu: bool) -> Computing:
+def computing_of(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> Computing:
     """How a rank computes, as far as estimates depend on it."""
     return Computing(
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
         is_optimizer_fused=config.optim.name == "adamw" and config.optim.implementation != "foreach",
         cpu_offload=config.fsdp.cpu_offload,
-        trained_share=dimensions.trained_parameters(config.model.frozen or ()) / dimensions.parameters,
+        trained_share=model_spec.trained_parameters(config.model.frozen or ()) / model_spec.parameters,
         entropy_grad=config.loss.entropy_coefficient != 0,
         full_kl=config.kl_estimator == "full",
         on_cpu=on_cpu,
@@ -62,7 +62,7 @@ def colocated_models_of(config: RunConfig, reference: ModelSpec | None, critic: 
 
 def with_chosen_sharding(
     config: RunConfig,
-    dimensions: ModelSpec | None,
+    model_spec: ModelSpec | None,
     mesh: MeshShape,
     *,
     beside: ColocatedModels,
@@ -74,18 +74,18 @@ def with_chosen_sharding(
     Not `replicate`, which is a matter of the mesh and sends more than `optimizer`.
 
     Args:
-        dimensions: None: they are not known, and it is `full`.
+        model_spec: None: its sizes are not known, and it is `full`.
         beside: models that will share the memory and are not in it yet.
         memory_bytes: free for a rank; None: more than enough.
     """
     if config.fsdp.sharding != "auto":
         return config
     tokens, level = config.batch.max_tokens_per_rank, "full"
-    if dimensions is not None:
+    if model_spec is not None:
         shard_ranks, sizes = mesh.dp * mesh.cp, byte_sizes_of(config)
-        computing = computing_of(config, dimensions, on_cpu=on_cpu)
+        computing = computing_of(config, model_spec, on_cpu=on_cpu)
         level = choose_sharding(
-            dimensions,
+            model_spec,
             MicroBatches(tokens, rows=tokens, count=2),  # of one alone, gradients are summed once anyway
             memory_bytes=sys.maxsize if memory_bytes is None else int(HEADROOM * memory_bytes),
             dp_replicate=mesh.dp_replicate,
@@ -101,7 +101,7 @@ def with_chosen_sharding(
 
 def simulate_settings(
     config: RunConfig,
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     choice: Choice,
     samples: np.ndarray | RolloutBatch,
     *,
@@ -120,12 +120,12 @@ def simulate_settings(
     """
     assert config.mesh.dp != "auto" and config.fsdp.sharding != "auto"
     mesh, sizes = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp), byte_sizes_of(config)
-    cost = cost or CostModel.of_model(dimensions, strategy=choice.traffic, bytes_per_element=sizes.compute)
+    cost = cost or CostModel.of_model(model_spec, strategy=choice.traffic, bytes_per_element=sizes.compute)
     shape: dict[str, Any] = {"strategy": choice.traffic, "sharding": config.fsdp.sharding, "sizes": sizes}
     if not isinstance(samples, RolloutBatch):
         return simulate(
             samples,
-            dimensions,
+            model_spec,
             mesh,
             max_tokens_per_rank=config.batch.max_tokens_per_rank,
             samples_per_update=config.batch.samples_per_update,
@@ -142,12 +142,12 @@ def simulate_settings(
     if counted_share is None:
         counted_share = int(samples.mask.sum()) / samples.num_tokens
     return simulate_plan(
-        plan, samples.lengths, dimensions, mesh, computing=computing, counted_share=counted_share, cost=cost, **shape
+        plan, samples.lengths, model_spec, mesh, computing=computing, counted_share=counted_share, cost=cost, **shape
     )
 
 
 def workload_of(
-    dimensions: ModelSpec, found: Simulation, sizes: ByteSizes, beside: ColocatedModels, recomputed: float
+    model_spec: ModelSpec, found: Simulation, sizes: ByteSizes, beside: ColocatedModels, recomputed: float
 ) -> Workload:
     """What a rank has to do in an update, as the simulation found it.
 
@@ -159,7 +159,7 @@ def workload_of(
     assert comm is not None
     once = comm.forward / (1 + recomputed)
     return Workload(
-        dimensions=dimensions,
+        model_spec=model_spec,
         dp_replicate=mesh.dp_replicate,
         shard_ranks=mesh.dp * mesh.cp,
         sizes=sizes,
@@ -168,8 +168,8 @@ def workload_of(
         forward=found.forward_flops.over(ranks),
         tokens=found.computed_tokens / len(found.updates) / ranks,
         repeats=found.tokens / found.computed_tokens,
-        attention_bytes=round((once + comm.backward) * dimensions.layers / ranks),
-        attention_bytes_again=round(once * dimensions.layers / ranks),
+        attention_bytes=round((once + comm.backward) * model_spec.layers / ranks),
+        attention_bytes_again=round(once * model_spec.layers / ranks),
         beside=beside,
         longest=found.longest,
         slowdown=found.imbalance.micro_batches,

@@ -95,7 +95,7 @@ class MicroBatches:
 
 
 def memory_per_rank(
-    dimensions: ModelSpec, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, trained_share: float = 1.0
+    model_spec: ModelSpec, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, trained_share: float = 1.0
 ) -> Memory:
     """What a rank holds without activations.
 
@@ -103,23 +103,23 @@ def memory_per_rank(
         shard_ranks: ranks that share one copy of the model, mesh.dp x mesh.cp; `replicate` shares nothing.
         trained_share: of the parameters: the others have neither gradients nor optimiser state.
     """
-    held = -(-dimensions.parameters // (1 if sharding == "replicate" else shard_ranks))
+    held = -(-model_spec.parameters // (1 if sharding == "replicate" else shard_ranks))
     trained = round(held * trained_share)
     # the root stays whole from forward to backward; beside it one layer at a time, or everything
-    gathered = dimensions.root_parameters + max(dimensions.layer_parameters, dimensions.embedding_unit_parameters)
+    gathered = model_spec.root_parameters + max(model_spec.layer_parameters, model_spec.embedding_unit_parameters)
     if sharding in ("keep_parameters", "optimizer"):
-        gathered = dimensions.parameters
-    whole_gradients = round(dimensions.parameters * trained_share) * sizes.reduce if sharding == "optimizer" else 0
+        gathered = model_spec.parameters
+    whole_gradients = round(model_spec.parameters * trained_share) * sizes.reduce if sharding == "optimizer" else 0
     return Memory(
         parameters=held * sizes.master,
         gradients=trained * sizes.master,
         optimizer=trained * sizes.master * sizes.optimizer_states,
-        unsharded=min(gathered, dimensions.parameters) * sizes.compute + whole_gradients,
+        unsharded=min(gathered, model_spec.parameters) * sizes.compute + whole_gradients,
     )
 
 
 def step_memory(
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     sharding: Sharding,
     batch: MicroBatches,
     *,
@@ -134,7 +134,7 @@ def step_memory(
         shard_ranks: as `memory_per_rank`.
         copies: of the model that shards, mesh.dp_replicate.
     """
-    step = _Step(dimensions, sharding, batch, shard_ranks, copies, sizes, computing or Computing())
+    step = _Step(model_spec, sharding, batch, shard_ranks, copies, sizes, computing or Computing())
     fullest = max(step.moments(), key=lambda moment: moment.total)
     if not step.computing.cpu_offload or step.computing.on_cpu:
         return fullest
@@ -146,7 +146,7 @@ def step_memory(
 class _Step:
     """The moments of a step at which memory may be fullest."""
 
-    dimensions: ModelSpec
+    model_spec: ModelSpec
     sharding: Sharding
     batch: MicroBatches
     shard_ranks: int
@@ -156,7 +156,7 @@ class _Step:
 
     def moments(self) -> Iterator[Memory]:
         """Memory in the head, in the backward of the last layers, at the embedding, in the optimiser."""
-        model, sizes, how = self.dimensions, self.sizes, self.computing
+        model, sizes, how = self.model_spec, self.sizes, self.computing
         at_rest = memory_per_rank(
             model, self.sharding, shard_ranks=self._shards, sizes=sizes, trained_share=how.trained_share
         )
@@ -183,7 +183,7 @@ class _Step:
 
     def _in_layers(self, before: Memory, layer: LayerActivations) -> Iterator[Memory]:
         """The backward of the last layers: in its MLP, in its attention, and when its gradients are summed."""
-        model, sizes, how, tokens = self.dimensions, self.sizes, self.computing, self.batch.tokens
+        model, sizes, how, tokens = self.model_spec, self.sizes, self.computing, self.batch.tokens
         trained = how.trained_share
         unit, unit_reduced = self._unit(sizes.compute), round(self._unit(sizes.reduce) * trained)
         head_gradient = round(model.embedding_parameters * sizes.compute * trained)
@@ -218,7 +218,7 @@ class _Step:
 
     def _at_embedding(self, before: Memory) -> Iterator[Memory]:
         """The last gradients of a micro-batch: those of the head and of the embedding, which a tied weight adds up."""
-        model, sizes, trained = self.dimensions, self.sizes, self.computing.trained_share
+        model, sizes, trained = self.model_spec, self.sizes, self.computing.trained_share
         size = round(model.embedding_parameters * trained)
         stream = self.batch.tokens * model.hidden * sizes.compute
         untied = model.embedding_unit_parameters * sizes.compute
@@ -237,7 +237,7 @@ class _Step:
     def _head(self) -> HeadActivations:
         how = self.computing
         return HeadActivations.of_model(
-            self.dimensions,
+            self.model_spec,
             compute=self.sizes.compute,
             wide=self.sizes.wide,
             tokens=self.batch.tokens,
@@ -269,7 +269,7 @@ class _Step:
         return 2 if self.copies * self.shard_ranks > 1 else 1
 
     def _unit(self, element_bytes: int) -> int:
-        return self.dimensions.layer_parameters * element_bytes
+        return self.model_spec.layer_parameters * element_bytes
 
     def _gathered(self, of_layers: int, behind: int = 0) -> int:
         """Bytes of parameters that are whole.
@@ -278,25 +278,25 @@ class _Step:
             of_layers: bytes of the layers at work, where layers are gathered one by one.
             behind: layers that backward is done with.
         """
-        root = self.dimensions.root_parameters * self.sizes.compute
+        root = self.model_spec.root_parameters * self.sizes.compute
         if not self._is_kept_whole:
             return root + of_layers
-        return root + (self.dimensions.layers - behind) * self._unit(self.sizes.compute)
+        return root + (self.model_spec.layers - behind) * self._unit(self.sizes.compute)
 
 
-def gathered_parameters(dimensions: ModelSpec, sharding: Sharding, micro_batches: float) -> float:
+def gathered_parameters(model_spec: ModelSpec, sharding: Sharding, micro_batches: float) -> float:
     """Parameters that a rank makes whole in an update, counted as often as they are.
 
     In forward and, but for the root's, again in backward; `keep_parameters` once a micro-batch, `optimizer` once.
     """
     if sharding == "optimizer":
-        return float(dimensions.parameters)
-    each = dimensions.parameters * (1 if sharding == "keep_parameters" else 2)
-    return micro_batches * (each if sharding == "keep_parameters" else each - dimensions.root_parameters)
+        return float(model_spec.parameters)
+    each = model_spec.parameters * (1 if sharding == "keep_parameters" else 2)
+    return micro_batches * (each if sharding == "keep_parameters" else each - model_spec.root_parameters)
 
 
 def sharding_traffic(
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     sharding: Sharding,
     *,
     dp_replicate: int,
@@ -312,9 +312,9 @@ def sharding_traffic(
     """
     if sharding == "replicate":
         dp_replicate, shard_ranks = dp_replicate * shard_ranks, 1
-    gathered = gathered_parameters(dimensions, sharding, micro_batches) * sizes.compute
+    gathered = gathered_parameters(model_spec, sharding, micro_batches) * sizes.compute
     sums = 1 if sharding == "optimizer" else micro_batches
-    summed = sums * dimensions.parameters * trained_share * sizes.reduce
+    summed = sums * model_spec.parameters * trained_share * sizes.reduce
     others = (shard_ranks - 1) / shard_ranks
     return ShardingTraffic(
         all_gather=round(gathered * others),
@@ -325,7 +325,7 @@ def sharding_traffic(
 
 
 def choose_sharding(
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     batch: MicroBatches,
     *,
     memory_bytes: int,
@@ -348,13 +348,13 @@ def choose_sharding(
 
     def held(level: Sharding) -> int:
         found = step_memory(
-            dimensions, level, batch, shard_ranks=shard_ranks, copies=dp_replicate, sizes=sizes, computing=computing
+            model_spec, level, batch, shard_ranks=shard_ranks, copies=dp_replicate, sizes=sizes, computing=computing
         )
         return found.total + others
 
     def cost(level: Sharding) -> tuple[int, int, int]:
         sent = sharding_traffic(
-            dimensions,
+            model_spec,
             level,
             dp_replicate=dp_replicate,
             shard_ranks=shard_ranks,

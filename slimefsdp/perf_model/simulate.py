@@ -128,7 +128,7 @@ class Simulation:
 
 def simulate(
     lengths: np.ndarray,
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     mesh: MeshShape,
     *,
     max_tokens_per_rank: int,
@@ -156,7 +156,7 @@ def simulate(
         ConfigError: the strategy cannot serve this model on this mesh.
     """
     sizes, computing = sizes or ByteSizes(), computing or Computing()
-    cost = cost or CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
+    cost = cost or CostModel.of_model(model_spec, strategy=strategy, bytes_per_element=sizes.compute)
     plan = plan_batch(
         lengths,
         dp=mesh.data_ranks,
@@ -168,7 +168,7 @@ def simulate(
     return simulate_plan(
         plan,
         lengths,
-        dimensions,
+        model_spec,
         mesh,
         strategy=strategy,
         sharding=sharding,
@@ -182,7 +182,7 @@ def simulate(
 def simulate_plan(
     plan: Plan,
     lengths: np.ndarray,
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     mesh: MeshShape,
     *,
     strategy: Strategy,
@@ -198,7 +198,7 @@ def simulate_plan(
     tokens = sum(int(of_update.sum()) for of_update in lengths_of_updates)
     schedule = _schedule(plan, lengths)
     balance = _measured(schedule, mesh.cp, cost)
-    comm = _comm_of_strategies(schedule, mesh.cp, strategy, dimensions, sizes, computing)
+    comm = _comm_of_strategies(schedule, mesh.cp, strategy, model_spec, sizes, computing)
     chosen = comm[strategy]
     assert chosen is not None
     micro_batches = [len(update[0]) for update in plan.updates]
@@ -224,9 +224,9 @@ def simulate_plan(
         most_tokens_at_once=balance.most_tokens_at_once,
         imbalance=balance.imbalance,
         comm=comm,
-        attention_bytes_per_rank=chosen.total * dimensions.layers // mesh.ranks,
+        attention_bytes_per_rank=chosen.total * model_spec.layers // mesh.ranks,
         sharding=sharding_traffic(
-            dimensions,
+            model_spec,
             sharding,
             dp_replicate=mesh.dp_replicate,
             shard_ranks=shard_ranks,
@@ -234,12 +234,12 @@ def simulate_plan(
             micro_batches=sum(micro_batches) / num_updates,
             trained_share=computing.trained_share,
         ),
-        memory=_memory_of_levels(dimensions, mesh, largest, sizes, computing),
+        memory=_memory_of_levels(model_spec, mesh, largest, sizes, computing),
         largest=largest,
         needed_flops=training_flops(
-            dimensions, nodes, counted_rows=counted_rows, depths=depths, trained_share=computing.trained_share
+            model_spec, nodes, counted_rows=counted_rows, depths=depths, trained_share=computing.trained_share
         ).over(num_updates),
-        forward_flops=forward_flops(dimensions, nodes, counted_rows=counted_rows, depths=depths).over(num_updates),
+        forward_flops=forward_flops(model_spec, nodes, counted_rows=counted_rows, depths=depths).over(num_updates),
     )
 
 
@@ -345,11 +345,11 @@ class _CpSums:
 
 
 def _memory_of_levels(
-    dimensions: ModelSpec, mesh: MeshShape, largest: MicroBatches, sizes: ByteSizes, computing: Computing
+    model_spec: ModelSpec, mesh: MeshShape, largest: MicroBatches, sizes: ByteSizes, computing: Computing
 ) -> dict[Sharding, Memory]:
     return {
         level: step_memory(
-            dimensions,
+            model_spec,
             level,
             largest,
             shard_ranks=mesh.dp * mesh.cp,
@@ -365,16 +365,16 @@ def _comm_of_strategies(
     schedule: _Schedule,
     cp: int,
     chosen: Strategy,
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     sizes: ByteSizes,
     computing: Computing,
 ) -> dict[Strategy, CommBytes | None]:
     """Of all strategies, None where heads do not divide; asked for all the same, the chosen one is refused there."""
-    again = computing.recomputed_share(dimensions.layers)
+    again = computing.recomputed_share(model_spec.layers)
     comm: dict[Strategy, CommBytes | None] = {}
     for name in STRATEGIES:
-        if name != "ulysses" or dimensions.heads % cp == 0 or chosen == "ulysses":
-            comm[name] = _comm_bytes(schedule, cp, name, dimensions, sizes, again)
+        if name != "ulysses" or model_spec.heads % cp == 0 or chosen == "ulysses":
+            comm[name] = _comm_bytes(schedule, cp, name, model_spec, sizes, again)
         else:
             comm[name] = None
     return comm
@@ -384,20 +384,20 @@ def _comm_bytes(
     schedule: _Schedule,
     cp: int,
     strategy: Strategy,
-    dimensions: ModelSpec,
+    model_spec: ModelSpec,
     sizes: ByteSizes,
     recomputed_layers: float,
 ) -> CommBytes:
     """Over all packs, each laid out as this strategy would have it; the mean over updates."""
-    cost = CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=sizes.compute)
+    cost = CostModel.of_model(model_spec, strategy=strategy, bytes_per_element=sizes.compute)
     forward = backward = 0
     for pack in _packs_of(schedule):
         sent = attention_comm_bytes(
             hybrid_layout(pack.offsets, cp, cost, pack.forest),
             strategy,
-            heads=dimensions.heads,
-            kv_heads=dimensions.kv_heads,
-            head_dim=dimensions.head_dim,
+            heads=model_spec.heads,
+            kv_heads=model_spec.kv_heads,
+            head_dim=model_spec.head_dim,
             bytes_per_element=sizes.compute,
             grad_bytes_per_element=sizes.wide,
             parents=None if pack.forest is None else pack.forest.parents,

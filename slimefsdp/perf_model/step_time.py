@@ -51,7 +51,7 @@ class ColocatedModels:
 class Workload:
     """An update of a mesh: the model, what its ranks share, and what falls to the slowest of them."""
 
-    dimensions: ModelSpec
+    model_spec: ModelSpec
     dp_replicate: int
     shard_ranks: int  # mesh.dp x mesh.cp
     sizes: ByteSizes
@@ -108,7 +108,7 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     A head computes the logits again that it did not keep, attention multiplies queries and keys twice, and what is
     recomputed is computed again: whole, or under `selective` without matrix products and attention.
     """
-    model, sizes = work.dimensions, work.sizes
+    model, sizes = work.model_spec, work.sizes
     recomputed = computing.recomputed_share(model.layers)
     again = recomputed if computing.recompute == "full" else 0.0
     of_head = recomputed_head_share(model, wide=sizes.wide, rows=work.batch.rows)
@@ -193,11 +193,11 @@ def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Mem
     others = _others_at_rest(beside, sharding, shard_ranks=work.shard_ranks, sizes=sizes, computing=computing)
     reference, critic, shown = others.reference, others.critic, others.shown
     hidden = reference + critic - shown
-    policy = _at_rest(work.dimensions, sharding, work.shard_ranks, sizes, computing.trained_share)
+    policy = _at_rest(work.model_spec, sharding, work.shard_ranks, sizes, computing.trained_share)
     is_offloaded = computing.cpu_offload and not computing.on_cpu
     if is_offloaded:
         policy = Memory(0, 0, 0, 0, host=policy.total)
-    training = _step_memory(work, work.dimensions, sharding, computing, work.batch)
+    training = _step_memory(work, work.model_spec, sharding, computing, work.batch)
     moments = [replace(training, others=shown, host=training.host + hidden)]
     if beside.reference is not None and beside.reference_rests_on_host and not computing.full_kl:
         awake = 0 if beside.reference_computes_from_host or is_offloaded else reference

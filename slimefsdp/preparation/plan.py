@@ -92,17 +92,17 @@ def cost_model_of(config: RunConfig, model_config: Mapping[str, Any] | None) -> 
     Raises:
         ConfigError: `attention.strategy` cannot serve the model on this mesh, or `batch.cost_model` is no calibration.
     """
-    dimensions = model_spec_of(model_config)
-    if dimensions is None:
+    model_spec = model_spec_of(model_config)
+    if model_spec is None:
         return DEFAULT_COST_MODEL
-    shape = AttentionShape.of_dimensions(dimensions)
+    shape = AttentionShape.of_model_spec(model_spec)
     strategy = choose_strategy(config.attention.strategy, shape, config.mesh.cp).traffic
     element_bytes = ELEMENT_BYTES[config.precision.compute_dtype]
     measured: dict[str, float] = {}
     if config.batch.cost_model is not None:
         rates = read_calibration(config.batch.cost_model, field="batch.cost_model")
         measured = {"flops_per_byte": rates.flops_per_byte, "attention_slowdown": rates.attention_slowdown}
-    return CostModel.of_model(dimensions, strategy=strategy, bytes_per_element=element_bytes, **measured)
+    return CostModel.of_model(model_spec, strategy=strategy, bytes_per_element=element_bytes, **measured)
 
 
 def plan_everything(

@@ -303,7 +303,7 @@ def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, 
     )
     return Throughput(
         ranks=dist.get_world_size(mesh.group),
-        dimensions=model_spec_of(folder.config),
+        model_spec=model_spec_of(folder.config),
         trained_share=trained / weights,
         has_vocabulary_head=isinstance(model, PolicyModel),
         peak_tflops=peak,

@@ -107,7 +107,7 @@ class Throughput:
     """
 
     ranks: int
-    dimensions: ModelSpec | None  # None: they are not known
+    model_spec: ModelSpec | None  # None: they are not known
     trained_share: float = 1.0  # of the weights
     has_vocabulary_head: bool = True
     peak_tflops: float | None = None  # of one rank's device; None: not known
@@ -120,14 +120,14 @@ class Throughput:
             "tokens_per_second": tokens / seconds,
             "tokens_per_second_per_rank": tokens / seconds / self.ranks,
         }
-        if self.dimensions is not None:
-            flops = sum(self._flops(self.dimensions, plan, batch, update) for update in updates)
+        if self.model_spec is not None:
+            flops = sum(self._flops(self.model_spec, plan, batch, update) for update in updates)
             metrics["tflops_per_rank"] = flops / seconds / self.ranks / 1e12
             if self.peak_tflops is not None:
                 metrics["mfu"] = metrics["tflops_per_rank"] / self.peak_tflops
         return metrics
 
-    def _flops(self, dimensions: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
+    def _flops(self, model_spec: ModelSpec, plan: Plan, batch: RolloutBatch, update: int) -> float:
         """Of one update of the plan, by all ranks together."""
         samples = plan.samples_of(update)
         depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that a sample of a pack has from the one before
@@ -144,7 +144,7 @@ class Throughput:
             own = in_update[batch.sample_ids] & (positions >= depths[batch.sample_ids])
             counted = int((batch.mask & own).sum())
         return training_flops(
-            dimensions,
+            model_spec,
             batch.lengths[samples] - depths[samples],
             counted_rows=counted,
             depths=depths[samples],

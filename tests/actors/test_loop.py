@@ -71,7 +71,7 @@ def test_a_run_leaves_metrics_curves_events_and_checkpoints(whole_run: tuple[Run
     always = {column.metric for column in GRPO_COLUMNS} - {"eval/exact"}
     always |= {"updates", "ratio", "lr", "weight_version", "time"}
     always |= {"rollout/response_length", "rollout/response_length_max", "rollout/truncated"}
-    always |= {f"seconds/{phase}" for phase in ("generate", "reward", "train", "sync")}
+    always |= {f"seconds/{activity}" for activity in ("generate", "reward", "train", "sync")}
     for row in rows[1:]:
         assert always <= row.keys()
         assert row["updates"] == 2 and row["loss"] != 0 and row["rollout_mismatch_max"] < 1e-4

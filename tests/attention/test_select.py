@@ -87,7 +87,7 @@ def test_what_config_json_says_is_what_the_built_model_is(
 ) -> None:
     """The driver chooses by the first, the ranks by the second."""
     folder = read_model_folder(tiny_folder(kind, **changes))
-    written = AttentionShape.of_dimensions(ModelSpec.from_config(folder.config))
+    written = AttentionShape.of_model_spec(ModelSpec.from_config(folder.config))
     built = build_policy(folder, torch.float32).attention_shape()
     assert written == replace(built, has_sinks=False, has_softcap=False)
     assert written.has_windows == ((kind == "mixtral" and bool(changes)) or (not changes and kind in WINDOWED))

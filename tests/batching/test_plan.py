@@ -44,7 +44,7 @@ def fewest_packs_by_search(lengths: list[int], cap: int) -> int:
 
 
 @st.composite
-def phases(draw):
+def cases(draw):
     """Arguments of plan_batch: lengths anywhere up to the cap, so that packs are tight as often as loose."""
     cap = draw(st.integers(1, 60))
     lengths = np.array(draw(st.lists(st.integers(1, cap), min_size=1, max_size=60)), dtype=np.int64)
@@ -61,39 +61,39 @@ def phases(draw):
     }
 
 
-@given(phases())
+@given(cases())
 @examples(300)
-def test_every_kept_sample_is_used_once_per_epoch(phase):
-    plan = plan_batch(**phase)
-    num_samples, epochs = len(phase["lengths"]), phase["epochs"]
-    kept = np.arange(num_samples) if phase["trains"] is None else np.flatnonzero(phase["trains"])
+def test_every_kept_sample_is_used_once_per_epoch(case):
+    plan = plan_batch(**case)
+    num_samples, epochs = len(case["lengths"]), case["epochs"]
+    kept = np.arange(num_samples) if case["trains"] is None else np.flatnonzero(case["trains"])
     first = plan.num_first_epoch_updates
     for updates in (range(first), range(first, len(plan.updates))):
         used = [plan.samples_of(update) for update in updates]
         expected = np.repeat(kept, 1 if updates.start == 0 else epochs - 1)
         assert np.array_equal(np.sort(np.concatenate(used)) if used else np.array([], dtype=np.int64), expected)
-    updates_cut = epochs * math.ceil(num_samples / (phase["samples_per_update"] or num_samples))
+    updates_cut = epochs * math.ceil(num_samples / (case["samples_per_update"] or num_samples))
     assert len(plan.updates) + plan.num_skipped_updates == updates_cut
     assert plan.num_dropped == num_samples - len(kept)
 
 
-@given(phases())
+@given(cases())
 @examples(300)
-def test_no_pack_exceeds_the_cap_and_ranks_have_equal_micro_batch_counts(phase):
-    plan = plan_batch(**phase)
+def test_no_pack_exceeds_the_cap_and_ranks_have_equal_micro_batch_counts(case):
+    plan = plan_batch(**case)
     for update in plan.updates:
-        assert len(update) == phase["dp"]
+        assert len(update) == case["dp"]
         assert len({len(micro_batches) for micro_batches in update}) == 1
         for pack in packs_of(update):
             assert pack.dtype == np.int64
-            assert phase["lengths"][pack].sum() <= phase["max_pack_tokens"]
+            assert case["lengths"][pack].sum() <= case["max_pack_tokens"]
             assert (np.diff(pack) > 0).all()
 
 
-@given(phases())
+@given(cases())
 @examples(200)
-def test_a_rank_has_dummies_only_for_want_of_samples_and_always_last(phase):
-    for update in plan_batch(**phase).updates:
+def test_a_rank_has_dummies_only_for_want_of_samples_and_always_last(case):
+    for update in plan_batch(**case).updates:
         for micro_batches in update:
             sizes = [len(pack) for pack in micro_batches]
             num_dummies = sizes.count(0)
@@ -102,57 +102,57 @@ def test_a_rank_has_dummies_only_for_want_of_samples_and_always_last(phase):
         assert any(len(micro_batches[-1]) > 0 for micro_batches in update), "a micro-batch of dummies alone"
 
 
-@given(phases())
+@given(cases())
 @examples(100)
-def test_equal_input_gives_an_equal_digest(phase):
-    first, second = plan_batch(**phase), plan_batch(**phase)
+def test_equal_input_gives_an_equal_digest(case):
+    first, second = plan_batch(**case), plan_batch(**case)
     assert first.digest() == second.digest() == pickle.loads(pickle.dumps(first)).digest()
 
 
 @st.composite
-def grouped_phases(draw):
+def grouped_cases(draw):
     """The same with samples that stay together, of any sizes, in any order; the longest group is the cap, or nearly."""
-    phase = draw(phases())
-    size = len(phase["lengths"])
+    case = draw(cases())
+    size = len(case["lengths"])
     together = np.array(draw(st.lists(st.integers(-2, 25), min_size=size, max_size=size)), dtype=np.int64)
-    longest = max(int(phase["lengths"][together == number].sum()) for number in together)
-    return {**phase, "together": together, "max_pack_tokens": longest + draw(st.integers(0, 40))}
+    longest = max(int(case["lengths"][together == number].sum()) for number in together)
+    return {**case, "together": together, "max_pack_tokens": longest + draw(st.integers(0, 40))}
 
 
-@given(grouped_phases())
+@given(grouped_cases())
 @examples(150)
-def test_samples_that_stay_together_are_in_one_pack_once_an_epoch_and_whole(phase):
-    lengths, together, epochs = phase["lengths"], phase["together"], phase["epochs"]
-    trains = np.ones(len(lengths), dtype=bool) if phase["trains"] is None else phase["trains"]
+def test_samples_that_stay_together_are_in_one_pack_once_an_epoch_and_whole(case):
+    lengths, together, epochs = case["lengths"], case["together"], case["epochs"]
+    trains = np.ones(len(lengths), dtype=bool) if case["trains"] is None else case["trains"]
     kept = {number: np.flatnonzero(together == number).tolist() for number in together[trains]}
-    plan = plan_batch(**phase)
+    plan = plan_batch(**case)
     first = plan.num_first_epoch_updates
     for updates, times in ((plan.updates[:first], 1), (plan.updates[first:], epochs - 1)):
         packs = [pack for update in updates for pack in packs_of(update) if len(pack)]
         found = [pack[together[pack] == number].tolist() for pack in packs for number in np.unique(together[pack])]
         assert sorted(found) == sorted(list(kept.values()) * times)
-        assert all(lengths[pack].sum() <= phase["max_pack_tokens"] and (np.diff(pack) > 0).all() for pack in packs)
+        assert all(lengths[pack].sum() <= case["max_pack_tokens"] and (np.diff(pack) > 0).all() for pack in packs)
     assert all(len({len(micro_batches) for micro_batches in update}) == 1 for update in plan.updates)
     assert plan.num_dropped == len(lengths) - sum(map(len, kept.values()))
 
 
-@given(grouped_phases())
+@given(grouped_cases())
 @examples(100)
-def test_an_update_holds_as_many_groups_as_samples_per_update_has_room_for(phase):
-    _, sizes = np.unique(phase["together"], return_counts=True)
-    per_update = phase["samples_per_update"]
+def test_an_update_holds_as_many_groups_as_samples_per_update_has_room_for(case):
+    _, sizes = np.unique(case["together"], return_counts=True)
+    per_update = case["samples_per_update"]
     groups = len(sizes) if per_update is None else max(1, per_update // sizes.max())
-    plan = plan_batch(**phase)
+    plan = plan_batch(**case)
     for update in range(len(plan.updates)):
-        assert 1 <= len(np.unique(phase["together"][plan.samples_of(update)])) <= groups
-    assert len(plan.updates) + plan.num_skipped_updates == phase["epochs"] * math.ceil(len(sizes) / groups)
+        assert 1 <= len(np.unique(case["together"][plan.samples_of(update)])) <= groups
+    assert len(plan.updates) + plan.num_skipped_updates == case["epochs"] * math.ceil(len(sizes) / groups)
 
 
-@given(phases())
+@given(cases())
 @examples(50)
-def test_groups_of_one_are_planned_as_samples(phase):
-    alone = np.arange(len(phase["lengths"]))
-    assert plan_batch(**phase, together=alone).digest() == plan_batch(**phase).digest()
+def test_groups_of_one_are_planned_as_samples(case):
+    alone = np.arange(len(case["lengths"]))
+    assert plan_batch(**case, together=alone).digest() == plan_batch(**case).digest()
 
 
 def test_a_group_over_the_cap_is_refused_by_name_with_the_way_out():
@@ -335,13 +335,13 @@ def test_what_counts_and_does_not_train_is_in_the_denominators_of_its_update():
     assert dropped.digest() != dataclasses.replace(dropped, counted=None).digest()
 
 
-@given(phases(), st.data())
-def test_updates_are_the_same_whether_what_does_not_train_is_dropped_or_not(phase, data):
-    size = len(phase["lengths"])
+@given(cases(), st.data())
+def test_updates_are_the_same_whether_what_does_not_train_is_dropped_or_not(case, data):
+    size = len(case["lengths"])
     counts = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), dtype=bool)
-    dropped, kept = (plan_batch(**phase, counts=counts, drop=drop) for drop in (True, False))
+    dropped, kept = (plan_batch(**case, counts=counts, drop=drop) for drop in (True, False))
     assert len(dropped.updates) == len(kept.updates) and dropped.num_skipped_updates == kept.num_skipped_updates
-    trains = np.ones(size, dtype=bool) if phase["trains"] is None else phase["trains"]
+    trains = np.ones(size, dtype=bool) if case["trains"] is None else case["trains"]
     first = {s for update in range(kept.num_first_epoch_updates) for s in kept.samples_of(update).tolist()}
     for update in range(len(dropped.updates)):
         counted = dropped.counted_of(update)

@@ -105,7 +105,7 @@ def plain_weights(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
     with KeepFloat64():
         plain = PlainStep(folder, config, torch.float64)
         start = plain.weights()
-        plain.phase(batch, plan)
+        plain.train(batch, plan)
     return plain.weights(), largest_difference(plain.weights(), start)
 
 

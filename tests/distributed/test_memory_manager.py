@@ -25,7 +25,7 @@ def model_of(size: int) -> nn.Module:
     return model
 
 
-def make_residency() -> MemoryManager:
+def make_memory_manager() -> MemoryManager:
     """12 bytes of parameters, 40 of moments (and a step count), 28 of a reference."""
     memory_manager = MemoryManager(CPU, dist.group.WORLD)
     memory_manager.models["parameters"], memory_manager.models["reference"] = model_of(3), model_of(7)
@@ -45,7 +45,7 @@ def refusal(call: Any, *arguments: Any) -> SlimeError | None:
 
 
 def one_tag_after_the_other(rank: int) -> list[Any]:
-    memory_manager = make_residency()
+    memory_manager = make_memory_manager()
     seen: list[Any] = []
     for call, tags in [
         (memory_manager.sleep, ("reference", "parameters")), (memory_manager.wake_up, ("parameters",)),
@@ -71,7 +71,7 @@ def test_each_tag_sleeps_for_itself_and_reports_add_up(ranks: RankPool) -> None:
 
 
 def unknown_tags(rank: int) -> list[Any]:
-    memory_manager = make_residency()
+    memory_manager = make_memory_manager()
     errors = [refusal(call, ("parameters", "weights")) for call in (memory_manager.sleep, memory_manager.wake_up)]
     return [*errors, memory_manager.memory().asleep]
 
@@ -100,7 +100,7 @@ def test_memory_counts_each_storage_once(ranks: RankPool) -> None:
 
 
 def gradients_that_come_and_go(rank: int) -> list[Any]:
-    memory_manager = make_residency()
+    memory_manager = make_memory_manager()
     weight = memory_manager.models["parameters"].weight
     seen: list[Any] = []
     for has_gradient in (False, True, True, False, True):
@@ -124,16 +124,16 @@ def test_gradients_sleep_with_their_parameters(ranks: RankPool) -> None:
 
 
 def one_rank_without_memory(rank: int) -> dict[str, Any]:
-    memory_manager = make_residency()
-    grow = offload.HostArena.grow_to
+    memory_manager = make_memory_manager()
+    grow = offload.HostBuffers.grow_to
 
-    def failing(self: offload.HostArena, nbytes: int) -> None:
+    def failing(self: offload.HostBuffers, nbytes: int) -> None:
         raise MemoryError
 
     if rank == 1:
-        offload.HostArena.grow_to = failing  # type: ignore[method-assign]
+        offload.HostBuffers.grow_to = failing  # type: ignore[method-assign]
     error = refusal(memory_manager.sleep, ("parameters",))
-    offload.HostArena.grow_to = grow  # type: ignore[method-assign]
+    offload.HostBuffers.grow_to = grow  # type: ignore[method-assign]
     asleep = memory_manager.memory().asleep
     memory_manager.wake_up(("parameters",))  # collective on all ranks, whatever each of them has to do
     awake, weights = memory_manager.memory().asleep, memory_manager.models["parameters"].weight.tolist()
@@ -155,7 +155,7 @@ def test_a_rank_without_host_memory_fails_all_alike_and_loses_nothing(ranks: Ran
 
 
 def model_that_is_dropped(rank: int) -> list[Any]:
-    memory_manager = make_residency()
+    memory_manager = make_memory_manager()
     seen = []
     for asleep_first in (True, False):
         old = memory_manager.models["reference"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimefsdp.distributed.offload import CHUNK_BYTES, HostArena, Sleeper, prefer_expandable_segments
+from slimefsdp.distributed.offload import CHUNK_BYTES, HostBuffers, StorageOffloader, prefer_expandable_segments
 from slimefsdp.errors import ResourceError, StateError
 from tests.support.refusals import refused
 
@@ -28,17 +28,17 @@ STORAGE_BYTES = 6 * 4 * 4 + 8 * 4 + 5 * 8 + 3 * 2  # each distinct storage once
 def test_memory_is_gone_while_asleep_and_bits_are_back_afterwards(chunk_bytes: int) -> None:
     tensors = make_tensors()
     copies, offsets = [tensor.clone() for tensor in tensors], [tensor.storage_offset() for tensor in tensors]
-    sleeper = Sleeper(chunk_bytes=chunk_bytes)
+    offloader = StorageOffloader(chunk_bytes=chunk_bytes)
     for _ in range(3):
-        report = sleeper.sleep(tensors)
+        report = offloader.sleep(tensors)
         assert (report.device_bytes_before, report.device_bytes_after) == (STORAGE_BYTES, 0)
-        assert STORAGE_BYTES <= report.host_bytes == sleeper.host_bytes < 2 * STORAGE_BYTES
+        assert STORAGE_BYTES <= report.host_bytes == offloader.host_bytes < 2 * STORAGE_BYTES
         assert report.bytes_per_s == STORAGE_BYTES / report.seconds
-        assert sleeper.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-        report = sleeper.wake_up()
+        assert offloader.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+        report = offloader.wake_up()
         assert (report.device_bytes_before, report.device_bytes_after) == (0, STORAGE_BYTES)
         assert report.bytes_per_s == STORAGE_BYTES / report.seconds
-        assert not sleeper.is_asleep
+        assert not offloader.is_asleep
         assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
     assert offsets == [tensor.storage_offset() for tensor in tensors]
     tensors[1].fill_(7.0)
@@ -47,68 +47,68 @@ def test_memory_is_gone_while_asleep_and_bits_are_back_afterwards(chunk_bytes: i
 
 def test_what_changed_between_sleeps_is_what_wakes() -> None:
     (tensor,) = tensors = [torch.zeros(4)]
-    sleeper = Sleeper()
+    offloader = StorageOffloader()
     for value in (1.0, 2.0):
         tensor.fill_(value)
-        sleeper.sleep(tensors)
-        sleeper.wake_up()
+        offloader.sleep(tensors)
+        offloader.wake_up()
         assert (tensor == value).all()
 
 
 def test_a_second_sleep_or_wake_does_nothing() -> None:
     tensors = make_tensors()
-    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper()
-    assert sleeper.wake_up().device_bytes_after == 0
-    sleeper.sleep(tensors)
-    again = sleeper.sleep(tensors)  # copying the freed storages would lose everything
-    assert (again.device_bytes_before, again.host_bytes, again.bytes_per_s) == (0, sleeper.host_bytes, 0.0)
-    sleeper.wake_up()
-    assert sleeper.wake_up().device_bytes_after == 0
+    copies, offloader = [tensor.clone() for tensor in tensors], StorageOffloader()
+    assert offloader.wake_up().device_bytes_after == 0
+    offloader.sleep(tensors)
+    again = offloader.sleep(tensors)  # copying the freed storages would lose everything
+    assert (again.device_bytes_before, again.host_bytes, again.bytes_per_s) == (0, offloader.host_bytes, 0.0)
+    offloader.wake_up()
+    assert offloader.wake_up().device_bytes_after == 0
     assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
 
 
 def test_any_sets_of_tensors_share_the_host_memory_of_the_largest() -> None:
-    """As gradients come and go; what a set had in the arena before must not show in the next one."""
+    """As gradients come and go; what a set had in the host buffers before must not show in the next one."""
     random.seed(0)
-    sleeper, largest = Sleeper(chunk_bytes=256), 0
+    offloader, largest = StorageOffloader(chunk_bytes=256), 0
     for _ in range(50):
         tensors = [
             torch.randint(0, 256, (random.randrange(200),), dtype=torch.uint8) for _ in range(random.randrange(9))
         ]
         copies = [tensor.clone() for tensor in tensors]
         largest = max(largest, sum(tensor.nbytes for tensor in tensors))
-        before = sleeper.host_bytes
-        sleeper.sleep(tensors)
+        before = offloader.host_bytes
+        offloader.sleep(tensors)
         tensors.reverse()  # nobody's order matters but the one that slept
         copies.reverse()
-        sleeper.wake_up()
+        offloader.wake_up()
         assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
-        assert sleeper.host_bytes == before or before < largest <= sleeper.host_bytes
-    assert largest > 3 * 256 and sleeper.host_bytes < largest + 256
+        assert offloader.host_bytes == before or before < largest <= offloader.host_bytes
+    assert largest > 3 * 256 and offloader.host_bytes < largest + 256
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 3, 8, 9, 20, 64])
-def test_an_arena_is_made_of_powers_of_two_and_its_views_are_its_bytes_in_order(nbytes: int) -> None:
-    arena = HostArena(pin_memory=False, chunk_bytes=8)
-    arena.grow_to(nbytes)
-    assert nbytes <= arena.nbytes < max(1, nbytes) + 8
-    lengths = [len(chunk) for chunk in arena._chunks]
+def test_host_buffers_are_made_of_powers_of_two_and_its_views_are_its_bytes_in_order(nbytes: int) -> None:
+    host_buffers = HostBuffers(pin_memory=False, chunk_bytes=8)
+    host_buffers.grow_to(nbytes)
+    assert nbytes <= host_buffers.nbytes < max(1, nbytes) + 8
+    lengths = [len(chunk) for chunk in host_buffers._chunks]
     assert all(length & (length - 1) == 0 and length <= 8 for length in lengths)
     sizes = [size for size in (3, 0, 5, 1, 7, 48) if nbytes == 64]
-    pieces = [piece for view in arena.views(sizes) for piece in view]
-    assert [sum(map(len, view)) for view in arena.views(sizes)] == sizes
+    pieces = [piece for view in host_buffers.views(sizes) for piece in view]
+    assert [sum(map(len, view)) for view in host_buffers.views(sizes)] == sizes
     for number, piece in enumerate(pieces):
         piece.fill_(number)
-    laid_out = [byte for chunk in arena._chunks for byte in chunk.tolist()]
+    laid_out = [byte for chunk in host_buffers._chunks for byte in chunk.tolist()]
     assert laid_out[: sum(sizes)] == [number for number, piece in enumerate(pieces) for _ in piece]
 
 
 @pytest.mark.parametrize("needed", [1, 1000, 2**20, 2**20 + 1, 24 * 10**6, 200 * 10**6])
 def test_little_host_memory_is_taken_in_vain_and_in_few_chunks(needed: int) -> None:
-    arena = HostArena(pin_memory=False)
-    arena.grow_to(needed)  # never written, so nothing of it is resident
-    assert needed <= arena.nbytes < min(2 * needed, needed + 2**20) + 1
-    assert len(arena._chunks) <= needed / CHUNK_BYTES + 7
+    host_buffers = HostBuffers(pin_memory=False)
+    host_buffers.grow_to(needed)  # never written, so nothing of it is resident
+    assert needed <= host_buffers.nbytes < min(2 * needed, needed + 2**20) + 1
+    assert len(host_buffers._chunks) <= needed / CHUNK_BYTES + 7
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])
@@ -120,7 +120,7 @@ def test_host_memory_is_page_locked_only_if_asked_for(monkeypatch: pytest.Monkey
         return empty(*size, **others)  # without CUDA nothing can be page-locked
 
     monkeypatch.setattr("slimefsdp.distributed.offload.torch.empty", recording)
-    Sleeper(pin_memory=pin_memory, chunk_bytes=16).sleep([torch.ones(3), torch.ones(5)])
+    StorageOffloader(pin_memory=pin_memory, chunk_bytes=16).sleep([torch.ones(3), torch.ones(5)])
     assert asked.count(True) == (2 if pin_memory else 0)
 
 
@@ -146,25 +146,25 @@ def test_without_host_memory_everything_stays_awake(
     monkeypatch: pytest.MonkeyPatch, error: Exception, after: int
 ) -> None:
     tensors = make_tensors()
-    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper(chunk_bytes=128)
+    copies, offloader = [tensor.clone() for tensor in tensors], StorageOffloader(chunk_bytes=128)
     with monkeypatch.context() as patched:
         patched.setattr("slimefsdp.distributed.offload.torch.empty", Failing(torch.empty, error, after))
         with refused(ResourceError, "tags", STORAGE_BYTES, "host") as caught:
-            sleeper.sleep(tensors)
+            offloader.sleep(tensors)
     assert "\n" not in str(caught.value)
-    assert not sleeper.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
-    assert sleeper.sleep(tensors).device_bytes_before == STORAGE_BYTES  # and with memory it works
-    sleeper.wake_up()
+    assert not offloader.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+    assert offloader.sleep(tensors).device_bytes_before == STORAGE_BYTES  # and with memory it works
+    offloader.wake_up()
     assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
 
 
 def test_a_copy_to_the_host_that_fails_leaves_everything_awake(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_tensors()
-    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper()
-    monkeypatch.setattr(HostArena, "views", Failing(HostArena.views, RuntimeError("lost the device"), 0))
+    copies, offloader = [tensor.clone() for tensor in tensors], StorageOffloader()
+    monkeypatch.setattr(HostBuffers, "views", Failing(HostBuffers.views, RuntimeError("lost the device"), 0))
     with pytest.raises(RuntimeError, match="lost the device"):
-        sleeper.sleep(tensors)
-    assert not sleeper.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
+        offloader.sleep(tensors)
+    assert not offloader.is_asleep and all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
 
 
 class Unresizable:
@@ -184,25 +184,25 @@ class Unresizable:
 
 def test_without_device_memory_everything_stays_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = make_tensors()
-    copies, sleeper = [tensor.clone() for tensor in tensors], Sleeper()
-    sleeper.sleep(tensors)
-    storage, size = sleeper._asleep[2]
+    copies, offloader = [tensor.clone() for tensor in tensors], StorageOffloader()
+    offloader.sleep(tensors)
+    storage, size = offloader._asleep[2]
     last = Unresizable(storage)
-    sleeper._asleep[2] = last, size  # type: ignore[assignment]
+    offloader._asleep[2] = last, size  # type: ignore[assignment]
     with refused(ResourceError, "tags", STORAGE_BYTES, "device"):
-        sleeper.wake_up()
-    assert sleeper.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
-    sleeper._asleep[2] = storage, size
-    sleeper.wake_up()
+        offloader.wake_up()
+    assert offloader.is_asleep and all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    offloader._asleep[2] = storage, size
+    offloader.wake_up()
     assert all(torch.equal(a, b) for a, b in zip(tensors, copies, strict=True))
 
 
 def test_memory_that_numpy_has_seen_is_refused_before_anything_is_freed() -> None:
     tensors = make_tensors()
-    array, sleeper = tensors[4].numpy(), Sleeper()
+    array, offloader = tensors[4].numpy(), StorageOffloader()
     with refused(StateError, "tags"):
-        sleeper.sleep(tensors)
-    assert not sleeper.is_asleep and array.tolist() == tensors[4].tolist() == [0, 1, 2, 3, 4]
+        offloader.sleep(tensors)
+    assert not offloader.is_asleep and array.tolist() == tensors[4].tolist() == [0, 1, 2, 3, 4]
 
 
 # ---------------------------------------------------------------------- CUDA, by what torch is asked for
@@ -229,19 +229,19 @@ def test_on_cuda_what_is_still_queued_sleeps_too_and_the_memory_is_really_free()
     device = torch.device("cuda", torch.cuda.current_device())
     tensors = [torch.full((1 << 22,), float(number), device=device) for number in range(8)]
     expected = [torch.full((1 << 22,), float(number)) for number in range(8)]
-    sleeper, moved = Sleeper(pin_memory=True, chunk_bytes=2**20), 8 * (4 << 22)
+    offloader, moved = StorageOffloader(pin_memory=True, chunk_bytes=2**20), 8 * (4 << 22)
     for _ in range(5):
         for tensor, copy in zip(tensors, expected, strict=True):
             for _ in range(20):
                 tensor.add_(1.0)  # the host runs ahead of these
             copy.add_(20.0)
         before = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
-        sleeper.sleep(tensors)
+        offloader.sleep(tensors)
         assert torch.cuda.memory_allocated(device) == before[0] - moved
         assert torch.cuda.mem_get_info(device)[0] >= before[1] + moved * 9 // 10  # the driver has it back
         garbage = torch.full((16 << 20,), -1.0, device=device)  # somebody else's, in the memory that was freed
         del garbage
-        sleeper.wake_up()
+        offloader.wake_up()
         doubled = [tensor * 2 for tensor in tensors]
         assert all(torch.equal(a.cpu(), b) for a, b in zip(tensors, expected, strict=True))
         assert all(torch.equal(a.cpu(), b * 2) for a, b in zip(doubled, expected, strict=True))

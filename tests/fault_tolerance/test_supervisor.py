@@ -517,7 +517,7 @@ def test_bad_input_and_an_end_for_want_of_memory_are_not_repeated(supervised: An
     assert script.group.state == (1, 2) and len(group.recoveries) == 1
 
 
-def test_no_recovery_begins_where_gradients_wait_behind_a_refused_phase(supervised: Any) -> None:
+def test_no_recovery_begins_where_gradients_wait_behind_a_refused_step(supervised: Any) -> None:
     script = Scripted(set())
     group = supervised(script)
     group.critic.save(0)

@@ -673,9 +673,9 @@ def test_no_value_in_config_json_leads_to_another_exception(model_type: str, tmp
         try:
             found = read_model_folder(tmp_path, with_weights=False)
             check_architecture(found)
-            dimensions = ModelSpec.from_config(found.config)
-            choose_strategy("auto", AttentionShape.of_dimensions(dimensions), 2)
-            assert 0 < dimensions.trained_parameters() <= dimensions.parameters < 2**200
+            model_spec = ModelSpec.from_config(found.config)
+            choose_strategy("auto", AttentionShape.of_model_spec(model_spec), 2)
+            assert 0 < model_spec.trained_parameters() <= model_spec.parameters < 2**200
             read += 1
         except SlimeError as error:
             assert error.field and error.hint

@@ -1,6 +1,6 @@
 """Whatever ends or stops a rank, wherever: it is noticed, replaced, and no bit of the job comes out otherwise.
 
-Here each kind of fault strikes once, at phases apart; `benchmarks/faults.py` has every rank at every phase, and the
+Here each kind of fault strikes once, at moments apart; `benchmarks/faults.py` has every rank at every moment, and the
 seconds that it takes.
 """
 

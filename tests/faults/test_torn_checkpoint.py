@@ -34,7 +34,7 @@ def test_a_save_that_is_cut_off_is_made_again(
 
     outcome = job(supervised.group, receiver, tmp_path / "exported", at_step=arm, **SAVES)
     assert outcome == undisturbed["saves"]
-    assert [each.fault.phase for each in fired] == list(CUT_OFF.values())
+    assert [each.fault.moment for each in fired] == list(CUT_OFF.values())
     recoveries = supervised.group.recoveries[recovered:]
     assert [(recovery.call, recovery.checkpoint_step) for recovery in recoveries] == [
         ("save", step - 1) for step in CUT_OFF

@@ -93,7 +93,7 @@ def test_the_label_at_the_edge_is_as_high_as_the_end_of_the_bold_line(draw):
         assert height == pytest.approx(axes.texts[0].xy[1])
 
 
-def test_the_phases_and_what_they_leave_over_add_up_to_the_whole_step(draw):
+def test_the_activities_and_what_they_leave_over_add_up_to_the_whole_step(draw):
     rows = [
         {"step": s, "seconds/generate": 1.0 + s, "seconds/train": 2.0, "seconds/step": 4.0 + s} for s in range(1, 9)
     ]

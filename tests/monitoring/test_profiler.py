@@ -103,7 +103,7 @@ def test_the_table_has_a_row_a_rank_and_parts_that_add_up() -> None:
 
 
 def profiled_run(rank: int, config: RunConfig, resumed: RunConfig) -> list[str]:
-    """Two phases of two updates, a checkpoint, and the same again as a run that resumes; digests of the weights."""
+    """Two steps of two updates, a checkpoint, and the same again as a run that resumes; digests of the weights."""
     batch = fresh_batch()
     trainer = Trainer(config, device=CPU)
     for _ in range(2):

@@ -52,7 +52,7 @@ def test_the_scale_saves_gradients_that_float16_would_lose(folder: Path, ranks: 
     assert errors[2**16] < 0.02 < 0.2 < errors[1], errors
 
 
-def phase_weights(
+def weights_after_steps(
     rank: int, config: RunConfig, batch: RolloutBatch, scale: float | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
     with KeepFloat64():
@@ -63,13 +63,13 @@ def phase_weights(
     return weights, metrics, trainer.updater.loss_scale
 
 
-def test_a_scaled_phase_ends_with_the_weights_of_an_unscaled_one(folder: Path, ranks: RankPool) -> None:
+def test_a_scaled_step_ends_with_the_weights_of_an_unscaled_one(folder: Path, ranks: RankPool) -> None:
     config = settings(
         folder, mesh={"dp": 2}, precision={"compute_dtype": "float64"}, batch={"samples_per_update": 2},
         optim={"name": "sgd", "lr": 0.1},
     )  # fmt: skip
-    plain, plain_metrics, _ = ranks.run(2, phase_weights, config, fresh_batch(), None)[0]
-    for ours, metrics, end in ranks.run(2, phase_weights, config, fresh_batch(), 2.0**10):
+    plain, plain_metrics, _ = ranks.run(2, weights_after_steps, config, fresh_batch(), None)[0]
+    for ours, metrics, end in ranks.run(2, weights_after_steps, config, fresh_batch(), 2.0**10):
         assert max((ours[name] - plain[name]).abs().max().item() for name in plain) <= 1e-12
         assert metrics["updates"] == 4 and end == 2.0**12  # it doubled twice on the way
         assert metrics["grad_norm"] == pytest.approx(plain_metrics["grad_norm"], rel=1e-12)

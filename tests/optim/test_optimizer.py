@@ -115,7 +115,7 @@ def test_sharded_steps_equal_torchs_adamw_on_whole_tensors(ranks: RankPool, impl
 
 
 def continued(rank: int, config: RunConfig, implementations: tuple[str, str], batch: RolloutBatch) -> torch.Tensor:
-    """All weights after a phase, a checkpoint, and a second phase under another implementation."""
+    """All weights after a step, a checkpoint, and a second step under another implementation."""
     for number, implementation in enumerate(implementations):
         optim = config.optim.model_copy(update={"implementation": implementation})
         trainer = Trainer(config.model_copy(update={"optim": optim}), device=torch.device("cpu"))

@@ -39,21 +39,21 @@ def test_matrix_products_of_training_are_those_that_torch_counts(kind):
     with FlopCounterMode(display=False) as flops:
         model(torch.arange(1, TOKENS + 1)[None], use_cache=False).logits.sum().backward()
     found = counted(flops)
-    dimensions = ModelSpec.from_config(model.config.to_dict())
-    expected = training_flops(dimensions, np.array([TOKENS]), counted_rows=TOKENS)
+    model_spec = ModelSpec.from_config(model.config.to_dict())
+    expected = training_flops(model_spec, np.array([TOKENS]), counted_rows=TOKENS)
     attention = found.pop("aten.bmm")
     assert expected.layers + expected.head == sum(found.values())
     # eager attention computes what the mask then hides
-    whole = training_flops(dimensions, np.array([TOKENS]), counted_rows=0).attention
-    layers = [dimensions.window] * dimensions.windowed_layers + [0] * (dimensions.layers - dimensions.windowed_layers)
+    whole = training_flops(model_spec, np.array([TOKENS]), counted_rows=0).attention
+    layers = [model_spec.window] * model_spec.windowed_layers + [0] * (model_spec.layers - model_spec.windowed_layers)
     pairs = sum(dense_pairs([TOKENS], window) for window in layers)
-    assert whole == pytest.approx(attention * pairs / (TOKENS**2 * dimensions.layers), rel=1e-12)
+    assert whole == pytest.approx(attention * pairs / (TOKENS**2 * model_spec.layers), rel=1e-12)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute):
     hf = tiny_model("qwen3")
-    dimensions = ModelSpec.from_config(hf.config.to_dict())
+    model_spec = ModelSpec.from_config(hf.config.to_dict())
     hf.set_attn_implementation(register_attention())
     policy = PolicyModel(hf)
     if recompute:
@@ -68,14 +68,14 @@ def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute
     found = counted(flops)
     products = sum(count for operation, count in found.items() if operation.startswith(("aten.mm", "aten.addmm")))
     expected = executed_flops(
-        dimensions, np.array([9, 4]), counted_rows=6, recomputed_layers=dimensions.layers if recompute else 0
+        model_spec, np.array([9, 4]), counted_rows=6, recomputed_layers=model_spec.layers if recompute else 0
     )
     assert expected.layers + expected.head == products
 
 
 @pytest.mark.parametrize(("rows_per_chunk", "again"), [(12, 0.0), (6, 1 / 2), (3, 3 / 4)])
 def test_a_head_computes_the_logits_of_all_its_chunks_but_the_last_again(rows_per_chunk, again):
-    dimensions = ModelSpec(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=50)
+    model_spec = ModelSpec(hidden=8, layers=1, heads=1, kv_heads=1, head_dim=8, intermediate=8, vocab=50)
     hidden, weight = torch.ones(12, 8, requires_grad=True), torch.ones(50, 8, requires_grad=True)
     targets = torch.zeros(12, dtype=torch.int64)
     with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as flops:
@@ -83,19 +83,19 @@ def test_a_head_computes_the_logits_of_all_its_chunks_but_the_last_again(rows_pe
             hidden, weight, targets, with_entropy=True, chunk_bytes=rows_per_chunk * 50 * 4 * 2
         )
         log_probs.sum().backward()
-    expected = executed_flops(dimensions, np.array([12]), counted_rows=12, recomputed_head=again)
+    expected = executed_flops(model_spec, np.array([12]), counted_rows=12, recomputed_head=again)
     assert expected.head == sum(counted(flops).values())
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
 def test_what_samples_share_is_counted_once_and_attended_to_by_all(window):
     kind = ("mistral", {"sliding_window": window}) if window else ("llama", {})
-    dimensions = ModelSpec.from_config(tiny_model(kind[0], **kind[1]).config.to_dict())
+    model_spec = ModelSpec.from_config(tiny_model(kind[0], **kind[1]).config.to_dict())
     prompt, responses = 7, [4, 1, 6]
-    whole = forward_flops(dimensions, np.array([prompt + n for n in responses]), counted_rows=11)
-    once = forward_flops(dimensions, np.array([prompt]), counted_rows=0)
+    whole = forward_flops(model_spec, np.array([prompt + n for n in responses]), counted_rows=11)
+    once = forward_flops(model_spec, np.array([prompt]), counted_rows=0)
     shared = forward_flops(
-        dimensions, np.array([prompt, *responses]), counted_rows=11, depths=np.array([0, prompt, prompt, prompt])
+        model_spec, np.array([prompt, *responses]), counted_rows=11, depths=np.array([0, prompt, prompt, prompt])
     )
     assert shared.attention == whole.attention - 2 * once.attention
     assert shared.layers == whole.layers - 2 * once.layers
@@ -103,11 +103,11 @@ def test_what_samples_share_is_counted_once_and_attended_to_by_all(window):
 
 
 def test_a_frozen_weight_saves_its_gradient_and_a_critic_has_no_head():
-    dimensions = ModelSpec.from_config(tiny_model().config.to_dict())
+    model_spec = ModelSpec.from_config(tiny_model().config.to_dict())
     lengths = np.array([5, 8])
-    forward = forward_flops(dimensions, lengths, counted_rows=3)
-    frozen = training_flops(dimensions, lengths, counted_rows=3, trained_share=0.0)
+    forward = forward_flops(model_spec, lengths, counted_rows=3)
+    frozen = training_flops(model_spec, lengths, counted_rows=3, trained_share=0.0)
     assert (frozen.layers, frozen.head) == (2 * forward.layers, 2 * forward.head)
-    assert frozen.attention == training_flops(dimensions, lengths, counted_rows=3).attention
-    assert forward_flops(dimensions, lengths, counted_rows=0).head == 0
-    assert forward_flops(dimensions, np.zeros(0, dtype=np.int64), counted_rows=0).total == 0
+    assert frozen.attention == training_flops(model_spec, lengths, counted_rows=3).attention
+    assert forward_flops(model_spec, lengths, counted_rows=0).head == 0
+    assert forward_flops(model_spec, np.zeros(0, dtype=np.int64), counted_rows=0).total == 0

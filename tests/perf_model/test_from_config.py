@@ -132,7 +132,7 @@ def test_a_batch_is_planned_as_training_plans_it(
         attention={"strategy": strategy},
         loss={"epochs": 2},
     )
-    cp, choice = config.mesh.cp, choose_strategy(strategy, AttentionShape.of_dimensions(MODEL), config.mesh.cp)
+    cp, choice = config.mesh.cp, choose_strategy(strategy, AttentionShape.of_model_spec(MODEL), config.mesh.cp)
     cost = CostModel.of_model(MODEL, strategy=choice.traffic, bytes_per_element=byte_sizes_of(config).compute)
     plan = plan_training(config, batch, cost)
     found = simulate_settings(config, MODEL, choice, batch, computing=Computing())
@@ -201,13 +201,13 @@ def test_all_ranks_balance_by_the_same_rates_or_none_starts(ranks: RankPool, tmp
 
 
 def test_automatic_sharding_takes_what_sends_least_and_fits(tiny_folder: TinyFolder) -> None:
-    dimensions = ModelSpec.from_config(read_model_folder(tiny_folder()).config)
+    model_spec = ModelSpec.from_config(read_model_folder(tiny_folder()).config)
     config = settings(fsdp={"sharding": "auto"})
     mesh = MeshShape(dp=4)
 
     def level(memory_bytes: int | None) -> str:
         chosen = with_chosen_sharding(
-            config, dimensions, mesh, beside=ColocatedModels(), memory_bytes=memory_bytes, on_cpu=True
+            config, model_spec, mesh, beside=ColocatedModels(), memory_bytes=memory_bytes, on_cpu=True
         )
         return chosen.fsdp.sharding
 
@@ -217,7 +217,7 @@ def test_automatic_sharding_takes_what_sends_least_and_fits(tiny_folder: TinyFol
     unknown = with_chosen_sharding(config, None, mesh, beside=ColocatedModels(), memory_bytes=None, on_cpu=True)
     assert unknown.fsdp.sharding == "full"
     named = settings(fsdp={"sharding": "replicate"})
-    assert with_chosen_sharding(named, dimensions, mesh, beside=ColocatedModels(), memory_bytes=1, on_cpu=True) is named
+    assert with_chosen_sharding(named, model_spec, mesh, beside=ColocatedModels(), memory_bytes=1, on_cpu=True) is named
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
@@ -258,13 +258,13 @@ def test_the_rank_with_least_memory_decides_for_all(ranks: RankPool, tiny_folder
 
 def test_an_actor_leaves_room_for_the_reference_that_it_loads_next(ranks: RankPool, tiny_folder: TinyFolder) -> None:
     folder = tiny_folder()
-    dimensions = ModelSpec.from_config(read_model_folder(folder).config)
+    model_spec = ModelSpec.from_config(read_model_folder(folder).config)
     sections = {"model": {"path": str(folder)}, "mesh": {"dp": 2, "device": "cpu"}, "fsdp": {"sharding": "auto"}}
     config = settings(**sections)
 
     def level(memory_bytes: int) -> str:
         beside, mesh = ColocatedModels(), MeshShape(dp=2)
-        chosen = with_chosen_sharding(config, dimensions, mesh, beside=beside, memory_bytes=memory_bytes, on_cpu=True)
+        chosen = with_chosen_sharding(config, model_spec, mesh, beside=beside, memory_bytes=memory_bytes, on_cpu=True)
         return chosen.fsdp.sharding
 
     just_enough = next(memory for memory in range(0, 10**9, 20_000) if level(memory) == "optimizer")

@@ -37,7 +37,7 @@ LENGTHS = np.array([4096] * 8)
 FORWARD = forward_flops(MODEL, LENGTHS, counted_rows=4 * 4096)
 SIZES = ByteSizes()
 WORK = Workload(
-    dimensions=MODEL,
+    model_spec=MODEL,
     dp_replicate=1,
     shard_ranks=8,
     sizes=SIZES,
@@ -160,7 +160,7 @@ def test_a_critic_that_trains_finds_the_policy_beside_it() -> None:
 
 def test_a_critic_has_no_head_beside_its_embedding_while_it_rests_or_trains() -> None:
     untied = replace(MODEL, is_tied=False)
-    work = replace(WORK, dimensions=untied, beside=ColocatedModels(critic=untied, critic_rests_on_host=False))
+    work = replace(WORK, model_spec=untied, beside=ColocatedModels(critic=untied, critic_rests_on_host=False))
     shard = (untied.parameters - untied.embedding_parameters) // 8 * 4
     assert peak_memory(work, "full", Computing()).others == 3 * shard, "while the policy trains, the fuller moment"
     asleep = replace(work, beside=ColocatedModels(critic=untied))

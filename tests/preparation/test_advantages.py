@@ -17,8 +17,8 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.preparation.advantages import check_functions, check_pairs, response_advantages, value_targets
 from slimefsdp.preparation.validate import check_batch
-from tests.support.phases import VOCAB, make_batch, settings
 from tests.support.refusals import assert_refusal, names, refused
+from tests.support.small_batches import VOCAB, make_batch, settings
 
 BATCH = make_batch([0.0, 1.0, 1.0, 1.0, 2.0, 0.0, 5.0, 5.0, 1.0, 0.0])
 R = BATCH.num_response_tokens
@@ -46,11 +46,11 @@ def one(tokens):
 
 @pytest.fixture(autouse=True)
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "own_credit.py").write_text(OWN)
-    (tmp_path / "broken_credit.py").write_text("1 / 0")
+    (tmp_path / "own_advantages.py").write_text(OWN)
+    (tmp_path / "broken_advantages.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
     yield
-    sys.modules.pop("own_credit", None)
+    sys.modules.pop("own_advantages", None)
 
 
 def error_of(config: RunConfig, batch: RolloutBatch, kind: type[BatchError | ConfigError] = BatchError) -> Any:
@@ -178,23 +178,23 @@ def test_whitening_is_the_estimators_own_choice_unless_the_settings_say(estimato
 
 def test_a_function_of_ones_own_gets_the_options_and_gives_samples_or_tokens_their_advantages() -> None:
     options = {"gamma": 0.5, "pass_k": 7, "gae_lambda": 0.25}
-    config = settings(advantage={"estimator": "own_credit:of_samples", **options})
+    config = settings(advantage={"estimator": "own_advantages:of_samples", **options})
     check_functions(config)
     assert BATCH.rewards is not None
     expected = np.where(BATCH.mask, 0.5 * BATCH.rewards[BATCH.sample_ids] + 7.25, 0.0)
     np.testing.assert_allclose(response_advantages(config, BATCH), expected)
     bare = BATCH.replace(rewards=None, group_ids=None)  # what it reads is its own affair
-    tokens = response_advantages(settings(advantage={"estimator": "own_credit:of_tokens"}), bare)
+    tokens = response_advantages(settings(advantage={"estimator": "own_advantages:of_tokens"}), bare)
     assert tokens.tolist() == np.where(BATCH.mask, np.arange(R), 0).tolist()
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("no_such_credit:f", ["'no_such_credit:f'", "ModuleNotFoundError"]),
-        ("broken_credit:f", ["'broken_credit:f'", "ZeroDivisionError"]),
-        ("own_credit:nothing", ["'own_credit'", "'nothing'"]),
-        ("own_credit:number", ["'own_credit:number'", "int"]),
+        ("no_such_advantages:f", ["'no_such_advantages:f'", "ModuleNotFoundError"]),
+        ("broken_advantages:f", ["'broken_advantages:f'", "ZeroDivisionError"]),
+        ("own_advantages:nothing", ["'own_advantages'", "'nothing'"]),
+        ("own_advantages:number", ["'own_advantages:number'", "int"]),
     ],
 )
 def test_a_function_that_cannot_be_had_is_named_with_its_setting(name: str, values: list[str]) -> None:
@@ -207,20 +207,20 @@ def test_a_function_that_cannot_be_had_is_named_with_its_setting(name: str, valu
 
 def test_functions_that_can_be_had_are() -> None:
     check_functions(settings())
-    check_functions(settings(loss={"policy": "own_credit:loss"}))
+    check_functions(settings(loss={"policy": "own_advantages:loss"}))
 
 
 @pytest.mark.parametrize(("function", "cause"), [("raising", KeyError), ("ending", SystemExit)])
 def test_what_an_estimator_of_ones_own_raises_is_an_error_with_it_as_its_cause(
     function: str, cause: type[BaseException]
 ) -> None:
-    error = error_of(settings(advantage={"estimator": f"own_credit:{function}"}), BATCH)
+    error = error_of(settings(advantage={"estimator": f"own_advantages:{function}"}), BATCH)
     assert error.field == "advantages" and type(error.__cause__) is cause
-    assert f"own_credit:{function}" in error.message and "own_credit.py:" in error.message
+    assert f"own_advantages:{function}" in error.message and "own_advantages.py:" in error.message
 
 
 @pytest.mark.parametrize(
-    "section", [{"advantage": {"estimator": "own_credit:one"}}, {"loss": {"policy": "own_credit:one"}}]
+    "section", [{"advantage": {"estimator": "own_advantages:one"}}, {"loss": {"policy": "own_advantages:one"}}]
 )
 def test_a_function_that_takes_other_arguments_is_refused_before_any_rank_works(section: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -233,7 +233,7 @@ def test_a_function_that_takes_other_arguments_is_refused_before_any_rank_works(
 def test_advantages_of_ones_own_that_are_none_are_refused_before_any_rank_works(
     function: str, values: list[Any]
 ) -> None:
-    error = error_of(settings(advantage={"estimator": f"own_credit:{function}"}), BATCH)
+    error = error_of(settings(advantage={"estimator": f"own_advantages:{function}"}), BATCH)
     assert_refusal(error, BatchError, "advantages", *values)
 
 

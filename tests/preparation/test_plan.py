@@ -26,8 +26,8 @@ from slimefsdp.preparation.plan import (
     plan_training,
 )
 from slimefsdp.preparation.validate import batch_digest, check_batch, check_plan
-from tests.support.phases import VOCAB, make_batch, settings
 from tests.support.refusals import names, refused
+from tests.support.small_batches import VOCAB, make_batch, settings
 
 BATCH = make_batch([0.0, 1.0, 1.0, 1.0, 2.0, 0.0, 5.0, 5.0, 1.0, 0.0])  # samples 2, 3 and 6, 7 have equal rewards
 
@@ -257,7 +257,7 @@ def test_an_early_stop_reads_the_samples_without_variance_too() -> None:
     assert planned_samples(plan) == list(range(10)) and plan.counted is None
 
 
-def test_a_phase_of_several_updates_is_shuffled_and_the_same_batch_always_the_same_way() -> None:
+def test_a_step_of_several_updates_is_shuffled_and_the_same_batch_always_the_same_way() -> None:
     rewards = np.random.default_rng(1).random(40).tolist()
     config, batch = settings(batch={"samples_per_update": 8}, loss={"epochs": 2}), make_batch(rewards)
     plan = plan_training(config, batch)
@@ -309,7 +309,7 @@ def test_a_denominator_that_cannot_divide_is_refused(denominator: Any) -> None:
     assert caught.value.field == "denominator" and caught.value.hint
 
 
-def test_a_phases_metrics_say_what_was_trained_on() -> None:
+def test_a_steps_metrics_say_what_was_trained_on() -> None:
     config = settings(batch={"samples_per_update": 5}, loss={"epochs": 2})
     plan = plan_training(config, BATCH)
     advantages = np.where(BATCH.mask, np.random.default_rng(4).normal(size=BATCH.num_response_tokens), 99.0)

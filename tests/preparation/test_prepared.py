@@ -18,8 +18,8 @@ from slimefsdp.errors import BatchError, ConfigError, StateError
 from slimefsdp.preparation.plan import plan_training
 from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
 from slimefsdp.training.step import prepared_together
-from tests.support.phases import VOCAB, make_batch, settings
 from tests.support.rank_pool import RankPool
+from tests.support.small_batches import VOCAB, make_batch, settings
 
 OWN = """
 import torch.distributed as dist

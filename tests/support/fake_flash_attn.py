@@ -30,12 +30,12 @@ def installed() -> Iterator[list[dict[str, Any]]]:
     package.flash_attn_interface = interface  # type: ignore[attr-defined]
     package.__spec__ = interface.__spec__ = __spec__  # find_spec asks for it
     CALLS.clear()
-    standing_in = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
-    sys.modules.update(standing_in)
+    installed_as = {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
+    sys.modules.update(installed_as)
     try:
         yield CALLS
     finally:
-        for name in standing_in:
+        for name in installed_as:
             del sys.modules[name]
 
 

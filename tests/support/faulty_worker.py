@@ -1,7 +1,7 @@
-"""A rank that fails on purpose: at a chosen phase of its work, in a chosen way, exactly once.
+"""A rank that fails on purpose: at a chosen moment of its work, in a chosen way, exactly once.
 
 The product knows nothing of this. A test puts `faulty_worker(folder)` in the place of `TrainWorker`, and
-`FaultPlan.arm` writes what is to happen into that folder. In the rank's own process the functions at which a phase
+`FaultPlan.arm` writes what is to happen into that folder. In the rank's own process the functions at which a moment
 begins or ends are wrapped. A fault leaves its file in the folder just before it strikes, and none strikes whose file is
 there: it fires once over all processes that ever stand for the rank, and the test sees which did.
 """
@@ -31,7 +31,7 @@ from actors.workers.train_worker import TrainWorker
 from tests.support import process_resources
 from tests.support.process_resources import held_by_the_process
 
-PHASES = (
+MOMENTS = (
     "init",
     "reference log-probs",
     "actor log-probs",
@@ -53,15 +53,15 @@ SAVE_MIDDLE = "shard: half of the tensors are written"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank of the actor group, where, and at which pass through the phase in the same process."""
+    """What happens to a rank of the actor group, where, and at which pass through the moment in the same process."""
 
     rank: int
-    phase: str
+    moment: str
     kind: str = "SIGKILL"
     occurrence: int = 1
 
     def __str__(self) -> str:
-        return f"rank {self.rank}, {self.phase}, {self.kind}"
+        return f"rank {self.rank}, {self.moment}, {self.kind}"
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class FaultyWorker(TrainWorker):
 
     def start(self, config: Any, role: str, *args: Any, **kwargs: Any) -> Any:
         if role == "actor":
-            watch_phases(functools.partial(self._passed, FaultPlan(self.folder), Counter()), lambda: self.current_call)
+            watch_moments(functools.partial(self._passed, FaultPlan(self.folder), Counter()), lambda: self.current_call)
         return super().start(config, role, *args, **kwargs)
 
     def call(self, request: Request, role: str = "actor") -> Any:
@@ -136,9 +136,9 @@ class FaultyWorker(TrainWorker):
         """What this process holds of the machine."""
         return held_by_the_process()
 
-    def _passed(self, plan: FaultPlan, passes: Counter[int], phase: str) -> None:
+    def _passed(self, plan: FaultPlan, passes: Counter[int], moment: str) -> None:
         for number, fault in plan.armed():
-            if (fault.rank, fault.phase) == (self.rank, phase):
+            if (fault.rank, fault.moment) == (self.rank, moment):
                 passes[number] += 1
                 if passes[number] >= fault.occurrence and plan.claim(number, fault):
                     strike(fault.kind)
@@ -151,35 +151,35 @@ def faulty_worker(folder: Path) -> type[TrainWorker]:
     return type("FaultyWorker", (FaultyWorker,), {"folder": folder, "__module__": __name__})
 
 
-def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str]) -> None:
-    """Has this process call `passed(phase)` at every phase but those that another call than theirs goes through."""
+def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]) -> None:
+    """Has this process call `passed(moment)` at every moment but those that another call than theirs goes through."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from slimefsdp.checkpoint import store
-    from slimefsdp.distributed.offload import Sleeper
+    from slimefsdp.distributed.offload import StorageOffloader
     from slimefsdp.training import build, checkpointing, packs, step
     from slimefsdp.weight_sync import send
 
-    def before(owner: Any, name: str, phase: str, when: Callable[[], bool] = lambda: True) -> None:
+    def before(owner: Any, name: str, moment: str, when: Callable[[], bool] = lambda: True) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if when():
-                passed(phase)
+                passed(moment)
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapped)
 
-    def after(owner: Any, name: str, phase: str, when: Callable[[], bool] = lambda: True) -> None:
+    def after(owner: Any, name: str, moment: str, when: Callable[[], bool] = lambda: True) -> None:
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if when():
-                passed(phase)
+                passed(moment)
             return result
 
         setattr(owner, name, wrapped)
@@ -197,8 +197,8 @@ def watch_phases(passed: Callable[[str], None], current_call: Callable[[], str])
     after(torch.Tensor, "backward", "after backward")
     register_optimizer_step_post_hook(lambda *_: passed("after optimiser step"))
     # the reference sleeps between its uses: only what was asked for counts
-    after(Sleeper, "sleep", "sleep", lambda: current_call() == "sleep")
-    after(Sleeper, "wake_up", "wake", lambda: current_call() == "wake_up")
+    after(StorageOffloader, "sleep", "sleep", lambda: current_call() == "sleep")
+    after(StorageOffloader, "wake_up", "wake", lambda: current_call() == "wake_up")
     before(checkpointing, "save_training_state", "save start")
 
     def at_point(point: str) -> None:

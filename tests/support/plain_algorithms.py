@@ -40,15 +40,15 @@ class PlainPolicy:
             found.append((table.gather(-1, tokens[-length:, None])[:, 0], -(table.exp() * table).sum(-1)))
         return found
 
-    def phase(
+    def train(
         self,
         config: RunConfig,
         batch: RolloutBatch,
         said: Sequence[tuple[Tensor, Tensor]],
         updates: Sequence[np.ndarray] | None,
         rate: float,
-    ) -> PlainPhase:
-        """A phase of plain SGD; the weights are afterwards what they were.
+    ) -> PlainTraining:
+        """A training step of plain SGD; the weights are afterwards what they were.
 
         Args:
             said: what this policy says of the batch; its graph stays.
@@ -56,7 +56,7 @@ class PlainPolicy:
         """
         parameters = dict(self.model.named_parameters())
         start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        done = PlainPhase([], {name: torch.zeros_like(value) for name, value in start.items()}, [])
+        done = PlainTraining([], {name: torch.zeros_like(value) for name, value in start.items()}, [])
         for number, indices in enumerate([None] if updates is None else updates):
             now = self.says(batch) if number else said
             samples = trained_samples(config, batch, now, said)
@@ -68,15 +68,15 @@ class PlainPolicy:
             gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
             for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
                 done.moved[name] += gradient
-                parameter.data -= rate * gradient  # autograd must not notice: the graph of `said` serves other phases
+                parameter.data -= rate * gradient  # autograd must not notice: the graph of `said` serves other steps
         for name, parameter in parameters.items():
             parameter.data.copy_(start[name])
         return done
 
 
 @dataclass
-class PlainPhase:
-    """What came of the updates of a phase."""
+class PlainTraining:
+    """What came of the updates of a step."""
 
     losses: list[float]
     moved: dict[str, Tensor]  # what they took off the weights, over the rate
@@ -111,7 +111,7 @@ def trained_samples(
 
     Args:
         said: what the policy says now.
-        before: what it said at the start of the phase.
+        before: what it said at the start of the step.
     """
     samples = []
     for index, given in enumerate(batch.to_samples()):
@@ -329,7 +329,7 @@ def pair_loss(config: RunConfig, sample: Sample, samples: list[Sample]) -> Tenso
 
 
 def trains(config: RunConfig, sample: Sample, samples: list[Sample]) -> bool:
-    """Whether anything moves a sample of a phase: it has a token, and its group is not one of equal rewards."""
+    """Whether anything moves a sample of a step: it has a token, and its group is not one of equal rewards."""
     others = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
     compares = config.advantage.estimator in (None, "grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k")
     group = [other for other in samples if other.fields["group_id"] == sample.fields["group_id"]]

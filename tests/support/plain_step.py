@@ -101,7 +101,7 @@ class PlainStep:
             total += loss.item()
         return total
 
-    def phase(self, batch: RolloutBatch, plan: Plan) -> list[float]:
+    def train(self, batch: RolloutBatch, plan: Plan) -> list[float]:
         """All updates of a plan, one after the other; returns their losses."""
         losses = []
         for update in range(len(plan.updates)):

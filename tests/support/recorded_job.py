@@ -18,7 +18,7 @@ from tests.support.ragged import ragged_batch
 from tests.support.waiting import PATIENCE_S
 
 VOCAB_SIZE = 96  # of tests.support.tiny_models
-MATRIX = {"steps": 5, "save_every": 2}  # of the jobs in which ranks fail at the phases of a step
+MATRIX = {"steps": 5, "save_every": 2}  # of the jobs in which ranks fail at the moments of a step
 SAVES = {"steps": 6, "save_every": 1}  # of those in which saves fail, or what they wrote
 TIMES = {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
 

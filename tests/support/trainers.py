@@ -81,7 +81,7 @@ def error_of(call: Any) -> SlimeError | None:
     return None
 
 
-def phases_then_weights(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> tuple[list[Any], str]:
+def steps_then_weights(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> tuple[list[Any], str]:
     trainer = Trainer(config, device=CPU)
     return [trainer.train_step(batch) for batch in batches], fingerprint(trainer.policy)
 

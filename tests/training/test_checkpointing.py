@@ -27,8 +27,8 @@ from tests.support.trainers import (
     fingerprint,
     fresh_batch,
     hex_losses,
-    phases_then_weights,
     settings,
+    steps_then_weights,
 )
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_that_fails_on_one_rank_fails_on_all_and_the_group_works_on
     folder: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     config = settings(folder, mesh={"dp": 2}, run={"dir": str(tmp_path)})
-    (undisturbed,), _ = ranks.run(2, phases_then_weights, config, [fresh_batch()])[0]
+    (undisturbed,), _ = ranks.run(2, steps_then_weights, config, [fresh_batch()])[0]
     results = ranks.run(2, failing_checkpoints, config, fresh_batch(), tmp_path / "checkpoints")
     for result in results:
         assert [type(error) for error in result["errors"]] == [CheckpointError] * 6
@@ -259,7 +259,7 @@ def test_a_run_without_a_folder_says_so(folder: Path, ranks: RankPool) -> None:
 def reference_after(
     rank: int, config: RunConfig, batches: list[RolloutBatch], resumes: bool
 ) -> tuple[list[str], bytes]:
-    """The losses of two more phases, and the reference's log-probs, after update_ref in the middle of a run."""
+    """The losses of two more steps, and the reference's log-probs, after update_ref in the middle of a run."""
     trainer = Trainer(config, device=CPU)
     if resumes:
         trainer.load("latest")

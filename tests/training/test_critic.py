@@ -105,16 +105,16 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
 
 
 def of_critic(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
-    """Values, one call's gradients, and after that a whole phase."""
+    """Values, one call's gradients, and after that a whole step."""
     with KeepFloat64():
         trainer = Trainer(config, "critic", device=CPU)
         values = trainer.compute_values(batch)
         metrics = trainer.forward_backward(batch, loss="value")
         gradients = {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
         trainer.zero_grad()
-        phase = trainer.train_step(batch)
+        trained = trainer.train_step(batch)
     weights = {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
-    return {"values": values, "metrics": metrics, "gradients": gradients, "phase": phase, "weights": weights}
+    return {"values": values, "metrics": metrics, "gradients": gradients, "trained": trained, "weights": weights}
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @MESHES
-def test_values_gradients_and_a_phase_equal_a_plain_critics_in_float64(
+def test_values_gradients_and_a_step_equal_a_plain_critics_in_float64(
     folder: Path, ranks: RankPool, mesh: dict[str, int]
 ) -> None:
     config = critic_settings(
@@ -154,8 +154,8 @@ def test_values_gradients_and_a_phase_equal_a_plain_critics_in_float64(
         np.testing.assert_allclose(found["values"], expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(found["metrics"]["loss"], loss, rtol=1e-12)
         assert largest_difference(found["gradients"], gradients) <= 1e-12
-        np.testing.assert_allclose(found["phase"]["loss"], np.mean(losses), rtol=1e-12)
-        assert found["phase"]["lr"] == 0.1
+        np.testing.assert_allclose(found["trained"]["loss"], np.mean(losses), rtol=1e-12)
+        assert found["trained"]["lr"] == 0.1
         assert largest_difference(found["weights"], plain.weights()) <= 1e-12
 
 

@@ -69,8 +69,8 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: parameter.full_tensor().detach().clone() for name, parameter in trainer.policy.named_weights()}
 
 
-def phase(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
-    """A phase of several updates on one rank, and what is left of it."""
+def train(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    """A step of several updates on one rank, and what is left of it."""
     with KeepFloat64():
         trainer = Trainer(config, device=CPU)
         before = weights_of(trainer)
@@ -89,21 +89,21 @@ def phase(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
     }
 
 
-def plain_phase(folder: Path, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+def plain_training(folder: Path, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     plan = plan_training(config, batch)
     assert len(plan.updates) >= 4
     with KeepFloat64():
         plain = PlainStep(folder, config, torch.float64)
-        plain.phase(batch, plan)
+        plain.train(batch, plan)
     return plain.weights()
 
 
 def compare(folder: Path, ranks: RankPool, config: RunConfig) -> list[dict[str, Any]]:
-    """Every rank's phase, whose weights are those of plain PyTorch with the same parameters frozen."""
+    """Every rank's step, whose weights are those of plain PyTorch with the same parameters frozen."""
     batch = make_batch(folder)
-    plain = plain_phase(folder, config, batch)
+    plain = plain_training(folder, config, batch)
     patterns = config.model.frozen or ()
-    found = ranks.run(ranks_of(config), phase, config, batch)
+    found = ranks.run(ranks_of(config), train, config, batch)
     for ours in found:
         assert ours["after"].keys() == plain.keys() and ours["in sync"]
         moved = 0.0
@@ -183,8 +183,8 @@ def test_a_tied_embedding_is_frozen_under_either_name(tiny_folder: TinyFolder, r
     folder = tiny_folder(tie_word_embeddings=True)
     batch = make_batch(folder)
     # plain PyTorch knows the tied tensor by one name
-    plain = plain_phase(folder, frozen_settings(folder, ("model.embed_tokens.weight",)), batch)
-    (ours,) = ranks.run(1, phase, frozen_settings(folder, (pattern,)), batch)
+    plain = plain_training(folder, frozen_settings(folder, ("model.embed_tokens.weight",)), batch)
+    (ours,) = ranks.run(1, train, frozen_settings(folder, (pattern,)), batch)
     assert "model.embed_tokens.weight" not in ours["with state"] and "lm_head.weight" not in ours["after"]
     assert all((ours["after"][name] - plain[name]).abs().max() <= 1e-12 for name in plain)
     assert torch.equal(ours["before"]["model.embed_tokens.weight"], ours["after"]["model.embed_tokens.weight"])
@@ -192,11 +192,11 @@ def test_a_tied_embedding_is_frozen_under_either_name(tiny_folder: TinyFolder, r
 
 def test_norms_leave_out_what_is_frozen(folder: Path, ranks: RankPool) -> None:
     config = frozen_settings(folder, FROZEN["the beginning"], (1, 2, 1))
-    for ours in ranks.run(2, phase, config, make_batch(folder)):
+    for ours in ranks.run(2, train, config, make_batch(folder)):
         assert ours["norms"] == {"layer_1", "layer_2", "final_norm", "head"}
 
 
-def compiled_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+def compiled_step(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, torch.Tensor]:
     trainer = Trainer(config, device=CPU)
     trainer.forward_backward(batch)
     return {name: p.grad.full_tensor() for name, p in trainer.policy.trained_weights()}
@@ -207,7 +207,7 @@ def compiled_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[st
 def test_compiled_layers_with_frozen_parameters_have_the_same_gradients(folder: Path, ranks: RankPool) -> None:
     sections: dict[str, Any] = {"precision": {"compute_dtype": "float32"}}
     plain, ours = (
-        ranks.run(2, compiled_phase, frozen_settings(folder, MIXED, (1, 2, 1), model={"compile": on}, **sections),
+        ranks.run(2, compiled_step, frozen_settings(folder, MIXED, (1, 2, 1), model={"compile": on}, **sections),
                   make_batch(folder))[0]
         for on in (False, True)
     )  # fmt: skip
@@ -402,9 +402,9 @@ def test_patterns_without_a_match_or_a_remainder_are_refused_by_all_before_weigh
         assert found[0] == "model.frozen" and message in found[1] and hint in found[2], found
 
 
-def test_a_batch_of_a_plain_phase_reaches_the_frozen(folder: Path) -> None:
+def test_a_batch_of_a_plain_step_reaches_the_frozen(folder: Path) -> None:
     """The comparisons above can fail: without freezing, plain PyTorch moves these parameters."""
     batch, config = make_batch(folder), settings(folder)
-    moved = plain_phase(folder, config, batch)
-    kept = plain_phase(folder, frozen_settings(folder, MIXED), batch)
+    moved = plain_training(folder, config, batch)
+    kept = plain_training(folder, frozen_settings(folder, MIXED), batch)
     assert min(np.abs((moved[n] - kept[n]).numpy()).max() for n in kept if is_frozen(n, MIXED)) > 1e-4

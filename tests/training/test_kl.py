@@ -215,7 +215,7 @@ def full_kl(pair: tuple[Path, Path] | Path, **sections: Any) -> RunConfig:
     return settings(policy, **sections, loss={"kl_coefficient": 0.1, "kl_estimator": "full"})
 
 
-def kl_of_a_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> float:
+def kl_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> float:
     return Trainer(config, device=CPU).train_step(batch)["kl_ref"]
 
 
@@ -225,9 +225,9 @@ def test_an_equal_reference_has_an_exact_kl_of_zero_until_the_policy_moves(
 ) -> None:
     world = ranks_of(SPREADS[spread]["mesh"])
     config = full_kl(pair[0], **SPREADS[spread])
-    assert ranks.run(world, kl_of_a_phase, config, fresh_batch()) == [0.0] * world
+    assert ranks.run(world, kl_of_a_step, config, fresh_batch()) == [0.0] * world
     in_updates = full_kl(pair[0], **SPREADS[spread], batch={"samples_per_update": 4})
-    assert ranks.run(world, kl_of_a_phase, in_updates, fresh_batch())[0] > 0
+    assert ranks.run(world, kl_of_a_step, in_updates, fresh_batch())[0] > 0
 
 
 def kl_before_and_after_following(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[float], int]:
@@ -242,7 +242,7 @@ def kl_before_and_after_following(rank: int, config: RunConfig, batch: RolloutBa
 
 
 @pytest.mark.parametrize("offload", ["none", "fsdp", "sleep"])
-def test_a_reference_that_followed_is_compared_with_its_new_weights_and_rests_between_phases(
+def test_a_reference_that_followed_is_compared_with_its_new_weights_and_rests_between_steps(
     pair: tuple[Path, Path], ranks: RankPool, offload: str
 ) -> None:
     config = full_kl(pair, mesh={"dp": 2}, reference={"offload": offload})
@@ -251,7 +251,7 @@ def test_a_reference_that_followed_is_compared_with_its_new_weights_and_rests_be
         assert (held == 0) == (offload == "sleep")
 
 
-def updates_of_a_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
+def updates_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, float]]:
     trainer = Trainer(config, device=CPU)
     return step_and_updates(trainer, batch)[1]
 
@@ -259,7 +259,7 @@ def updates_of_a_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> lis
 @every_mesh
 def test_the_exact_kl_leaves_the_first_ratio_exactly_one(pair: tuple[Path, Path], ranks: RankPool, mesh: str) -> None:
     config = full_kl(pair, mesh=MESHES[mesh], batch={"samples_per_update": 4})
-    first, second = ranks.run(ranks_of(MESHES[mesh]), updates_of_a_phase, config, fresh_batch())[0]
+    first, second = ranks.run(ranks_of(MESHES[mesh]), updates_of_a_step, config, fresh_batch())[0]
     assert first["ratio_deviation_max"] == 0.0 < second["ratio_deviation_max"]
 
 

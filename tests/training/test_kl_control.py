@@ -1,4 +1,4 @@
-"""What a KL decides: the coefficient that follows its target, and the end of a phase."""
+"""What a KL decides: the coefficient that follows its target, and the end of a step."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_without_a_coefficient_loads_and_one_of_a_wrong_kind_does_n
         assert isinstance(error, CheckpointError) and error.field == "kl_coefficient"
 
 
-# ---------------------------------------------------------------------- the end of a phase by its KL
+# ---------------------------------------------------------------------- the end of a step by its KL
 
 
 def early_stop(folder: Path, mesh: dict[str, int], max_kl: float | None) -> RunConfig:
@@ -117,14 +117,14 @@ def early_stop(folder: Path, mesh: dict[str, int], max_kl: float | None) -> RunC
     return settings(folder, mesh=mesh, loss=loss, batch={"samples_per_update": 3}, optim={"name": "sgd", "lr": 0.05})
 
 
-def whole_phase(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[float], dict[str, float]]:
+def whole_step(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[list[float], dict[str, float]]:
     trainer = Trainer(config, device=CPU)
     metrics, recorded = step_and_updates(trainer, batch)
     return [update["kl_old"] for update in recorded], metrics
 
 
 def stopped_and_shorter(rank: int, config: RunConfig, batch: RolloutBatch, updates: int) -> dict[str, Any]:
-    """A phase that ends early, and one of so many updates; what optimiser steps after each make of equal gradients."""
+    """A step that ends early, and one of so many updates; what optimiser steps after each make of equal gradients."""
     found = {}
     plan = plan_training(config, batch)
     shorter = dataclasses.replace(
@@ -140,11 +140,11 @@ def stopped_and_shorter(rank: int, config: RunConfig, batch: RolloutBatch, updat
 
 
 @pytest.mark.parametrize("mesh, taken", [("one rank", 1), *((mesh, 3) for mesh in MESHES)])
-def test_a_phase_ends_before_the_first_update_beyond_max_kl_as_if_it_had_been_planned_so(
+def test_a_step_ends_before_the_first_update_beyond_max_kl_as_if_it_had_been_planned_so(
     pair: tuple[Path, Path], ranks: RankPool, mesh: str, taken: int
 ) -> None:
     world, batch = ranks_of(MESHES[mesh]), fresh_batch()
-    kls, metrics = ranks.run(world, whole_phase, early_stop(pair[0], MESHES[mesh], None), batch)[0]
+    kls, metrics = ranks.run(world, whole_step, early_stop(pair[0], MESHES[mesh], None), batch)[0]
     assert metrics["early_stopped_updates"] == 0 and metrics["updates"] == len(kls) > taken + 1
     assert kls[0] == 0.0 and kls[taken] > 1.001 * max(kls[:taken])
     config = early_stop(pair[0], MESHES[mesh], 0.5 * (max(kls[:taken]) + kls[taken]))
@@ -159,13 +159,13 @@ def test_a_phase_ends_before_the_first_update_beyond_max_kl_as_if_it_had_been_pl
 
 def test_old_log_probs_beyond_max_kl_leave_the_policy_as_it_was(pair: tuple[Path, Path], ranks: RankPool) -> None:
     config = early_stop(pair[0], {"dp": 2}, 0.01)
-    for stopped, moved in ranks.run(2, phase_of_stale_samples, config, make_batch(Path())):
+    for stopped, moved in ranks.run(2, step_of_stale_samples, config, make_batch(Path())):
         assert stopped["early_stopped_updates"] > 1 and stopped["updates"] == 0 and "loss" not in stopped
         assert stopped["kl_old_stopped"] > 0.01
         assert not moved
 
 
-def phase_of_stale_samples(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, float], bool]:
+def step_of_stale_samples(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, float], bool]:
     trainer = Trainer(config, device=CPU)
     before = fingerprint(trainer.policy)
     trainer.train_step(batch)  # leaves no gradients, or the next one were an error

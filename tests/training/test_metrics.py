@@ -57,7 +57,7 @@ def test_totals_means_and_maxima_are_those_of_all_tokens(ranks: RankPool, world_
         assert result["empty"] == {}
 
 
-def test_a_phase_reports_means_of_its_updates_and_the_largest_maximum() -> None:
+def test_a_step_reports_means_of_its_updates_and_the_largest_maximum() -> None:
     updates = [{"loss": 1.0, "ratio_max": 5.0}, {"loss": 2.0, "ratio_max": 3.0, "kl": 4.0}, {"loss": 6.0}]
     assert mean_over_updates(updates) == {"loss": 3.0, "ratio_max": 5.0, "kl": 4.0}
     assert mean_over_updates([]) == {}

@@ -31,8 +31,8 @@ from tests.support.trainers import (
     fingerprint,
     fresh_batch,
     hex_losses,
-    phases_then_weights,
     settings,
+    steps_then_weights,
 )
 
 SUBSETS = [subset for size in range(3) for subset in itertools.combinations(TAGS, size)]  # all but all of them
@@ -112,7 +112,7 @@ def test_training_is_bit_identical_with_sleeps_in_between(
     # every subset where shards differ most; two of them wherever else
     subsets = SUBSETS if situation in ("two shards", "float16") else SUBSETS[number % 3 :: 3]
     order = [batches[cycle % 2] for cycle in range(len(subsets) + 2)]
-    metrics, weights = ranks.run(config.ranks, phases_then_weights, config, order)[0]
+    metrics, weights = ranks.run(config.ranks, steps_then_weights, config, order)[0]
     for result in ranks.run(config.ranks, a_cycle_for_every_subset, config, batches, subsets):
         assert result["losses"] == hex_losses(metrics) and result["weights"] == weights
         assert result["freed"] and result["idempotent"] and result["restored"] and result["same_objects"]
@@ -167,7 +167,7 @@ def test_many_cycles_change_no_bit_and_leave_nothing_behind(
 ) -> None:
     config = settings(tied_folder, mesh={"dp": 2}, loss={"kl_coefficient": 0.1})
     batches = [fresh_batch(seed) for seed in range(10)]
-    metrics, weights = ranks.run(2, phases_then_weights, config, batches)[0]
+    metrics, weights = ranks.run(2, steps_then_weights, config, batches)[0]
     for result in new_ranks.run(2, many_cycles, config, batches, tiers.often(20)):
         assert result["changed"] == result["left_over"] == 0
         assert result["losses"] == hex_losses(metrics) and result["weights"] == weights

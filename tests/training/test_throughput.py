@@ -1,4 +1,4 @@
-"""The rates of a phase are its tokens and operations, counted sample by sample, over its seconds."""
+"""The rates of a step are its tokens and operations, counted sample by sample, over its seconds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tokens_and_operations_a_second_are_those_of_the_updates_taken() -> None
     assert len(plan.updates) == 2
     for updates in ((), (0,), (1,), (0, 1)):  # of a skipped one nothing is counted
         chosen = [sample for update in updates for sample in plan.samples_of(update)]
-        metrics = Throughput(ranks=4, dimensions=DIMENSIONS, peak_tflops=0.5).metrics(plan, batch, 2.0, updates)
+        metrics = Throughput(ranks=4, model_spec=DIMENSIONS, peak_tflops=0.5).metrics(plan, batch, 2.0, updates)
         tokens = sum(23 + sample for sample in chosen)
         flops = sum(
             training_flops(DIMENSIONS, np.array([23 + sample]), counted_rows=(4 + sample) // 2).total
@@ -59,7 +59,7 @@ def test_what_samples_share_is_computed_and_counted_once() -> None:
     assert found is not None
     plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60, shared=found, min_gain=-np.inf)
     assert len(plan.updates[0][0]) == 1, "one pack holds them all"
-    metrics = Throughput(ranks=1, dimensions=DIMENSIONS).metrics(plan, batch, 1.0, [0])
+    metrics = Throughput(ranks=1, model_spec=DIMENSIONS).metrics(plan, batch, 1.0, [0])
     nodes, depths = np.array([20, 3, 4, 5, 6]), np.array([0, 20, 20, 20, 20])
     flops = training_flops(DIMENSIONS, nodes, counted_rows=2 + 2 + 3 + 3, depths=depths)
     assert metrics["tflops_per_rank"] == pytest.approx(flops.total / 1e12, rel=1e-12)
@@ -69,7 +69,7 @@ def test_what_samples_share_is_computed_and_counted_once() -> None:
 def test_a_critic_has_no_vocabulary_and_a_frozen_weight_no_gradient() -> None:
     batch = group_of_four()
     plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60)
-    throughput = Throughput(ranks=1, dimensions=DIMENSIONS, trained_share=0.25, has_vocabulary_head=False)
+    throughput = Throughput(ranks=1, model_spec=DIMENSIONS, trained_share=0.25, has_vocabulary_head=False)
     flops = training_flops(DIMENSIONS, batch.lengths, counted_rows=0, trained_share=0.25)
     assert throughput.metrics(plan, batch, 1.0, [0])["tflops_per_rank"] == pytest.approx(flops.total / 1e12, rel=1e-12)
 
@@ -77,7 +77,7 @@ def test_a_critic_has_no_vocabulary_and_a_frozen_weight_no_gradient() -> None:
 def test_unknown_dimensions_leave_the_tokens() -> None:
     batch = group_of_four()
     plan = plan_batch(batch.lengths, dp=1, max_pack_tokens=60)
-    metrics = Throughput(ranks=2, dimensions=None, peak_tflops=1.0).metrics(plan, batch, 1.0, [0])
+    metrics = Throughput(ranks=2, model_spec=None, peak_tflops=1.0).metrics(plan, batch, 1.0, [0])
     assert metrics.keys() == {"train_seconds", "tokens_per_second", "tokens_per_second_per_rank"}
 
 
@@ -114,8 +114,8 @@ def test_a_train_step_reports_them_for_its_own_model_and_ranks(
     plan = plan_training(config, batch, loss="value" if role == "critic" else "policy")
     chosen = plan.samples_of(0)
     rows = 0 if role == "critic" else int(batch.mask[np.isin(batch.sample_ids, chosen)].sum())
-    dimensions = ModelSpec.from_config(model.config.to_dict())
-    flops = training_flops(dimensions, batch.lengths[chosen], counted_rows=rows, trained_share=share)
+    model_spec = ModelSpec.from_config(model.config.to_dict())
+    flops = training_flops(model_spec, batch.lengths[chosen], counted_rows=rows, trained_share=share)
     rate = flops.total / metrics["train_seconds"] / 2 / 1e12
     assert metrics["tflops_per_rank"] == pytest.approx(rate, rel=1e-12)
     assert metrics["mfu"] == pytest.approx(rate / 0.125, rel=1e-12)

@@ -1,4 +1,4 @@
-"""Which process hangs, in what phase, and its stack: real processes that are stopped, hold their lock, loop or wait."""
+"""Which process hangs, in what activity, and its stack: real processes that stop, hold their lock, loop or wait."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.refusals import names, refused
 from tests.support.waiting import PATIENCE_S, wait_until
 
 LIMIT_S = 4.0  # without an answer, and without a tick
-SEEN_S = 3.0  # in a phase before a fault: the watchdog asks once a second
+SEEN_S = 3.0  # in an activity before a fault: the watchdog asks once a second
 LIMITS = Limits(ping_s=LIMIT_S, hang_s=LIMIT_S, sync_s=60.0)
 
 # ---------------------------------------------------------------------- processes without torch
@@ -71,8 +71,8 @@ def processes(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     run_dir = tmp_path_factory.mktemp("run")
 
     class Process(Watched):  # defined here, so that it travels by value and the processes need not import this file
-        def act(self, phase: str, pauses_s: list[float], fault: Callable[[], None] | None = None) -> int:
-            with heartbeat.during(phase):
+        def act(self, activity: str, pauses_s: list[float], fault: Callable[[], None] | None = None) -> int:
+            with heartbeat.during(activity):
                 for pause_s in pauses_s:
                     time.sleep(pause_s)
                     heartbeat.tick()
@@ -113,7 +113,7 @@ def since(file: Path, now: float) -> float:
     return now - float(file.read_text())
 
 
-def test_a_stopped_process_is_named_with_its_phase_and_is_not_asked_for_a_stack(processes: list[Any]) -> None:
+def test_a_stopped_process_is_named_with_its_activity_and_is_not_asked_for_a_stack(processes: list[Any]) -> None:
     pids = call(processes, ("warm", []), ("warm", [])).result()
     future = call(processes, ("spin", [0.2] * 60), ("spin", [0.2] * 60))
     stopped_at: list[float] = []
@@ -179,7 +179,7 @@ def test_a_process_in_an_endless_loop_is_named_with_the_place(processes: list[An
 
 def test_what_is_slow_and_gets_on_is_not_reported(processes: list[Any]) -> None:
     patient = Watchdog(processes, Limits(ping_s=10.0, hang_s=1.0, sync_s=60.0))
-    call(processes, ("whole", [2.0]), ("whole", []), guard=patient).result()  # whatever a phase takes at first
+    call(processes, ("whole", [2.0]), ("whole", []), guard=patient).result()  # whatever an activity takes at first
     call(processes, ("steps", [0.4]), ("steps", [0.4]), guard=patient).result()
     call(processes, ("steps", [0.4] * 5), ("steps", []), guard=patient).result()
     call(processes, ("whole", [2.5]), ("whole", []), guard=patient).result()  # 10 times that is allowed
@@ -367,8 +367,8 @@ def judged(made_up: MadeUpRay) -> Judge:
     return judge
 
 
-def at(still_s: float, *, phase: str = "p", ticks: int = 5, usual_s: float | None = 0.1, waits: bool = False) -> Any:
-    return ProgressSnapshot(phase, ticks, still_s, usual_s, "somewhere", waits)
+def at(still_s: float, *, activity: str = "p", ticks: int = 5, usual_s: float | None = 0.1, waits: bool = False) -> Any:
+    return ProgressSnapshot(activity, ticks, still_s, usual_s, "somewhere", waits)
 
 
 def test_a_rank_that_waits_for_a_stuck_one_is_not_blamed_though_it_is_still_for_longer(judged: Judge) -> None:
@@ -376,10 +376,10 @@ def test_a_rank_that_waits_for_a_stuck_one_is_not_blamed_though_it_is_still_for_
     assert judged(at(30, waits=True), at(9)) == [], "the other one may yet get on"
     assert judged(at(30, waits=True), at(9, waits=True)) == []
     assert judged(at(30, ticks=6, waits=True), at(30, ticks=4, waits=True), at(12, waits=True)) == [1]
-    assert judged(at(30, waits=True), at(0, phase=IDLE), waiting=[0]) == [0], "nobody else is in the call"
+    assert judged(at(30, waits=True), at(0, activity=IDLE), waiting=[0]) == [0], "nobody else is in the call"
 
 
-def test_phases_have_ten_times_as_long_as_they_usually_take_up_to_a_bound(judged: Judge) -> None:
+def test_activities_have_ten_times_as_long_as_they_usually_take_up_to_a_bound(judged: Judge) -> None:
     assert judged(at(11)) == [0]
     assert judged(at(9)) == []
     assert judged(at(99, usual_s=10)) == []
@@ -387,9 +387,9 @@ def test_phases_have_ten_times_as_long_as_they_usually_take_up_to_a_bound(judged
     assert judged(at(699, usual_s=600)) == [], "10 times that would be for too long"
     assert judged(at(701, usual_s=600)) == [0]
     assert judged(at(1000, usual_s=None)) == [], "the call's own deadline holds"
-    assert judged(at(1000, phase=IDLE)) == judged(at(1000, phase=LAUNCH)) == []
-    assert judged(at(15, phase="update_weights")) == [], "receivers are blamed first"
-    assert judged(at(25, phase="update_weights")) == [0]
+    assert judged(at(1000, activity=IDLE)) == judged(at(1000, activity=LAUNCH)) == []
+    assert judged(at(15, activity="update_weights")) == [], "receivers are blamed first"
+    assert judged(at(25, activity="update_weights")) == [0]
 
 
 @pytest.mark.parametrize(("began", "expected"), [(40.0, [0]), (50.0, [])])
@@ -471,13 +471,13 @@ def well(group: Any) -> None:
 
 @pytest.fixture
 def measured_group(faulty_group: Any, small_batch: RolloutBatch) -> Any:
-    """With both ranks well, and each phase of a step known to be quick."""
+    """With both ranks well, and each activity of a step known to be quick."""
     faulty_group.train_step_async(small_batch)
     well(faulty_group)
     return faulty_group
 
 
-# faults of the first micro-batch, after some seconds in which the phase is seen; until a file is there
+# faults of the first micro-batch, after some seconds in which the activity is seen; until a file is there
 
 
 def stop_and_continue(began: Path, released: Path) -> Callable[[], None]:

@@ -92,7 +92,7 @@ def replayed(
     return two, folder / "two", one
 
 
-def test_an_update_phase_is_bit_identical_to_the_same_ranks_under_torchrun(
+def test_a_train_step_is_bit_identical_to_the_same_ranks_under_torchrun(
     group: Any, batch: RolloutBatch, replayed: Any, tmp_path: Path
 ) -> None:
     metrics = group.train_step(batch)
@@ -105,7 +105,7 @@ def test_an_update_phase_is_bit_identical_to_the_same_ranks_under_torchrun(
     AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
 
-def test_an_update_phase_agrees_with_one_plain_process(group: Any, batch: RolloutBatch, replayed: Any) -> None:
+def test_a_train_step_agrees_with_one_plain_process(group: Any, batch: RolloutBatch, replayed: Any) -> None:
     metrics, one = group.train_step(batch), replayed[2]
     assert metrics.keys() == one.keys()
     for name in metrics.keys() - TIMES - {"plan_imbalance"}:  # one rank has no imbalance
@@ -325,9 +325,7 @@ def nested(depth: int) -> dict[str, Any]:
     return value
 
 
-def test_gradients_that_wait_refuse_an_update_phase_until_they_are_dropped(
-    group: Any, small_batch: RolloutBatch
-) -> None:
+def test_gradients_that_wait_refuse_a_train_step_until_they_are_dropped(group: Any, small_batch: RolloutBatch) -> None:
     group.forward_backward(small_batch)
     with pytest.raises(StateError) as caught:
         group.train_step(small_batch)
