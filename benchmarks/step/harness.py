@@ -80,14 +80,17 @@ class Failed(Exception):
 class Process:
     """One system at work on one workload.
 
+    Args:
+        checkout: that its modules come from.
+
     Raises:
         Failed: at any time.
     """
 
-    def __init__(self, command: Sequence[str], *, threads: int, stderr: Path) -> None:
+    def __init__(self, command: Sequence[str], *, threads: int, stderr: Path, checkout: Path = ROOT) -> None:
         self._stderr = stderr
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        environment |= {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         with stderr.open("w") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
