@@ -2,6 +2,9 @@
 
 `1e-6` is a float, `yes` is a string, and what two parsers read differently (`010`, `1:30`, a key given
 twice) is refused. Aliases are refused too: they are how a small file becomes a very large tree.
+
+The scalars are resolved here and not by ruamel.yaml, a parser of YAML 1.2: it reads `010`, `0x10` and `1_000` as
+numbers and dates as dates, so patterns and checks would stay, and its scanner takes tabs in brackets and odd anchors.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ _SYNTAX_ERRORS = (
     ("cannot start any token", None, "put the value in quotes"),
     ("stream end", "it ends inside a bracket", "close the bracket"),
     ("end of stream", "it ends inside a quote", "close the quote"),
+    ("second occurrence", "an anchor is given twice", "remove the `&` and its name"),
     ("expected <block end>", "this does not fit the lines above", "indent one section's settings alike"),
 )
 

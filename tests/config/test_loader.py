@@ -83,6 +83,7 @@ BAD_TEXT = {
     "backtick": ("a: `x`", ["'`'", "line 1, column 4"]),
     "lonely star": ("a: *", ["line 1"]),
     "percent": ("%", ["line 1"]),
+    "anchor twice": ("a: &x 1\nb: &x 2", ["anchor", "line 2, column 4"]),
     "key of 2,000 letters": ("a" * 2000 + ": 1", ["line 1"]),
 }
 
