@@ -301,6 +301,16 @@ def test_the_second_run_of_the_train_step_is_the_recorded_one() -> None:
     assert f"{skewed}, `uniform` at {faster['uniform', 'trl']} of TRL." in page
 
 
+def test_the_documents_compare_the_train_steps_of_two_commits_as_the_record_says() -> None:
+    results = json.loads((ROOT / "benchmarks/results/step_commits.json").read_text())["results"]
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert all(results["commits"][side][:7] in page for side in ("old", "new"))
+    for workload, found in results["workloads"].items():
+        low, high = found["interval"]
+        assert f"| `{workload}` | {found['ratio']:.3f} | {low:.3f} to {high:.3f} |" in page
+        assert found["ratio"] >= 0.98
+
+
 def test_the_cost_of_calls_is_the_recorded_one() -> None:
     record = json.loads((ROOT / "benchmarks/results/rpc_overhead.json").read_text())["results"]
     page = " ".join((ROOT / "docs/performance.md").read_text().split())
