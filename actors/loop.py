@@ -1,4 +1,5 @@
-"""The driver's loop: generate, reward, train, update weights, evaluate, save. It knows no ranks and no retries."""
+"""The driver's loop: generate, reward, train, update weights, evaluate, save. Lost ranks and engines are
+replaced inside the groups it launches."""
 
 from __future__ import annotations
 

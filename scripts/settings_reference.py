@@ -23,7 +23,7 @@ DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 INTRODUCTION = """\
 # Settings
 
-<!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config*.py, not this file -->
+<!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config/, not this file -->
 
 A run is one YAML file; any value can be set on the command line too, as `section.name=value`. What is **required** has
 no default. Unknown names, wrong types and combinations that make no sense are refused before anything starts."""

@@ -27,7 +27,7 @@ class Call:
     is_done: bool = False
     value: Any = None
     restored: CallFuture | None = None  # of a load: asked right behind it, what it has loaded
-    replaces: bool = False  # of a save: there was a checkpoint of its step
+    overwrites: bool = False  # of a save: there was a checkpoint of its step
     # of a save: what is under its step is what it wrote; not while it is to be made again behind an earlier checkpoint
     is_written: bool = False
     # of a save, with a reference group of its own, which no checkpoint holds: it equals the policy;

@@ -168,7 +168,7 @@ class Supervisor:
                 except LOST as error:  # ranks that hang in an earlier call
                     self._recover(error, launch)
             self._refuse_update_of_reference(request)
-            return self._dispatcher.submit(lambda: SupervisedCall(self, self._begun(role, request, planning)))
+            return self._dispatcher.submit(lambda: SupervisedCall(self, self._prepare_and_log(role, request, planning)))
 
     def _require_group(self) -> None:
         """Raises what the job has ended with; replaces a group whose ranks are about to end."""
@@ -177,7 +177,7 @@ class Supervisor:
         if self._doomed is not None:
             self._recover(self._doomed[1], self._doomed[0])
 
-    def _begun(self, role: Role, request: Request, planning: Planning | None) -> Call:
+    def _prepare_and_log(self, role: Role, request: Request, planning: Planning | None) -> Call:
         """Prepares a call, begins it and puts it in the call log, which has calls in the order in which they begin."""
         prepared: Request | None = None
         while True:
@@ -192,7 +192,7 @@ class Supervisor:
                         continue
                     call = Call(role, prepared, has_batch=planning is not None)
                     self._note(call)
-                    self._begin(call)
+                    self._start_on_ranks(call)
                     self._call_log.append(call)  # also one that only reads, until its result is here
                     self._spill()
                     return call
@@ -213,10 +213,10 @@ class Supervisor:
             assert running is not None
             try:
                 value = running.result()
-                self._replaced(call)
+                self._wait_if_overwriting(call)
                 loaded = None if restored is None else restored.result()
             except Exception as error:
-                if not self._goes_on(call, error, launch):
+                if not self._recovered_from(call, error, launch):
                     raise
                 continue
             with self._lock:
@@ -257,7 +257,7 @@ class Supervisor:
         self._config = self._actor.config  # a job keeps its number of ranks
         self._call_log.has_critic = self._actor.critic is not None
 
-    def _begin(self, call: Call) -> None:
+    def _start_on_ranks(self, call: Call) -> None:
         group, request = self.group(call.role), call.request
         if call.has_batch and isinstance(request.args[0], SpilledBatch):
             request = replace(request, args=(store(request.args[0].read(), "batch"), *request.args[1:]))
@@ -277,7 +277,7 @@ class Supervisor:
         if call.name == "save":
             folder = self._config.run.dir
             store = None if folder is None else CheckpointStore.of_run(folder, call.role)
-            call.replaces = store is not None and call.step in store.steps()
+            call.overwrites = store is not None and call.step in store.steps()
         if call.role != "actor" or self._config.reference.placement != "group":
             return
         if call.name == "update_ref":
@@ -309,7 +309,7 @@ class Supervisor:
                 return
             self._spills = True
 
-    def _goes_on(self, call: Call, error: Exception, launch: int) -> bool:
+    def _recovered_from(self, call: Call, error: Exception, launch: int) -> bool:
         """After an error of a call: whether it was a loss, from which the job has recovered."""
         with self._lock:
             loss = self._loss_behind(call.name, error)
@@ -388,12 +388,12 @@ class Supervisor:
         for call in behind:  # two of them may have one step: a loss on the way must not take the first for the second
             call.is_written = False
         for call in behind:
-            self._begin(call)
+            self._start_on_ranks(call)
             if call.is_done:
                 assert call.running is not None
                 repeated += 1
-                differences += differences_of(call, self._awaited(call.name, call.running))
-                self._replaced(call)
+                differences += differences_of(call, self._replayed_result(call.name, call.running))
+                self._wait_if_overwriting(call)
                 call.is_written = call.name == "save"
         return None if mark is None else mark.step, repeated, tuple(differences)
 
@@ -411,7 +411,7 @@ class Supervisor:
                 problem = error
                 continue
             if mark.reference_is_current:
-                self._awaited("update_ref", self.group("actor").begin(Request("update_ref")))
+                self._replayed_result("update_ref", self.group("actor").begin(Request("update_ref")))
             return mark
         if not self._call_log.reaches_launch:
             raise problem or CheckpointError(
@@ -425,12 +425,12 @@ class Supervisor:
             self._launch()
         return None
 
-    def _replaced(self, call: Call) -> None:
-        """After a save to a step that there was: waits until it is on the disk, or which of the two would be there?"""
-        if call.replaces and self._config.checkpoint.async_save:
+    def _wait_if_overwriting(self, call: Call) -> None:
+        """After a save that overwrites a step: waits until it is on disk, or nobody could tell the old from the new."""
+        if call.overwrites and self._config.checkpoint.async_save:
             self.group(call.role).begin(Request("finish_save")).result()
 
-    def _awaited(self, name: str, running: Any) -> Any:
+    def _replayed_result(self, name: str, running: Any) -> Any:
         """The result of a call made again; raises the loss behind an error, where there is one."""
         try:
             return running.result()

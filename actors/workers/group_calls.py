@@ -1,15 +1,16 @@
 """The calls that all ranks of a group answer, as a driver makes them: those of `slimefsdp.Trainer`, and a twin of each.
 
-A twin NAME_async returns a future at once, before the batch is planned; its `result()` is what NAME returns, or raises
-what NAME raises. Wrong arguments and batches are refused where the call is made: no rank has seen anything then. What
-was given is what ranks get, whatever becomes of it in the meantime, and calls run in the order in which they were made.
+A twin NAME_async returns a future before the batch is planned; its `result()` is what NAME returns, or raises what NAME
+raises. Batches, plans, losses, receivers and `loop_state` are refused where the call is made, before a rank has seen
+anything; tags, steps and paths are refused by the ranks, by all alike. What was given is what ranks get, whatever
+becomes of it in the meantime, and calls run in the order in which they were made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -38,7 +39,7 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Future(Protocol[Result]):
-    """What comes of a call that has begun."""
+    """The result of a call that is queued or running."""
 
     def result(self) -> Result:
         """Waits for it.
@@ -56,14 +57,13 @@ class Request:
 
     Args:
         name: of Trainer's method.
-        args, kwargs: of that method, behind the batch.
+        args: of that method, behind the batch.
         check: refuses the batch, where there is one, or returns what makes it what ranks get in its place.
         of_all_ranks: every rank's result is wanted, in rank order; else rank 0's.
     """
 
     name: str
     args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
     check: Callable[[BatchPlanner], Planning] | None = None
     of_all_ranks: bool = False
 
@@ -92,8 +92,9 @@ class GroupCalls:
         self, batch: RolloutBatch, model: Literal["actor", "ref"] = "actor"
     ) -> Future[LogProbs]:
         """As `compute_log_probs`, returning a future."""
+        own = _copied(batch)
         return self._start(
-            Request("compute_log_probs", (model,), check=lambda planner: planner.for_forward(batch, model))
+            Request("compute_log_probs", (model,), check=lambda planner: planner.for_forward(own, model))
         )
 
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
@@ -106,7 +107,8 @@ class GroupCalls:
 
     def compute_values_async(self, batch: RolloutBatch) -> Future[np.ndarray]:
         """As `compute_values`, returning a future."""
-        return self._start(Request("compute_values", check=lambda planner: planner.for_forward(batch)))
+        own = _copied(batch)
+        return self._start(Request("compute_values", check=lambda planner: planner.for_forward(own)))
 
     def train_step(
         self,
@@ -139,10 +141,11 @@ class GroupCalls:
         kl_coefficient: float | None = None,
     ) -> Future[dict[str, float]]:
         """As `train_step`, returning a future."""
+        own, own_plan = _copied(batch), deepcopy(plan)
         return self._start(
             Request(
                 "train_step",
-                check=lambda planner: planner.for_training(batch, plan, gae_lambda, kl_coefficient),
+                check=lambda planner: planner.for_training(own, own_plan, gae_lambda, kl_coefficient),
             )
         )
 
@@ -166,8 +169,9 @@ class GroupCalls:
         self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
     ) -> Future[dict[str, float]]:
         """As `forward_backward`, returning a future."""
+        own = _copied(batch)
         return self._start(
-            Request("forward_backward", check=lambda planner: planner.for_gradients(batch, loss, denominator))
+            Request("forward_backward", check=lambda planner: planner.for_gradients(own, loss, denominator))
         )
 
     def optimizer_step(self) -> dict[str, float]:
@@ -357,3 +361,8 @@ class GroupCalls:
     def export_hf_async(self, path: str | Path, dtype: str | None = None) -> Future[Path]:
         """As `export_hf`, returning a future."""
         return self._start(Request("export_hf", (path, dtype)))
+
+
+def _copied(batch: RolloutBatch) -> RolloutBatch:
+    """The batch as it is now; what is none is refused later, like any other mistake."""
+    return batch.copy() if isinstance(batch, RolloutBatch) else batch

@@ -103,7 +103,7 @@ class TrainWorker(Watched):
         timeout_s = trainer.config.cluster.call_timeout_s
         try:
             args = [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in request.args]
-            result = getattr(trainer, request.name)(*args, **request.kwargs)
+            result = getattr(trainer, request.name)(*args)
         except Exception as error:
             raise self._failed(error, request.name, trainer.config, role) from None
         return result if request.of_all_ranks or self.rank == 0 else None

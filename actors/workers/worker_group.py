@@ -204,7 +204,7 @@ class WorkerGroup(GroupCalls):
         if request.check is None:
             return None
         planning = request.check(self._planner)
-        if self.reference_group is not None and request.args == ("ref",):
+        if self.reference_group is not None and (request.name, *request.args) == ("compute_log_probs", "ref"):
             problem = "the reference model is a group of its own"
             raise StateError(problem, field="model", hint="call group.reference_group instead")
         return planning

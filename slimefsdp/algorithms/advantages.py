@@ -7,7 +7,10 @@ whitened where asked for. Numpy only and float64, so that driver and ranks find 
 Masked tokens are skipped as if they were not there: the next state of a trained token is the next trained token,
 whatever stands between them, and discounts count trained tokens only.
 
-A new estimator is a function here with a row in ESTIMATORS, and a name in registry.py, which settings read.
+A new estimator is a function here with a row in ESTIMATORS, and in registry.py, which settings read, its name and the
+tuples it belongs to (GROUPED, TOKEN_ESTIMATORS, PAIRED_ESTIMATORS). If it reads gamma, gae_lambda or pass_k,
+`config/algorithm.py` has to know; tests/algorithms/test_advantages.py and tests/test_algorithms.py want a case of it,
+and docs/algorithms.md a row.
 """
 
 from __future__ import annotations
@@ -237,18 +240,18 @@ def _sums_to_go(terms: Floats, inputs: AdvantageInputs, discount: float) -> Floa
     return sums
 
 
-_GROUPED = ("rewards", "group_ids")
+_READS_GROUPS = ("rewards", "group_ids")
 
 ESTIMATORS: dict[str, Estimator] = {
-    "grpo": Estimator(_grpo, _GROUPED, smallest_group=2),
-    "dr_grpo": Estimator(_dr_grpo, _GROUPED),
-    "rloo": Estimator(_rloo, _GROUPED, smallest_group=2),
+    "grpo": Estimator(_grpo, _READS_GROUPS, smallest_group=2),
+    "dr_grpo": Estimator(_dr_grpo, _READS_GROUPS),
+    "rloo": Estimator(_rloo, _READS_GROUPS, smallest_group=2),
     "reinforce_pp": Estimator(_reinforce_pp, whitens=True),
-    "reinforce_pp_baseline": Estimator(_reinforce_pp_baseline, _GROUPED, whitens=True),
+    "reinforce_pp_baseline": Estimator(_reinforce_pp_baseline, _READS_GROUPS, whitens=True),
     "remax": Estimator(_remax, ("rewards", "baseline_rewards")),
-    "opo": Estimator(_opo, _GROUPED),
-    "maxrl": Estimator(_maxrl, _GROUPED),
-    "pass_at_k": Estimator(_pass_at_k, _GROUPED),
+    "opo": Estimator(_opo, _READS_GROUPS),
+    "maxrl": Estimator(_maxrl, _READS_GROUPS),
+    "pass_at_k": Estimator(_pass_at_k, _READS_GROUPS),
     "gae": Estimator(_gae, ("rewards", "values"), whitens=True),  # not in the paper, but in every PPO since baselines
     "raw": Estimator(_raw),
 }

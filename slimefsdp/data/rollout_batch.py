@@ -286,6 +286,17 @@ class RolloutBatch:
             refuse_unknown(name, DTYPES, "a field of RolloutBatch")
         return dataclasses.replace(self, **fields)
 
+    def copy(self) -> RolloutBatch:
+        """The same batch in arrays of its own: writing to those that this one was made of does not reach it."""
+        made = object.__new__(RolloutBatch)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.ndarray):
+                value = value.copy()
+                value.setflags(write=False)
+            object.__setattr__(made, field.name, value)
+        return made
+
     def same_as(self, other: object) -> bool:
         """Whether `other` is a batch with the same fields present and equal values in them."""
         if not isinstance(other, RolloutBatch):

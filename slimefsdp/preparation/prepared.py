@@ -40,7 +40,7 @@ class PreparedBatch:
 
 
 Planning = Callable[[], PreparedBatch]
-"""Plans a batch that was checked. It raises nothing that the batch could be blamed for."""
+"""Called, it plans a batch that was checked; errors of the batch were raised by the check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,9 @@ class BatchPlanner:
             BatchError: the batch does not fit the settings. ConfigError: the role has no such loss.
         """
         require_loss(loss, self.role)
-        if denominator is not None and not isinstance(denominator, int | float):
-            raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
+        if denominator is not None and not (isinstance(denominator, int | float) and 0 < denominator < math.inf):
+            problem = f"denominator={denominator!r} is no finite number above 0"
+            raise BatchError(problem, field="denominator", hint="leave it out, or give what the loss is divided by")
         advantages = self._check(batch, loss)
         return lambda: PreparedBatch(batch, self._one_update(batch, loss), loss, advantages, denominator=denominator)
 

@@ -1,8 +1,8 @@
 """Metrics of an update: sums and counts in, one dict of floats out, reduced over the ranks once; and throughput.
 
 Nothing here synchronises with the host before `reduce`. Of the context-parallel ranks, which all hold a
-pack's values, one is counted. Throughput is trained tokens and model FLOPs a second, and their share of the
-devices' rate.
+pack's values, one is counted. Throughput is prompt and response tokens and model FLOPs a second, and the
+latter's share of the devices' rate.
 """
 
 from __future__ import annotations

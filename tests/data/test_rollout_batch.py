@@ -173,6 +173,18 @@ def test_replace_validates_and_leaves_the_original_alone():
     assert "'rewards'" in str(caught.value.hint)
 
 
+def test_a_copy_has_arrays_of_its_own_that_are_read_only_too():
+    tokens = np.arange(5)
+    batch = RolloutBatch(tokens=tokens, lengths=[5], response_lengths=[2], rewards=[1.0], temperature=0.5)
+    copy = batch.copy()
+    assert copy.same_as(batch)
+    tokens[:] = 0
+    assert batch.tokens.tolist() == [0] * 5 and copy.tokens.tolist() == [0, 1, 2, 3, 4]
+    assert copy.temperature == 0.5 and copy.values is None
+    with pytest.raises(ValueError, match="read-only"):
+        copy.tokens[0] = 1
+
+
 @given(batches(), st.data())
 def test_same_as_sees_a_change_of_any_field(batch, data):
     assert batch.same_as(batch.replace()) and not batch.same_as(batch.to_samples())

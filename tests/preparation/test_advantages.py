@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slimefsdp.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator
-from slimefsdp.algorithms.registry import GROUPED, TOKEN_ESTIMATORS
+from slimefsdp.algorithms.registry import GROUPED, PAIRED_ESTIMATORS, TOKEN_ESTIMATORS
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
@@ -298,6 +298,16 @@ def test_the_names_of_estimators_by_what_they_look_at_are_those_of_the_table() -
         found = response_advantages(settings(advantage={"estimator": name}), batch)
         several = [set(found[BATCH.mask & (BATCH.sample_ids == sample)].tolist()) for sample in range(10)]
         assert (max(map(len, several)) > 1) == (name in TOKEN_ESTIMATORS), name
+
+
+@pytest.mark.parametrize("name", PAIRED_ESTIMATORS)
+def test_under_estimators_of_pairs_the_better_sample_has_a_positive_advantage_and_the_other_a_negative_one(
+    name: str,
+) -> None:
+    batch = make_batch([1.0, 0.25, 0.0, 0.5, 0.75, 3.0])
+    found = response_advantages(settings(advantage={"estimator": name}), batch)
+    for sample, sign in enumerate((1, -1, -1, 1, -1, 1)):
+        assert (np.sign(found[batch.mask & (batch.sample_ids == sample)]) == sign).all()
 
 
 # ---------------------------------------------------------------------- targets of a critic

@@ -136,13 +136,14 @@ def test_an_async_twin_returns_before_its_batch_is_planned_and_calls_keep_their_
     launched: Any, may_plan: threading.Event, batch: RolloutBatch
 ) -> None:
     group, given = launched()
-    loop_state, tags = {"cursor": [1]}, ["reference"]
+    tokens, loop_state, tags = batch.tokens.copy(), {"cursor": [1]}, ["reference"]
     calls = [
-        group.train_step_async(batch),
+        group.train_step_async(batch.replace(tokens=tokens)),
         group.save_async(3, loop_state),
         group.sleep_async(tags),
         group.memory_async(),
     ]
+    tokens[:] = 0
     loop_state["cursor"].append(2)
     tags.append("optimizer")
     with pytest.raises(BatchError):  # where it is called, though others wait
@@ -154,7 +155,7 @@ def test_an_async_twin_returns_before_its_batch_is_planned_and_calls_keep_their_
     assert [request.name for request in given] == ["train_step", "save", "sleep", "memory"]
     work, save, sleep = (request.args for request in given[:3])
     assert save == (3, {"cursor": [1]}) and sleep == (["reference"],)
-    assert work[0].batch is batch
+    assert work[0].batch.same_as(batch)
     assert work[0].plan.digest() == plan_training(group.config, batch, group._planner.cost).digest()
 
 

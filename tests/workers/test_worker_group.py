@@ -394,7 +394,7 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     request = Request("train_step", check=lambda planner: planner.for_training(batch))
     good = doomed.prepared(request, doomed.check(request))
     # only rank 1 gets it, and fails before the collective that rank 0 waits in
-    bad = replace(good, kwargs={"verbose": True})
+    bad = replace(good, args=(*good.args, None, "one too many"))
     refs = [worker.call.remote(call) for worker, call in zip(doomed.receivers, (good, bad), strict=True)]
     # long for a busy machine, and less than the cluster.call_timeout_s that a peer would wait for
     done, _ = ray.wait(refs, num_returns=2, timeout=0.75 * doomed.config.cluster.call_timeout_s)
