@@ -16,7 +16,6 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ from actors.cluster.connect import connect, disconnect  # noqa: E402
 from actors.fault_tolerance.restarts import Restarts  # noqa: E402
 from actors.fault_tolerance.supervisor import SupervisedGroup  # noqa: E402
 from actors.workers import worker_group  # noqa: E402
-from benchmarks.record import write_record  # noqa: E402
+from benchmarks.record import commit, write_record  # noqa: E402
 from slimefsdp.config import RunConfig  # noqa: E402
 from slimefsdp.errors import SlimeError  # noqa: E402
 from tests.support.faulty_worker import HANGS, MOMENTS, Fault, FaultPlan, faulty_worker  # noqa: E402
@@ -192,11 +191,8 @@ def misses(case: dict[str, Any], faults: tuple[Fault, ...]) -> list[str]:
 
 
 def software() -> dict[str, str]:
-    """What `record.environment` leaves out: Ray's version, and the commit, marked where files differ from it."""
-    run = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True
-    )
-    return {"ray": version("ray"), "commit": run.stdout.strip() or "unknown"}
+    """Ray's version, which `record.environment` leaves out, and the commit, by which `--resume` knows its own cases."""
+    return {"ray": version("ray"), "commit": commit()}
 
 
 def table(cases: list[dict[str, Any]]) -> str:

@@ -6,18 +6,23 @@ import datetime
 import json
 import os
 import platform
+import subprocess
 import sys
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def environment(threads: int) -> dict[str, Any]:
-    """Date, command, hardware and versions of this run."""
+    """Date, command, commit, hardware and versions of this run."""
     cpu_lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": " ".join(["python", script(), *sys.argv[1:]]),
+        "commit": commit(),
         "cpu": cpu_lines[0].split(":", 1)[1].strip() if cpu_lines else platform.machine(),
         "cores": os.cpu_count(),
         "threads_per_rank": threads,
@@ -25,6 +30,22 @@ def environment(threads: int) -> dict[str, Any]:
         "torch": version("torch"),
         "transformers": version("transformers"),
     }
+
+
+def script() -> str:
+    """The program that runs, as it is called from the root of the checkout."""
+    path = Path(sys.argv[0]).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+
+@cache
+def commit() -> str:
+    """Of the checkout, marked where files differ from it; `unknown` where it is none."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+    except FileNotFoundError:  # a machine without git
+        return "unknown"
 
 
 def write_record(path: Path | None, what: str, threads: int, results: Any) -> None:

@@ -97,7 +97,7 @@ def plan_command(options: argparse.Namespace) -> int:
     device = _device(options, config)
     assert config.mesh.dp != "auto"
     shape = MeshShape(config.mesh.dp_replicate, config.mesh.dp, config.mesh.cp)
-    beside = colocated_models_of(config, *(_dimensions_of(config, role) for role in ("ref", "critic")))
+    beside = colocated_models_of(config, *(_model_spec_of(config, role) for role in ("ref", "critic")))
     config = with_chosen_sharding(
         config, model_spec, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
     )
@@ -168,7 +168,7 @@ def _guessed_lengths(config: RunConfig) -> str:
     return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
 
 
-def _dimensions_of(config: RunConfig, role: Role) -> ModelSpec:
+def _model_spec_of(config: RunConfig, role: Role) -> ModelSpec:
     path, field = config.folder_of(role)
     return ModelSpec.from_config(read_model_folder(path, field=field, with_weights=False).config, field=field)
 

@@ -1,19 +1,24 @@
 """One train step on one device: Qwen3 shapes, packed tokens, with and without recomputation; and the same in peers.
 
-    python benchmarks/gpu_step.py --json gpu_step.json
-    python benchmarks/gpu_step.py --models 0.6B --tokens 16384 --systems slimefsdp hf --time-limit-s 600
-    python benchmarks/gpu_step.py --device cpu --models tiny --tokens 512
+    python benchmarks/gpu/step.py --json step.json
+    python benchmarks/gpu/step.py --models 0.6B --tokens 16384 --systems slimefsdp hf
+    python benchmarks/gpu/step.py --models 4B --tokens 16384 --systems slimefsdp --compile --head-chunk-mib 1024
+    python benchmarks/gpu/step.py --device cpu --models tiny --tokens 512
 
 Needs torch and transformers alone: no Ray, no download, no settings file. Models are made from their sizes with random
 weights. A step is GRPO's loss on samples of one length, forward and backward in bfloat16 over float32 masters, clipping
 and AdamW. The peers get the same samples and the same weights: a plain Hugging Face loop whose logits become log-probs
-in float32, and TRL's GRPOTrainer where it is installed, which computes logits for the completions alone. The gradient
-norms in the record must agree but for rounding. All samples are equally long, so that no peer pads: what differs is the
-step itself. They are computed at once, or as many as fit: half as many after each time that memory ran out.
+in float32, and TRL's GRPOTrainer where it is installed, which computes logits for the completions alone. All samples
+are equally long, so that no peer pads: what differs is the step itself. They are computed at once, or as many as fit:
+half as many after each time that memory ran out.
+
+The gradient norms of a model's cases with as many tokens must agree but for rounding: a line PASS or FAIL says whether
+they do, and the exit status is 1 where they do not. At the time limit the program ends, whatever it is doing, with the
+record of what it has measured and exit status 1.
 
 MFU is model FLOPs (`perf_model/flops.py`) over the matrix rate that this script measures on the device first, and over
 the rate that its maker states. What does not fit is reported as out of memory, what the time limit leaves as not run, a
-peer that is not installed as absent.
+peer that is not installed as absent. --compile, --head-chunk-mib and --profile change or watch slimefsdp's steps alone.
 """
 
 from __future__ import annotations
@@ -22,25 +27,28 @@ import argparse
 import gc
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.checks import add_common_options, device_of, hardware, time_limit
+from benchmarks.record import write_record
 from slimefsdp.algorithms.objective import Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import POLICY_LOSSES
 from slimefsdp.attention.hf_interface import register_attention
@@ -48,6 +56,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
 from slimefsdp.distributed.mesh import Mesh, build_mesh, start_process_group_from_environment
 from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models import policy
 from slimefsdp.models.build import build_model, materialise
 from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
@@ -74,103 +83,193 @@ MODELS: dict[str, dict[str, Any]] = {
 SYSTEMS = ("slimefsdp", "hf", "trl")
 ADAMW = {"lr": 1e-6, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 HEAD_VOCAB = 151936
+NORM_TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # of gradient norms, relative
+PROFILED_ROWS = 200
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures what the command line asks for; returns the exit status."""
+    args = parsed(arguments)
+    device = device_of(args.device)
+    cases = [
+        {"model": model, "tokens": tokens, "checkpointing": checkpointing, "system": system}
+        for model in args.models
+        for tokens in args.tokens
+        for checkpointing in args.checkpointing
+        for system in args.systems
+    ]
+    rows = [case | {"not_run": f"the time limit of {args.time_limit_s:g} s had passed"} for case in cases]
+    results: dict[str, Any] = {**hardware(device), "cases": rows}
+
+    def write() -> None:
+        assert __doc__ is not None
+        write_record(args.json, __doc__.splitlines()[0], torch.get_num_threads(), results)
+
+    with time_limit(args.time_limit_s, write) as reporting:
+        start_process_group_from_environment(device, timeout_s=600)
+        bench = bench_for(args, device)
+        results |= {"matrix_tflops": bench.matrix_tflops, "stated_tflops": bench.stated_tflops}
+        results["head"] = bench.head_memory(max(args.tokens))
+        print(json.dumps(results | {"cases": len(cases)}), flush=True)
+        for index, case in enumerate(cases):
+            row = case | bench.measured(**case)
+            with reporting:
+                rows[index] = row
+                print(json.dumps(row), flush=True)
+                write()
+    dist.destroy_process_group()
+    is_right, line = verdict_on_norms(rows, NORM_TOLERANCE[bench.dtype])
+    print(line, flush=True)
+    return int(not is_right)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; ends the process where nothing could be measured, or an option would do nothing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.6B", "1.7B", "4B", "8B"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536], help="of one step")
+    add_common_options(parser)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["0.6B", "1.7B", "4B"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384], help="of one step")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--checkpointing", nargs="+", choices=["none", "full"], default=["none", "full"])
     parser.add_argument("--sample-tokens", type=int, default=2048, help="prompt and response of a sample")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of a sample, not trained")
     parser.add_argument("--steps", type=int, default=5, help="timed ones; the median counts")
-    parser.add_argument("--time-limit-s", type=float, default=1500.0, help="no case begins after this")
-    parser.add_argument("--json", type=Path, help="write the record here, after every case")
-    args = parser.parse_args()
+    parser.add_argument("--compile", action="store_true", help="slimefsdp's decoder layers, as model.compile does")
+    parser.add_argument(
+        "--head-chunk-mib", type=int, help="of the logits that slimefsdp's head holds; default: its own"
+    )
+    parser.add_argument("--profile", type=Path, help="write a table of what one more slimefsdp step runs here")
+    args = parser.parse_args(arguments)
     if args.steps < 1 or args.sample_tokens < 2 or args.prompt_tokens < 1 or min(args.tokens) < 2:
         parser.error("--steps and --prompt-tokens are at least 1, --tokens and --sample-tokens at least 2")
-    began = time.perf_counter()
-    device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    start_process_group_from_environment(device, timeout_s=600)
-    mesh = build_mesh(1, 1, device)
-    record: dict[str, Any] = {"what": __doc__.splitlines()[0], **machine(device)}
-    record["matrix_tflops"] = matrix_tflops(device, dtype)
-    record["stated_tflops"] = peak_tflops(record["device"]) if dtype is torch.bfloat16 else None
-    record["head"] = head_memory(device, dtype, max(args.tokens), 2560 if device.type == "cuda" else 64)
-    print(f"{record['device']}: {record['matrix_tflops']:.2f} TFLOP/s in {dtype}; {record['head']}", flush=True)
-    record["results"] = results = []
-    cases = [(m, t, c, s) for m in args.models for t in args.tokens for c in args.checkpointing for s in args.systems]
-    for model, tokens, checkpointing, system in cases:
-        case = {"model": model, "tokens": tokens, "checkpointing": checkpointing, "system": system}
-        shape = (tokens, min(args.sample_tokens, tokens), min(args.prompt_tokens, tokens // 2))
-        if system == "trl" and find_spec("trl") is None:
-            found: dict[str, Any] = {"absent": "pip install trl"}
-        elif time.perf_counter() - began > args.time_limit_s:
-            found = {"not_run": f"the time limit of {args.time_limit_s:g} s had passed"}
-        else:
-            found = measured(system, model, shape, checkpointing == "full", mesh, dtype, args.steps, record)
-        results.append(case | found)
-        print(json.dumps(results[-1]), flush=True)
-        if args.json is not None:
-            args.json.write_text(json.dumps(record, indent=2) + "\n")
-    dist.destroy_process_group()
+    if args.head_chunk_mib is not None and args.head_chunk_mib < 1:
+        parser.error("--head-chunk-mib is at least 1")
+    is_varied = args.compile or args.head_chunk_mib is not None or args.profile is not None
+    if is_varied and "slimefsdp" not in args.systems:
+        parser.error("--compile, --head-chunk-mib and --profile do nothing without slimefsdp; name it in --systems")
+    return args
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on and with."""
-    return {
-        "command": " ".join(["python", "benchmarks/gpu_step.py", *sys.argv[1:]]),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
-        "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in ("torch", "transformers")}
-        | ({"trl": version("trl")} if find_spec("trl") else {}),
-    }
-
-
-def measured(
-    system: str,
-    model: str,
-    shape: tuple[int, int, int],
-    recompute: bool,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    steps: int,
-    record: dict[str, Any],
-) -> dict[str, Any]:
-    """Median seconds of a step, and what follows from them; or why there are none.
+def verdict_on_norms(rows: Sequence[dict[str, Any]], tolerance: float) -> tuple[bool, str]:
+    """Whether the gradient norms of a model and a number of tokens agree, and the line that says so.
 
     Args:
-        shape: tokens of a step, of a sample, of a sample's prompt.
+        rows: of all cases; those without a norm do not count, but some must have one.
+        tolerance: between the smallest norm and the largest, relative to that.
     """
-    model_spec = ModelSpec.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
-    batch = recorded_batch(shape, model_spec.vocab)
-    at_once, seconds = batch.num_samples, list[float]()
-    while not seconds:
-        parts = [np.arange(at, min(at + at_once, batch.num_samples)) for at in range(0, batch.num_samples, at_once)]
-        try:
-            seconds, norm = step_seconds(system, Work(MODELS[model], batch, parts, recompute, mesh, dtype), steps)
-        except torch.cuda.OutOfMemoryError:
-            if at_once == 1:
-                return {"failed": "out of memory"}
-            at_once = -(-at_once // 2)
-        finally:
-            gc.collect()
-            if mesh.device.type == "cuda":
-                torch.cuda.empty_cache()
-    median = statistics.median(seconds)
-    flops = training_flops(model_spec, batch.lengths, counted_rows=batch.num_response_tokens).total
-    tflops = flops / median / 1e12
-    found: dict[str, Any] = {"samples_at_once": at_once, "samples": batch.num_samples, "grad_norm": norm}
-    found |= {"seconds": median, "rounds": [round(s, 4) for s in seconds], "tokens_per_s": batch.num_tokens / median}
-    found |= {"tflops": tflops, "mfu_of_measured": tflops / record["matrix_tflops"]}
-    if record["stated_tflops"]:
-        found["mfu_of_stated"] = tflops / record["stated_tflops"]
-    if mesh.device.type == "cuda":
-        found["peak_gib"] = torch.cuda.max_memory_allocated(mesh.device) / 2**30
-    return found
+    norms: dict[str, list[float]] = {}
+    for row in rows:
+        if "grad_norm" in row:
+            norms.setdefault(f"{row['model']}/{row['tokens']}", []).append(row["grad_norm"])
+    differences = {name: float(np.ptp(found) / np.max(found)) for name, found in norms.items()}  # nan stays nan
+    is_right = bool(differences) and all(difference < tolerance for difference in differences.values())
+    shown = " ".join(f"{name}={difference:.2g}" for name, difference in differences.items())
+    return is_right, f"{'PASS' if is_right else 'FAIL'} gradient_norms {shown or 'nothing was measured'}"
+
+
+@dataclass(frozen=True)
+class OwnOptions:
+    """How slimefsdp takes its steps."""
+
+    compile: bool = False
+    head_chunk_bytes: int | None = None  # None: the head's own
+    profile: Path | None = None  # a table of a step of each case is added to this file
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all cases have in common."""
+
+    mesh: Mesh
+    dtype: torch.dtype
+    own: OwnOptions
+    steps: int
+    sample_tokens: int
+    prompt_tokens: int
+    matrix_tflops: float
+    stated_tflops: float | None
+
+    def measured(self, model: str, tokens: int, checkpointing: str, system: str) -> dict[str, Any]:
+        """Median seconds of a step, and what follows from them; or why there are none."""
+        if system == "trl" and find_spec("trl") is None:
+            return {"absent": "pip install trl"}
+        model_spec = ModelSpec.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
+        shape = (tokens, min(self.sample_tokens, tokens), min(self.prompt_tokens, tokens // 2))
+        batch = recorded_batch(shape, model_spec.vocab)
+        at_once, seconds = batch.num_samples, list[float]()
+        while not seconds:
+            parts = [np.arange(at, min(at + at_once, batch.num_samples)) for at in range(0, batch.num_samples, at_once)]
+            work = Work(MODELS[model], batch, parts, checkpointing == "full", self.mesh, self.dtype, self.own)
+            try:
+                seconds, norm = step_seconds(system, work, self.steps)
+            except torch.cuda.OutOfMemoryError:
+                if at_once == 1:
+                    return {"failed": "out of memory"}
+                at_once = -(-at_once // 2)
+            finally:
+                gc.collect()
+                if self.mesh.device.type == "cuda":
+                    torch.cuda.empty_cache()
+        median = statistics.median(seconds)
+        flops = training_flops(model_spec, batch.lengths, counted_rows=batch.num_response_tokens).total
+        tflops = flops / median / 1e12
+        found: dict[str, Any] = {"samples_at_once": at_once, "samples": batch.num_samples, "grad_norm": norm}
+        found |= {
+            "seconds": median,
+            "rounds": [round(s, 4) for s in seconds],
+            "tokens_per_s": batch.num_tokens / median,
+        }
+        found |= {"tflops": tflops, "mfu_of_measured": tflops / self.matrix_tflops}
+        if self.stated_tflops is not None:
+            found["mfu_of_stated"] = tflops / self.stated_tflops
+        if self.mesh.device.type == "cuda":
+            found["peak_gib"] = torch.cuda.max_memory_allocated(self.mesh.device) / 2**30
+        return found
+
+    def head_memory(self, rows: int) -> dict[str, Any]:
+        """What the head takes beyond its inputs and their gradients, forward and backward; None without a GPU."""
+        device = self.mesh.device
+        hidden_dim = 2560 if device.type == "cuda" else 64
+        found: dict[str, Any] = {"rows": rows, "hidden": hidden_dim, "vocab": HEAD_VOCAB, "extra_gib": None}
+        if device.type != "cuda":
+            return found
+        hidden = torch.randn(rows, hidden_dim, device=device, dtype=self.dtype, requires_grad=True)
+        weight = torch.randn(HEAD_VOCAB, hidden_dim, device=device, dtype=self.dtype).mul_(0.02).requires_grad_()
+        targets = torch.randint(HEAD_VOCAB, (rows,), device=device)
+        synchronise(device)
+        before = torch.cuda.memory_allocated(device)
+        reset_peak(device)
+        head_in_chunks(self.own.head_chunk_bytes)(hidden, weight, targets, with_entropy=True)[0].sum().backward()
+        synchronise(device)
+        extra = torch.cuda.max_memory_allocated(device) - before
+        gradients = hidden.nbytes + weight.nbytes
+        return found | {"extra_gib": (extra - gradients) / 2**30, "with_gradients_gib": extra / 2**30}
+
+
+def bench_for(args: argparse.Namespace, device: torch.device) -> Bench:
+    """Of the process group that there is; the device's matrix rate is measured here."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if args.profile is not None:
+        args.profile.write_text("")
+    return Bench(
+        mesh=build_mesh(1, 1, device),
+        dtype=dtype,
+        own=OwnOptions(
+            compile=args.compile,
+            head_chunk_bytes=None if args.head_chunk_mib is None else args.head_chunk_mib * 2**20,
+            profile=args.profile,
+        ),
+        steps=args.steps,
+        sample_tokens=args.sample_tokens,
+        prompt_tokens=args.prompt_tokens,
+        matrix_tflops=matrix_tflops(device, dtype),
+        stated_tflops=peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+    )
+
+
+def head_in_chunks(chunk_bytes: int | None) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """`token_log_probs` with chunks of this size; None: its own."""
+    return token_log_probs if chunk_bytes is None else partial(token_log_probs, chunk_bytes=chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -183,6 +282,12 @@ class Work:
     recompute: bool
     mesh: Mesh
     dtype: torch.dtype
+    own: OwnOptions
+
+    @property
+    def title(self) -> str:
+        activations = "recomputed" if self.recompute else "stored"
+        return f"hidden size {self.sizes['hidden_size']}, {self.batch.num_tokens} tokens, activations {activations}"
 
     @property
     def device(self) -> torch.device:
@@ -202,10 +307,28 @@ class Work:
 
 def step_seconds(system: str, work: Work, steps: int) -> tuple[list[float], float]:
     """Of so many steps after one that compiles, allocates and warms up; and the gradient norm of that one."""
-    take_step = STEPS[system](work)
-    norm = take_step()
-    reset_peak(work.device)
-    return [timed(take_step, work.device) for _ in range(steps)], norm
+    own = work.own if system == "slimefsdp" else OwnOptions()
+    # the model's forward takes no chunk size: no setting has one
+    with patch.object(policy, "token_log_probs", head_in_chunks(own.head_chunk_bytes)):
+        take_step = STEPS[system](work)
+        norm = take_step()
+        reset_peak(work.device)
+        seconds = [timed(take_step, work.device) for _ in range(steps)]
+        if own.profile is not None:
+            with own.profile.open("a") as file:
+                file.write(f"{work.title}\n{profiled(take_step, work.device)}\n\n")
+    return seconds, norm
+
+
+def profiled(step: Callable[[], object], device: torch.device) -> str:
+    """A table of what one step runs, that which takes longest first."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        synchronise(device)
+    key = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    table: str = profiler.key_averages().table(sort_by=key, row_limit=PROFILED_ROWS, max_name_column_width=70)
+    return table
 
 
 def recorded_batch(shape: tuple[int, int, int], vocab: int) -> RolloutBatch:
@@ -232,7 +355,13 @@ def own_step(work: Work) -> Callable[[], float]:
         config.save_pretrained(name)
         folder = read_model_folder(name, with_weights=False)
     model = build_model(PolicyModel, folder, torch.float32)
-    how = Parallelism(work.dtype, torch.float32, keep_parameters=True, recompute="full" if work.recompute else "none")
+    how = Parallelism(
+        work.dtype,
+        torch.float32,
+        keep_parameters=True,
+        recompute="full" if work.recompute else "none",
+        compile=work.own.compile,
+    )
     parallelize(model, mesh, how)
     materialise(model, mesh.device)
     draw(model)
@@ -399,26 +528,8 @@ def matrix_tflops(device: torch.device, dtype: torch.dtype) -> float:
     return best
 
 
-def head_memory(device: torch.device, dtype: torch.dtype, rows: int, hidden_dim: int) -> dict[str, Any]:
-    """What the head takes beyond its inputs and their gradients, forward and backward; None without a CUDA device."""
-    found: dict[str, Any] = {"rows": rows, "hidden": hidden_dim, "vocab": HEAD_VOCAB, "extra_gib": None}
-    if device.type != "cuda":
-        return found
-    hidden = torch.randn(rows, hidden_dim, device=device, dtype=dtype, requires_grad=True)
-    weight = torch.randn(HEAD_VOCAB, hidden_dim, device=device, dtype=dtype).mul_(0.02).requires_grad_()
-    targets = torch.randint(HEAD_VOCAB, (rows,), device=device)
-    synchronise(device)
-    before = torch.cuda.memory_allocated(device)
-    reset_peak(device)
-    token_log_probs(hidden, weight, targets, with_entropy=True)[0].sum().backward()
-    synchronise(device)
-    extra = torch.cuda.max_memory_allocated(device) - before
-    gradients = hidden.nbytes + weight.nbytes
-    return found | {"extra_gib": (extra - gradients) / 2**30, "with_gradients_gib": extra / 2**30}
-
-
 if __name__ == "__main__":
     register_attention()
-    main()
+    status = main()
     sys.stdout.flush()
-    os._exit(0)  # gloo may abort while the interpreter ends; the work is done and flushed
+    os._exit(status)  # gloo may abort while the interpreter ends; the work is done and flushed
