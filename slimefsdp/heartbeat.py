@@ -7,6 +7,7 @@ microsecond. What goes on beside the call, such as a save in the background, is 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import threading
@@ -22,6 +23,7 @@ LAUNCH = "launch"
 """The activity of a process that is not ready yet."""
 IDLE = "idle"
 """The activity of one that has no call."""
+_looking = threading.Lock()  # or two threads would not agree whether the collector was on
 _REMEMBERED = 9  # times of an activity: one that was held up is outvoted by the others, and forgotten after so many
 _BETWEEN = ("/torch/_ops.py", "/threading.py", "/concurrent/futures/_base.py")  # files whose frames tell nothing
 # files in which a thread that only waits for other ranks, or for the save behind it, has the innermost of the others
@@ -115,10 +117,26 @@ class Progress:
         activity, ticks, still_s = self._activity, self._ticks, self._clock() - self._last
         # what came for the first time, such as compiling or the first save, is no measure before it is over
         usual_s = self._usual.get(activity)
-        frame = sys._current_frames().get(self._thread)
+        frame = _current_frames().get(self._thread)
         while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
             frame = frame.f_back
         return ProgressSnapshot(activity, ticks, still_s, usual_s, _place(frame), _waits(frame))
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """As sys._current_frames, with the garbage collector off.
+
+    In Python 3.11.7, and others of that series, a collection inside of it can lock the interpreter up with a thread
+    that starts or ends (https://github.com/python/cpython/issues/106883).
+    """
+    with _looking:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if was_on:
+                gc.enable()
 
 
 def _place(frame: FrameType | None) -> str:

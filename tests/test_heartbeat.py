@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -222,3 +224,38 @@ def waits_in_each(rank: int) -> list[bool]:
 
 def test_a_thread_in_a_collective_is_seen_to_wait_for_others(ranks: RankPool) -> None:
     assert ranks.run(2, waits_in_each)[0] == [True] * 4
+
+
+LOOKED_AT = """
+import gc, threading, time
+from slimefsdp import heartbeat
+
+class Garbage:
+    def __init__(self):
+        self.cycle = self
+    def __del__(self):
+        time.sleep(0)  # another thread runs
+
+def come_and_go():
+    while True:
+        threads = [threading.Thread(target=int) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+for _ in range(2):
+    threading.Thread(target=come_and_go, daemon=True).start()
+gc.set_threshold(1, 1, 1)
+for _ in range(300):
+    Garbage()
+    assert gc.isenabled() and heartbeat.snapshot().ticks == 0
+gc.disable()
+heartbeat.snapshot()
+assert not gc.isenabled()
+"""
+
+
+def test_a_process_may_be_looked_at_while_threads_come_and_go_and_garbage_is_collected() -> None:
+    # in a process of its own: Python 3.11.7 locks up for ever where the collector runs inside sys._current_frames
+    subprocess.run([sys.executable, "-c", LOOKED_AT], check=True, timeout=PATIENCE_S)
