@@ -380,7 +380,11 @@ class OptimSettings(Settings):
 class CheckpointSettings(Settings):
     """Checkpoints under `run.dir`/checkpoints."""
 
-    interval_steps: PositiveInt | None = Field(None, description="every so many steps; null: none are written")
+    interval_steps: PositiveInt | None = Field(
+        None,
+        description="every so many steps, and `slimefsdp train` replaces lost ranks and engines; null: none are "
+        "written, and a loss ends it",
+    )
     keep_last: PositiveInt = Field(2, description="older ones are removed")
     resume: bool = Field(False, description="continue from the newest verified one; an error where there is none")
     async_save: bool = Field(
@@ -446,5 +450,5 @@ class ClusterSettings(Settings):
         10,
         ge=0,
         description="how often a run replaces lost ranks and goes on from its newest checkpoint, and how often lost "
-        "engines, counted each for itself; 0: a loss ends it",
+        "engines, counted each for itself; 0: a loss ends it; read where checkpoint.interval_steps is set",
     )
