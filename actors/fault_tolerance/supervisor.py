@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import warnings
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -173,7 +172,7 @@ class Supervisor:
     def _require_group(self) -> None:
         """Raises what the job has ended with; replaces a group whose ranks are about to end."""
         if self._final is not None:
-            raise self._final
+            raise self._final.with_traceback(None)  # else it keeps what all who met it held
         if self._doomed is not None:
             self._recover(self._doomed[1], self._doomed[0])
 
@@ -188,6 +187,7 @@ class Supervisor:
                 if prepared is None:
                     prepared = group.prepared(request, planning)  # others call and wait meanwhile
                 with self._lock:
+                    self._require_group()  # as it may have become meanwhile
                     if launch != self._launches:
                         continue
                     call = Call(role, prepared, has_batch=planning is not None)
@@ -198,7 +198,7 @@ class Supervisor:
                     return call
             except Exception as error:
                 with self._lock:
-                    if launch != self._launches:
+                    if launch != self._launches or self._final is not None:
                         continue  # they were ranks that another thread has replaced
                     if self._is_shut_down or not isinstance(error, LOST):
                         raise
@@ -208,7 +208,7 @@ class Supervisor:
         """The result of a call, however many groups it takes."""
         while not call.is_done:
             if self._final is not None:
-                raise self._final
+                raise self._final.with_traceback(None)
             running, restored, launch = call.running, call.restored, call.launch
             assert running is not None
             try:
@@ -222,7 +222,8 @@ class Supervisor:
             with self._lock:
                 if not call.is_done and call.launch == launch:
                     self._restarts.progress()
-                    call.is_done, call.value, call.is_written = True, value, call.name == "save"
+                    call.value, call.is_written = value, call.name == "save"
+                    call.is_done = True  # last: other threads look at it without the lock
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
                         call.request, call.restored = replace(call.request, args=(loaded.step,)), None
                     if not call.changes_state:
@@ -238,8 +239,10 @@ class Supervisor:
         """Ends the job; idempotent."""
         if self._actor is not None:
             if self._config.checkpoint.async_save:
-                with suppress(TimeoutError):  # of which the actor warns
+                try:
                     self._dispatcher.drain(SAVE_GRACE_S)
+                except TimeoutError:
+                    warnings.warn(f"calls are given up that could not begin within {SAVE_GRACE_S:g} s", stacklevel=3)
             self._is_shut_down = True
             self._actor.shutdown()
         self._places.release()
@@ -248,12 +251,14 @@ class Supervisor:
             self._spilled.begin_file()
 
     def _launch(self) -> None:
+        if self._is_shut_down:
+            raise _shut_down()
         self._launches += 1
         self._doomed = None
         self._actor = WorkerGroup.launch(self._config, places=self._places)
         if self._is_shut_down:  # meanwhile, by another thread
             self._end()
-            raise StateError("shutdown() during a recovery", field="cluster", hint="launch a new group")
+            raise _shut_down()
         self._config = self._actor.config  # a job keeps its number of ranks
         self._call_log.has_critic = self._actor.critic is not None
 
@@ -348,6 +353,8 @@ class Supervisor:
         with self._lock:
             if self._final is not None or launch != self._launches:
                 return
+            if self._is_shut_down:
+                raise cause
             noticed_at, start, error = time.time(), time.perf_counter(), cause
             try:
                 while True:
@@ -362,6 +369,8 @@ class Supervisor:
             except BaseException as final:
                 # what is there now is not the state that the caller knows
                 self._end()
+                if self._is_shut_down:  # which has given back the places that there were by then
+                    self._places.release()
                 interrupted = StateError("a recovery was interrupted", field="cluster", hint="launch a new group")
                 self._final = final if isinstance(final, Exception) else interrupted
                 if isinstance(final, SlimeError) and final is not cause:
@@ -436,3 +445,7 @@ class Supervisor:
             return running.result()
         except SyncError as error:
             raise self._loss_behind(name, error) or error from None
+
+
+def _shut_down() -> StateError:
+    return StateError("shutdown() during a recovery", field="cluster", hint="launch a new group")

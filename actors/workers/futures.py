@@ -248,7 +248,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Callable[[], Any], Begun[Any]]] = deque()
-        self._is_running = False
+        self._thread: threading.Thread | None = None  # that begins them; any other has to end
 
     def submit(self, begin: Callable[[], Any]) -> QueuedCall:
         """Returns at once.
@@ -269,17 +269,23 @@ class Dispatcher:
     def _put(self, begin: Callable[[], Any]) -> Begun[Any]:
         begun: Begun[Any] = Begun()
         with self._lock:
+            if self._thread is None:
+                try:
+                    self._thread = threading.Thread(target=self._run, name="slimefsdp-calls", daemon=True)
+                    self._thread.start()
+                except BaseException:  # no more threads, or Ctrl-C, after which it may be there all the same
+                    self._thread = None
+                    raise
             self._waiting.append((begin, begun))
-            if not self._is_running:
-                threading.Thread(target=self._run, name="slimefsdp-calls", daemon=True).start()
-                self._is_running = True
         return begun
 
     def _run(self) -> None:
         while True:
             with self._lock:
+                if self._thread is not threading.current_thread():
+                    return
                 if not self._waiting:
-                    self._is_running = False
+                    self._thread = None
                     return
                 begin, begun = self._waiting.popleft()
             try:

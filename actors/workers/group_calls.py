@@ -8,8 +8,8 @@ becomes of it in the meantime, and calls run in the order in which they were mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy, deepcopy
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -209,7 +209,7 @@ class GroupCalls:
 
     def sleep_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
         """As `sleep`, returning a future."""
-        return self._start(Request("sleep", (copy(tags),), of_all_ranks=True))
+        return self._start(Request("sleep", (_as_tuple(tags),), of_all_ranks=True))
 
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> list[MemoryReport]:
         """Brings them back; idempotent. Calls that need the model do it themselves.
@@ -224,7 +224,7 @@ class GroupCalls:
 
     def wake_up_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
         """As `wake_up`, returning a future."""
-        return self._start(Request("wake_up", (copy(tags),), of_all_ranks=True))
+        return self._start(Request("wake_up", (_as_tuple(tags),), of_all_ranks=True))
 
     def memory(self) -> list[Memory]:
         """Bytes held by each rank."""
@@ -361,6 +361,11 @@ class GroupCalls:
     def export_hf_async(self, path: str | Path, dtype: str | None = None) -> Future[Path]:
         """As `export_hf`, returning a future."""
         return self._start(Request("export_hf", (path, dtype)))
+
+
+def _as_tuple(tags: Any) -> Any:
+    """The tags as they are now; what is no list of them is refused by the ranks."""
+    return tuple(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else tags
 
 
 def _copied(batch: RolloutBatch) -> RolloutBatch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from actors.workers.group_calls import GroupCalls, Request
 from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ModelError, SlimeError, StateError
+from slimefsdp.errors import ModelError, PeerFailed, SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.preparation.plan import cost_model_of
 from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
@@ -58,7 +57,7 @@ class WorkerGroup(GroupCalls):
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
-        self._update_ref: CallFuture | None = None  # the last one to a reference group, until somebody reads from there
+        self._coming_weights: CallFuture | None = None  # of a reference group: its actor's newest update_ref
 
     @classmethod
     def launch(
@@ -182,6 +181,9 @@ class WorkerGroup(GroupCalls):
         """Lets a save end that the processes' end would tear; where ranks are lost it says so, and goes on."""
         try:
             self._queue.dispatcher.drain(SAVE_GRACE_S)
+        except TimeoutError:
+            warnings.warn(f"calls are given up that could not begin within {SAVE_GRACE_S:g} s", stacklevel=3)
+        try:
             self._queue.begin(
                 lambda: [worker.call.remote(Request("finish_save"), self.role) for worker in self._workers],
                 name="finish_save",
@@ -220,30 +222,44 @@ class WorkerGroup(GroupCalls):
         if planning is None:
             return request
         work = planning()
+        self._require_workers(request.name)  # they may have been ended meanwhile, and Ray with them
+        self._await_weights()
         if self.reference_group is not None:
             work = self._with_reference(work, self.reference_group)
         return replace(request, args=(store(work, "batch"), *request.args), check=None)
+
+    def _await_weights(self) -> None:
+        """Of a reference group: waits for the update_ref that was called before, whose weights come from other ranks.
+
+        Raises:
+            WorkerDied, WorkerHung, PeerFailed: ranks of the actor were lost in it, and nobody knows what came.
+        """
+        coming, self._coming_weights = self._coming_weights, None
+        if coming is None:
+            return
+        try:
+            coming.result()
+        except (WorkerDied, WorkerHung, PeerFailed):
+            raise
+        except Exception:  # for whoever waits for that call; where ranks of this group are lost, its next call says so
+            pass
 
     def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
         """The log-probs of a reference group, where a loss reads them and the batch has none."""
         batch = work.batch
         if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
             return work
-        if self._update_ref is not None:  # which was called before, and sends from other ranks than these
-            with suppress(Exception):  # for whoever waits for that call
-                self._update_ref.result()
-            self._update_ref = None
         found = reference.compute_log_probs(batch, model="ref").log_probs
         return replace(work, batch=batch.replace(ref_log_probs=found))
 
     def begin(self, request: Request) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
-        self._require_workers(request.name)
         if request.name == "update_weights":
             return self._begin_update(request, *request.args)
         if request.name == "update_ref" and self.reference_group is not None:
             request = replace(request, name="update_weights")
-            self._update_ref = future = self._begin_update(request, self.reference_group.receivers)
+            future = self._begin_update(request, self.reference_group.receivers)
+            self.reference_group._coming_weights = future
             return future
         return self._begin(request, lambda worker: worker.call.remote(request, self.role))
 
@@ -252,8 +268,10 @@ class WorkerGroup(GroupCalls):
         return self._begin(request, lambda worker: worker.update_weights.remote(receivers, timeout_s, self.role))
 
     def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
+        workers = self._workers  # another thread may end the group meanwhile
+        self._require_workers(request.name)
         return self._queue.begin(
-            lambda: [start(worker) for worker in self._workers],
+            lambda: [start(worker) for worker in workers],
             name=request.name,
             timeout_s=self.config.cluster.call_timeout_s,
             first_only=not request.of_all_ranks,

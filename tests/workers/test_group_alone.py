@@ -154,7 +154,7 @@ def test_an_async_twin_returns_before_its_batch_is_planned_and_calls_keep_their_
         call.result()
     assert [request.name for request in given] == ["train_step", "save", "sleep", "memory"]
     work, save, sleep = (request.args for request in given[:3])
-    assert save == (3, {"cursor": [1]}) and sleep == (["reference"],)
+    assert save == (3, {"cursor": [1]}) and sleep == (("reference",),)
     assert work[0].batch.same_as(batch)
     assert work[0].plan.digest() == plan_training(group.config, batch, group._planner.cost).digest()
 
