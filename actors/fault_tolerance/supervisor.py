@@ -266,6 +266,8 @@ class Supervisor:
         group, request = self.group(call.role), call.request
         if call.has_batch and isinstance(request.args[0], SpilledBatch):
             request = replace(request, args=(store(request.args[0].read(), "batch"), *request.args[1:]))
+        if call.has_batch:
+            group.await_weights()  # where an update_ref is made again before it
         call.running, call.launch = group.begin(request), self._launches
         if call.name == "load":
             call.restored = group.begin(Request("restored"))

@@ -223,12 +223,12 @@ class WorkerGroup(GroupCalls):
             return request
         work = planning()
         self._require_workers(request.name)  # they may have been ended meanwhile, and Ray with them
-        self._await_weights()
+        self.await_weights()
         if self.reference_group is not None:
             work = self._with_reference(work, self.reference_group)
         return replace(request, args=(store(work, "batch"), *request.args), check=None)
 
-    def _await_weights(self) -> None:
+    def await_weights(self) -> None:
         """Of a reference group: waits for the update_ref that was called before, whose weights come from other ranks.
 
         Raises:

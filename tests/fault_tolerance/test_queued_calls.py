@@ -161,6 +161,31 @@ def may_plan(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 # ---------------------------------------------------------------------- a reference group of its own
 
 
+def arrives_late(actor: Rank, patch: pytest.MonkeyPatch) -> None:
+    """Weights that this rank sends arrive some time after the call has begun."""
+    arrived = threading.Event()
+
+    class Late(Answer):
+        """Of a call that takes its time."""
+
+    def update_weights(receivers: list[Rank], timeout_s: float, role: str) -> Answer:
+        def arrive() -> None:
+            receivers[0].state = actor.state
+            arrived.set()
+
+        threading.Timer(0.5, arrive).start()
+        return Late()
+
+    def wait(refs: list[Answer], **how: Any) -> tuple[list[Answer], list[Answer]]:
+        if any(isinstance(ref, Late) for ref in refs):
+            arrived.wait(how["timeout"])
+        still = [ref for ref in refs if isinstance(ref, Late) and not arrived.is_set()]
+        return [ref for ref in refs if ref not in still], still
+
+    actor.update_weights = SimpleNamespace(remote=update_weights)
+    patch.setattr(futures.ray, "wait", wait)
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_step_behind_an_update_ref_has_the_new_reference_also_where_ranks_are_lost_in_it(
     make_job: Any, batch: RolloutBatch, is_lost: bool
@@ -178,31 +203,30 @@ def test_a_reference_group_answers_after_the_update_ref_that_was_called_before(
 ) -> None:
     job = make_job(**OWN_REFERENCE)
     job.group.train_step(batch)
-    (actor,), arrived = job.ranks.receivers, threading.Event()
-
-    class Late(Answer):
-        """Weights that arrive some time after the call has begun."""
-
-    def update_weights(receivers: list[Rank], timeout_s: float, role: str) -> Answer:
-        def arrive() -> None:
-            receivers[0].state = actor.state
-            arrived.set()
-
-        threading.Timer(0.5, arrive).start()
-        return Late()
-
-    def wait(refs: list[Answer], **how: Any) -> tuple[list[Answer], list[Answer]]:
-        if any(isinstance(ref, Late) for ref in refs):
-            arrived.wait(how["timeout"])
-        is_there = [arrived.is_set() or not isinstance(ref, Late) for ref in refs]
-        return [r for r, is_ in zip(refs, is_there, strict=True) if is_], [
-            r for r, is_ in zip(refs, is_there, strict=True) if not is_
-        ]
-
-    actor.update_weights = SimpleNamespace(remote=update_weights)
-    monkeypatch.setattr(futures.ray, "wait", wait)
+    arrives_late(job.ranks.receivers[0], monkeypatch)
     update, answer = job.group.update_ref_async(), job.group.reference_group.compute_log_probs_async(batch, "ref")
     assert answer.result().log_probs[0] == -2.0 and update.result() is None
+
+
+def test_calls_that_are_made_again_read_the_reference_in_their_order_too(
+    make_job: Any, launch: Any, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job(**OWN_REFERENCE)
+    job.group.train_step(batch)
+    calls = [job.group.update_ref_async(), job.group.reference_group.compute_log_probs_async(batch, "ref")]
+    assert job.has_begun("compute_log_probs", "train_step", "compute_log_probs")
+
+    def launched(config: RunConfig, places: Any) -> Any:
+        group = launch(job, config)
+        arrives_late(group.receivers[0], monkeypatch)
+        return group
+
+    monkeypatch.setattr(supervisor.WorkerGroup, "launch", launched)
+    for future in [call._begun.result()._call.running for call in calls]:  # neither answer came: the ranks are lost
+        for ref in future._refs:
+            ref.error = ActorDiedError()
+    assert calls[1].result().log_probs[0] == -2.0 and calls[0].result() is None
+    assert len(job.group.recoveries) == 1
 
 
 # ---------------------------------------------------------------------- ranks that end, and jobs

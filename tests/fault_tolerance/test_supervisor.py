@@ -144,6 +144,9 @@ class ScriptedGroup:
             raise WorkerDied("gone", rank=0, call="compute_log_probs")
         return replace(request, args=(self.script.put(batch), *request.args), check=None)
 
+    def await_weights(self) -> None:
+        """They are there: calls run at once."""
+
     def begin(self, request: Request) -> Any:
         """Runs at once, in order, as the ranks of a group do; the result waits."""
         script = self.script
