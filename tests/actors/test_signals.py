@@ -72,7 +72,7 @@ class Run:
         """All processes at a time when so many rows of metrics are there."""
         file = self.folder / "metrics.jsonl"
         wait_until(
-            lambda: self.process.poll() is not None or (file.exists() and file.read_text().count("\n") >= number), 120
+            lambda: self.process.poll() is not None or (file.exists() and file.read_text().count("\n") >= number)
         )
         found = self.processes()
         # driver, cleanup process, three of Ray's and two agents at the very least, and a rank
