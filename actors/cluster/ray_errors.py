@@ -24,6 +24,7 @@ from ray.exceptions import (
 from slimefsdp.errors import ResourceError, WorkerDied, WorkerHung
 
 _VITAL = ("gcs_server", "raylet")  # of a node's processes those without which nothing works
+_LOST = "its head, or the raylet of this node, ended"
 _ASK_EVERY_S = 1.0
 _CONNECT_S = 2.0
 _AWAY_S = 10.0  # a head elsewhere that cannot be reached for so long is gone; for less, the network may be at fault
@@ -70,7 +71,7 @@ def require_cluster() -> None:
         ResourceError: the cluster is gone.
     """
     if cluster_is_gone():
-        raise _gone()
+        raise _gone(_LOST)
 
 
 def end_processes(actors: Sequence[Any]) -> None:
@@ -87,8 +88,11 @@ def store(value: Any, field: str) -> Any:
         field: what the value is to the caller.
 
     Raises:
-        ResourceError: there is no room for it, in memory and on the disk behind it.
+        ResourceError: there is no room for it, in memory and on the disk behind it, or this process has left the
+            cluster.
     """
+    if not ray.is_initialized():  # Ray would start another cluster for it, without a rank
+        raise _gone("this process has left it by ray.shutdown()")
     try:
         return ray.put(value)
     except (ObjectStoreFullError, OutOfDiskError) as error:
@@ -114,7 +118,7 @@ def explained(error: RayError, rank: int, call: str) -> Exception:
     said = next(iter(str(error).splitlines()), "")
     ended = f"the process of rank {rank} ended during {call}: "
     if cluster_is_gone():
-        return _gone()
+        return _gone(_LOST)
     if isinstance(error, OutOfMemoryError):
         return WorkerDied(
             ended + "Ray ended it, because its node ran out of memory",
@@ -148,9 +152,9 @@ def explained(error: RayError, rank: int, call: str) -> Exception:
     return found
 
 
-def _gone() -> ResourceError:
+def _gone(reason: str) -> ResourceError:
     return ResourceError(
-        "the Ray cluster is gone: its head, or the raylet of this node, ended",
+        f"the Ray cluster is gone: {reason}",
         field="cluster.address",
         hint="start the run again with checkpoint.resume=true; if it ends again, the machine may lack memory",
     )

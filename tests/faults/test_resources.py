@@ -41,6 +41,7 @@ from slimefsdp.training.out_of_memory import is_out_of_memory
 from tests.support.fresh_ranks import run_fresh
 from tests.support.process_resources import files_up_to
 from tests.support.refusals import assert_refusal, refused
+from tests.support.runs import Untouchable
 from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import CPU, fresh_batch, settings
 from tests.support.waiting import PATIENCE_S
@@ -400,6 +401,7 @@ def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(m
     def full(value: Any) -> None:
         raise OutOfDiskError("the disk is full")
 
+    monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_errors.ray, "put", full)
     with refused(SyncError, "weights"):
         ObjectStoreReceiver([], timeout_s=60.0).receive([("head", torch.zeros(2))])
@@ -414,6 +416,15 @@ def test_no_call_reaches_ray_once_the_cluster_is_gone(
     for call in (lambda: actor_group.train_step(batch), lambda: actor_group.update_weights([]), actor_group.memory):
         with refused(ResourceError, "cluster.address"):
             call()
+
+
+def test_a_driver_that_has_left_the_cluster_starts_no_other_one_for_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from actors.cluster import ray_errors
+
+    monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_errors.ray, "put", Untouchable())
+    with refused(ResourceError, "cluster.address"):
+        ray_errors.store(b"a batch", "batch")
 
 
 # what the driver of a cluster of its own sees while that is taken from it; one JSON object a line

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,35 +10,19 @@ import pytest
 import torch
 
 from benchmarks.gpu import smoke
+from tests.support.gpu_scripts import run_gpu_script
 
-ROOT = Path(__file__).resolve().parents[3]
-# what a machine with torch and transformers alone may lack
-WITHOUT = """
-import runpy, sys
-
-sys.modules.update(dict.fromkeys(["pydantic", "ray", "trl"]))  # as if they were not installed
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 NEED_CUDA = {"head/host_syncs", "large/head_chunks", "large/product_added_in_place"}
 
 
 def test_every_check_passes_on_a_cpu_but_those_that_need_a_gpu(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    command = [sys.executable, "-c", WITHOUT, str(ROOT / "benchmarks/gpu/smoke.py"), "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--time-limit-s", "1400", "--json", str(record)],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads(record.read_text())
-    assert written["command"].startswith("python benchmarks/gpu/smoke.py --device cpu")
-    verdicts = {row["name"]: row["verdict"] for row in written["results"]["checks"]}
+    ran = run_gpu_script("smoke.py", tmp_path, without=("pydantic", "ray", "trl"))
+    assert ran.status == 0, ran.printed + ran.errors
+    verdicts = {row["name"]: row["verdict"] for row in ran.record["results"]["checks"]}
     assert verdicts == {name: "SKIP" if name in NEED_CUDA else "PASS" for name in verdicts}
     kinds = Counter(name.partition("/")[0] for name in verdicts)
     assert kinds == {"attention": 12, "ring": 3, "head": 4, "sleep": 1, "large": 2}
-    assert [line.split()[:2] for line in done.stdout.splitlines()[1:]] == [[v, n] for n, v in verdicts.items()]
+    assert [line.split()[:2] for line in ran.printed.splitlines()[1:]] == [[v, n] for n, v in verdicts.items()]
 
 
 def test_a_head_that_is_wrong_fails_its_checks_and_with_them_the_script(

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks.gpu import step
+from tests.support.gpu_scripts import ScriptRun, run_gpu_script
 
-ROOT = Path(__file__).resolve().parents[3]
-# what a machine with torch and transformers alone may lack
-WITHOUT = """
-import functools, runpy, sys
-import torch
-
-torch.compile = functools.partial(torch.compile, backend="eager")  # traced, not compiled: inductor takes half a minute
-sys.modules.update(dict.fromkeys(["pydantic", "ray", "trl"]))  # as if they were not installed
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-SHAPE = ["--device", "cpu", "--models", "tiny", "--tokens", "96", "--sample-tokens", "32", "--prompt-tokens", "8"]
+SHAPE = ["--models", "tiny", "--tokens", "96", "--sample-tokens", "32", "--prompt-tokens", "8"]
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
-    """The exit status, what was printed and the record."""
-    record = tmp_path / "record.json"
-    command = [sys.executable, "-c", WITHOUT, str(ROOT / "benchmarks/gpu/step.py"), *SHAPE, "--steps", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--time-limit-s", "1400", "--json", str(record), *arguments],
-        env=environment, cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert record.exists(), done.stdout + done.stderr
-    return done.returncode, done.stdout, json.loads(record.read_text())
+def run(folder: Path, *arguments: str) -> ScriptRun:
+    """One step of the tiny model on a machine with torch and transformers alone."""
+    return run_gpu_script("step.py", folder, *SHAPE, "--steps", "1", *arguments, without=("pydantic", "ray", "trl"))
 
 
 def profiled_calls(table: Path) -> list[dict[str, int]]:
@@ -50,8 +27,7 @@ def profiled_calls(table: Path) -> list[dict[str, int]]:
 
 def test_the_step_of_ours_and_that_of_plain_hugging_face_have_the_same_gradients(tmp_path: Path) -> None:
     profile = tmp_path / "profile.txt"
-    status, printed, record = run(tmp_path, "--systems", "slimefsdp", "hf", "trl", "--profile", str(profile))
-    assert record["command"].startswith("python benchmarks/gpu/step.py --device cpu")
+    status, printed, _, record = run(tmp_path, "--systems", "slimefsdp", "hf", "trl", "--profile", str(profile))
     found = record["results"]
     rows = {(row["system"], row["checkpointing"]): row for row in found["cases"]}
     assert len(rows) == 6 and found["matrix_tflops"] > 0 and found["device"] == "cpu"
@@ -67,7 +43,7 @@ def test_the_step_of_ours_and_that_of_plain_hugging_face_have_the_same_gradients
 
 
 def test_what_the_time_limit_leaves_is_reported_and_has_no_number(tmp_path: Path) -> None:
-    status, _, record = run(tmp_path, "--systems", "slimefsdp", "--time-limit-s", "0")
+    status, *_, record = run(tmp_path, "--systems", "slimefsdp", "--time-limit-s", "0")
     rows = record["results"]["cases"]
     assert status == 1 and [row.keys() & {"seconds", "not_run"} for row in rows] == [{"not_run"}] * 2
 
@@ -75,7 +51,7 @@ def test_what_the_time_limit_leaves_is_reported_and_has_no_number(tmp_path: Path
 def test_options_of_our_own_step_reach_it_and_its_profile_shows_them(tmp_path: Path) -> None:
     arguments = ["--tokens", "1024", "--systems", "slimefsdp", "--checkpointing", "none"]
     changes = ["--compile", "--head-chunk-mib", "1", "--profile", str(tmp_path / "profile.txt")]
-    status, _, record = run(tmp_path, *arguments, *changes)
+    status, *_, record = run(tmp_path, *arguments, *changes)
     assert status == 0 and "seconds" in record["results"]["cases"][0]
     (calls,) = profiled_calls(tmp_path / "profile.txt")
     # the head takes the largest logit of each chunk once: 768 rows of 512 logits, in two buffers of float32
@@ -97,7 +73,7 @@ def test_what_cannot_be_timed_and_options_that_would_do_nothing_are_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        step.main([*SHAPE, *arguments])
+        step.main(["--device", "cpu", *SHAPE, *arguments])
     assert ended.value.code == 2 and arguments[-2] in capsys.readouterr().err
 
 
