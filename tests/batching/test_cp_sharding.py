@@ -40,6 +40,7 @@ COSTS = st.builds(
     splits_heads=st.booleans(),
 )
 PAIRS = CostModel(linear=0.0, quadratic=1.0)
+ROUNDING = 1e-12  # of sums in another order, relative
 
 
 def offsets(lengths: Sequence[int]) -> list[int]:
@@ -151,7 +152,7 @@ def test_a_hybrid_layout_is_never_slower_than_zig_zag_by_the_estimate(
     if min(lengths) >= 2 * cp:  # then zig-zag is even in tokens, too
         assert max(tokens_of(zigzag)) == -(-sum(lengths) // cp)
     if max(tokens_of(zigzag)) == -(-sum(lengths) // cp):
-        assert layout_time(hybrid, cu, cost) <= layout_time(zigzag, cu, cost)
+        assert layout_time(hybrid, cu, cost) <= layout_time(zigzag, cu, cost) * (1 + ROUNDING)
 
 
 @given(lengths=MIXED_LENGTHS, cp=st.integers(2, 9))
@@ -287,7 +288,7 @@ def test_layouts_of_forests_are_partitions_within_the_cap_and_no_slower_than_zig
     share = -(-sum(lengths) // cp)
     assert max(tokens_of(layout)) == share
     if max(tokens_of(zigzag)) == share:
-        assert layout_time(layout, cu, cost, forest) <= layout_time(zigzag, cu, cost, forest)
+        assert layout_time(layout, cu, cost, forest) <= layout_time(zigzag, cu, cost, forest) * (1 + ROUNDING)
 
 
 @given(nodes=forests(), cp=st.integers(2, 4))
