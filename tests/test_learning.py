@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from actors.rollout.sampler import sample
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.models.build import build_for_sampling
+from slimefsdp.sampling.sampler import SamplingParams, sample
 from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync.receive import WeightReceiver
 
@@ -29,22 +29,14 @@ def share_of_low_tokens(tokens: list[int]) -> float:
 def rewards_of_training(rank: int, config: RunConfig, permute: bool) -> list[float]:
     """The mean reward of every step; with `permute`, what is trained on are rewards of other samples."""
     trainer = Trainer(config, device=torch.device("cpu"))
-    engine = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
-    receiver = WeightReceiver(list(engine.named_parameters()))
-    generator, rng = torch.Generator().manual_seed(0), np.random.default_rng(0)
+    engine = build_for_sampling(config.model.path, torch.float32, torch.device("cpu"))
+    receiver = WeightReceiver(engine.named_weights())
+    rng = np.random.default_rng(0)
     means = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         trainer.update_weights([receiver])
-        completions = sample(
-            engine,
-            PROMPTS,
-            samples_per_prompt=GROUP,
-            max_new_tokens=RESPONSE_LENGTH,
-            temperature=1.0,
-            eos_token_ids=(),
-            pad_token_id=0,
-            generator=generator,
-        )
+        params = SamplingParams(RESPONSE_LENGTH, seed=(step,))
+        completions = [found for _, found in sample(engine, dict(enumerate(PROMPTS)), GROUP, params)]
         rewards = np.array([share_of_low_tokens(completion.tokens) for completion in completions])
         means.append(float(rewards.mean()))
         samples = [

@@ -30,7 +30,7 @@ from slimefsdp.errors import BatchError, StateError, WorkerDied, WorkerHung
 class Sampled:
     """One response to one prompt."""
 
-    prompt: int  # its place among the prompts of the call
+    prompt: int  # the place of its prompt among those of the call
     tokens: list[int]  # prompt and response
     response_length: int
     log_probs: list[float]  # [response_length], at the sampling temperature
@@ -51,11 +51,11 @@ class EmbeddedEngine(Watched):
         if not on_cuda:
             torch.set_num_threads(1)
         self._tokenizer = load_tokenizer(model_path)
-        self._model = build_for_sampling(
+        self._policy = build_for_sampling(
             Path(model_path), getattr(torch, compute_dtype), torch.device("cuda" if on_cuda else "cpu")
         )
-        self._receiver = WeightReceiver(list(self._model.named_parameters()))
-        self._end_token_ids = end_token_ids(model_path, self._tokenizer.eos_token_id)
+        self._receiver = WeightReceiver(self._policy.named_weights())
+        self._end_token_ids = frozenset(end_token_ids(model_path, self._tokenizer.eos_token_id))
         heartbeat.enter(heartbeat.IDLE)
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
@@ -75,18 +75,18 @@ class EmbeddedEngine(Watched):
     @heartbeat.during("generate")
     def generate(
         self,
-        prompts: list[Any],
+        prompts: dict[int, Any],
         samples_per_prompt: int,
         max_new_tokens: int,
         temperature: float,
-        seed: int,
+        seed: tuple[int, ...],
         greedy: bool = False,
     ) -> tuple[int, list[Sampled]]:
         """Samples from the committed weights; returns their version and the samples, prompt-major.
 
         Args:
-            prompts: texts or lists of chat messages.
-            seed: of this call's generator; equal calls give equal samples.
+            prompts: texts or lists of chat messages, by their places among all prompts of the call.
+            seed: equal seeds, places and prompts give equal samples.
             greedy: take the likeliest token each time.
 
         Raises:
@@ -95,36 +95,24 @@ class EmbeddedEngine(Watched):
         import torch
 
         from actors.rollout.prompts import encode_prompt
-        from actors.rollout.sampler import sample
+        from slimefsdp.sampling.sampler import SamplingParams, sample
 
         version = self._receiver.version
         if version is None:
             raise StateError(
                 "the engine has no committed weights", field="update_weights", hint="call update_weights first"
             )
-        if self._model.device.type == "cpu":
+        if next(self._policy.parameters()).device.type == "cpu":
             torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
-        encoded = [encode_prompt(self._tokenizer, prompt) for prompt in prompts]
-        completions = sample(
-            self._model,
-            encoded,
-            samples_per_prompt=samples_per_prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            eos_token_ids=self._end_token_ids,
-            pad_token_id=self._tokenizer.pad_token_id or 0,
-            generator=torch.Generator(self._model.device).manual_seed(seed),
-            greedy=greedy,
-        )
-        texts = self._tokenizer.batch_decode([c.tokens for c in completions], skip_special_tokens=True)
-        samples = []
-        for index, (completion, text) in enumerate(zip(completions, texts, strict=True)):
-            prompt = index // samples_per_prompt
-            tokens = [*encoded[prompt], *completion.tokens]
-            samples.append(
-                Sampled(prompt, tokens, len(completion.tokens), completion.log_probs, text.strip(), completion.finished)
-            )
-        return version, samples
+        encoded = {place: encode_prompt(self._tokenizer, prompt) for place, prompt in prompts.items()}
+        ends = self._end_token_ids
+        params = SamplingParams(max_new_tokens, temperature, greedy=greedy, end_token_ids=ends, seed=seed)
+        completions = sample(self._policy, encoded, samples_per_prompt, params)
+        texts = self._tokenizer.batch_decode([c.tokens for _, c in completions], skip_special_tokens=True)
+        return version, [
+            Sampled(place, [*encoded[place], *c.tokens], len(c.tokens), c.log_probs, text.strip(), c.finished)
+            for (place, c), text in zip(completions, texts, strict=True)
+        ]
 
 
 class EnginePool:
@@ -231,23 +219,19 @@ class EnginePool:
         require_cluster()
         settings = self._config.rollout
         shares = [part.tolist() for part in np.array_split(np.arange(len(prompts)), len(self._engines))]
-        refs = []
-        for index, (engine, share) in enumerate(zip(self._engines, shares, strict=True)):
-            engine_seed = int(np.random.SeedSequence([*seed, index]).generate_state(1)[0])
-            refs.append(
-                engine.generate.remote(
-                    [prompts[i] for i in share],
-                    samples_per_prompt,
-                    settings.max_new_tokens,
-                    settings.temperature,
-                    engine_seed,
-                    greedy,
-                )
-                if share
-                else None
+        refs = [
+            engine.generate.remote(
+                {place: prompts[place] for place in share},
+                samples_per_prompt,
+                settings.max_new_tokens,
+                settings.temperature,
+                tuple(seed),
+                greedy,
             )
-        working = [(ref, share) for ref, share in zip(refs, shares, strict=True) if ref is not None]
-        answers = self._wait([ref for ref, _ in working], "generate", self._config.cluster.call_timeout_s)
+            for engine, share in zip(self._engines, shares, strict=True)
+            if share
+        ]
+        answers = self._wait(refs, "generate", self._config.cluster.call_timeout_s)
         versions = {version for version, _ in answers}
         if len(versions) != 1:
             raise StateError(
@@ -255,12 +239,7 @@ class EnginePool:
                 field="update_weights",
                 hint="call update_weights",
             )
-        samples = []
-        for (_, share), (_, sampled) in zip(working, answers, strict=True):
-            samples += [
-                Sampled(share[s.prompt], s.tokens, s.response_length, s.log_probs, s.text, s.finished) for s in sampled
-            ]
-        return versions.pop(), samples
+        return versions.pop(), [sample for _, samples in answers for sample in samples]
 
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.hf_interface import register_attention
@@ -189,23 +189,25 @@ def _switch_noise_off(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The architecture of a folder with transformers' own attention, its weights empty until somebody sends them."""
+def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> PolicyModel:
+    """The architecture of a folder, its weights empty until somebody sends them.
+
+    Raises:
+        ModelError: this transformers calls attention in another way than ours expects.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    # SDPA of transformers 5.0 leaves out Gemma 2's soft-cap, and GPT-2's own ways to scale, without a word
-    needs_eager = getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt2"
     with _parameters_on_meta():
         hf = AutoModelForCausalLM.from_config(
             config,
             trust_remote_code=False,
             dtype=dtype,
-            attn_implementation="eager" if needs_eager else None,
+            attn_implementation=register_attention(),
             experts_implementation=_experts_implementation(dtype),
         )
     hf.tie_weights()
     policy = PolicyModel(hf)
     materialise(policy, device)
-    return policy.hf.eval().requires_grad_(False)
+    return policy.eval().requires_grad_(False)
 
 
 @contextmanager

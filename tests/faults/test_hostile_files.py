@@ -29,6 +29,7 @@ from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import encode_prompt, read_jsonl
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.run_dir import RunFolder
+from slimefsdp.attention.hf_interface import ATTENTION_NAME
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.hardware import Rates, read_calibration, write_calibration
 from slimefsdp.checkpoint.manifest import MANIFEST
@@ -687,8 +688,8 @@ def test_code_beside_a_model_that_transformers_knows_is_left_alone(folder: Path)
     asked = {"auto_map": names, "attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel"}
     config(**asked)(folder)  # as for training
     policy = build_for_sampling(folder / "model", torch.float32, torch.device("cpu"))
-    assert type(policy).__module__.startswith("transformers.models.qwen3")
-    assert policy.config._attn_implementation in ("sdpa", "eager")
+    assert type(policy.hf).__module__.startswith("transformers.models.qwen3")
+    assert policy.hf.config._attn_implementation == ATTENTION_NAME
     assert not (folder / CANARY).exists()
 
 

@@ -180,13 +180,13 @@ def export_of_rank(rank: int, path: Path, out: Path) -> None:
         specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
         write_model_folder(out, specs, tensors, source, max_shard_bytes=20_000)
         engine = build_for_sampling(path, torch.float32, CPU)
-        receiver = WeightReceiver(list(engine.named_parameters()))
+        receiver = WeightReceiver(engine.named_weights())
         receiver.begin(1, {name: tuple(tensor.shape) for bucket in buckets for name, tensor in bucket})
         for bucket in buckets:
             receiver.receive(bucket)
         receiver.commit(1)
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        for (name, ours), (_, theirs) in zip(engine.named_parameters(), expected.named_parameters(), strict=True):
+        for (name, ours), (_, theirs) in zip(engine.named_weights(), expected.named_parameters(), strict=True):
             assert torch.equal(ours, theirs), name
 
 

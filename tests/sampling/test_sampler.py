@@ -12,8 +12,6 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
@@ -22,9 +20,10 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from actors.rollout.sampler import Completion, sample
 from slimefsdp.errors import BatchError, ModelError, StateError
+from slimefsdp.sampling.sampler import Completion, Sampler, SamplingParams, draw, sample
 from tests.support.refusals import refused
+from tests.support.tiny_models import to_sample_from
 
 VOCAB = 32
 PAD = 0
@@ -62,16 +61,10 @@ def tiny(family: str, vocab: int = VOCAB):
     return model.eval()
 
 
-def draw(model, prompts, *, seed=0, **changes) -> list[Completion]:
-    settings = {
-        "samples_per_prompt": 1,
-        "max_new_tokens": 9,
-        "temperature": 1.0,
-        "eos_token_ids": set(),
-        "pad_token_id": PAD,
-        "max_batch": 64,
-    }
-    return sample(model, prompts, generator=torch.Generator().manual_seed(seed), **(settings | changes))
+def drawn(model, prompts, samples=1, *, max_rows=64, **changes) -> list[Completion]:
+    params = SamplingParams(**({"max_new_tokens": 9} | changes))
+    places = dict(enumerate(prompts))
+    return [found for _, found in sample(to_sample_from(model), places, samples, params, max_rows=max_rows)]
 
 
 @torch.no_grad()
@@ -84,8 +77,8 @@ def full_forward_log_probs(model, prompt, response, temperature):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_generate_on_each_prompt_alone(family):
     model = tiny(family)
-    ends = {4, 17}
-    completions = draw(model, PROMPTS, greedy=True, eos_token_ids=ends)
+    ends = frozenset({4, 17})
+    completions = drawn(model, PROMPTS, greedy=True, end_token_ids=ends)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         expected = model.generate(
             torch.tensor([prompt]),
@@ -101,12 +94,10 @@ def test_greedy_tokens_are_those_of_generate_on_each_prompt_alone(family):
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_a_full_forward_while_rows_leave_the_batch(family, temperature, greedy):
+def test_log_probs_are_those_of_a_full_forward_while_rows_come_and_go(family, temperature, greedy):
     model = tiny(family)
-    ends = set(range(0, VOCAB, 6))  # rows end at many different steps
-    completions = draw(
-        model, PROMPTS, samples_per_prompt=4, temperature=temperature, eos_token_ids=ends, greedy=greedy, max_batch=9
-    )
+    ends = frozenset(range(0, VOCAB, 6))  # rows end at many different steps
+    completions = drawn(model, PROMPTS, 4, temperature=temperature, end_token_ids=ends, greedy=greedy, max_rows=5)
     for index, completion in enumerate(completions):
         expected = full_forward_log_probs(model, PROMPTS[index // 4], completion.tokens, temperature)
         torch.testing.assert_close(torch.tensor(completion.log_probs).double(), expected, atol=1e-4, rtol=0)
@@ -119,9 +110,7 @@ def test_log_probs_are_those_of_a_full_forward_while_rows_leave_the_batch(family
 def test_two_sampled_tokens_follow_the_tempered_joint_distribution(family):
     # 5 x 5 pairs of tokens; 51.18 is the 99.9 % quantile of chi-square with 24 degrees of freedom
     model, vocab, prompt, draws, quantile = tiny(family, vocab=5), 5, [1, 4, 2], 8000, 51.18
-    completions = draw(
-        model, [[3], prompt], samples_per_prompt=draws, max_new_tokens=2, temperature=1.5, seed=11, max_batch=1000
-    )
+    completions = drawn(model, [[3], prompt], draws, max_new_tokens=2, temperature=1.5, seed=(11,), max_rows=1000)
     seen = torch.zeros(vocab, vocab, dtype=torch.float64)
     for completion in completions[draws:]:
         seen[completion.tokens[0], completion.tokens[1]] += 1
@@ -137,19 +126,27 @@ def test_two_sampled_tokens_follow_the_tempered_joint_distribution(family):
     assert chi_square(1.3) > 2 * quantile  # the test can tell a slightly wrong temperature
 
 
+def test_a_number_chooses_the_token_where_it_falls_among_the_summed_probabilities():
+    logits = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).log()  # tokens 0, 2 and 5 have no chance at all
+    for number, token in [(0.0, 1), (0.499, 1), (0.501, 3), (0.749, 3), (0.751, 4), (1 - 2**-53, 4), (-1.0, 1)]:
+        tokens, log_probs = draw(logits.expand(3, -1), temperature=[1.0] * 3, numbers=[0.6, number, -1.0])
+        assert tokens == [3, token, 1]
+        assert log_probs == pytest.approx([logits[3].item(), logits[token].item(), logits[1].item()])
+
+
 def test_the_samples_of_one_prompt_differ_and_stand_together_in_prompt_order():
     model = tiny("qwen3")
-    alone = [draw(model, [prompt], greedy=True)[0].tokens for prompt in PROMPTS]
+    alone = [drawn(model, [prompt], greedy=True)[0].tokens for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in alone}) == len(PROMPTS)
-    together = draw(model, PROMPTS, samples_per_prompt=3, greedy=True)
+    together = drawn(model, PROMPTS, 3, greedy=True)
     assert [completion.tokens for completion in together] == [tokens for tokens in alone for _ in range(3)]
-    sampled = draw(model, PROMPTS, samples_per_prompt=3, temperature=2.0)
-    assert len({tuple(completion.tokens) for completion in sampled}) > len(PROMPTS)
+    sampled = drawn(model, PROMPTS, 3, temperature=2.0)
+    assert len({tuple(completion.tokens) for completion in sampled}) == 3 * len(PROMPTS)
 
 
 def test_an_end_token_is_kept_ends_its_row_and_says_finished():
-    model, ends = tiny("qwen3"), tuple(range(0, VOCAB, 4))
-    completions = draw(model, PROMPTS, samples_per_prompt=16, max_new_tokens=4, eos_token_ids=ends)
+    model, ends = tiny("qwen3"), frozenset(range(0, VOCAB, 4))
+    completions = drawn(model, PROMPTS, 16, max_new_tokens=4, end_token_ids=ends)
     for completion in completions:
         assert not set(completion.tokens[:-1]) & set(ends)
         assert completion.finished == (completion.tokens[-1] in ends)
@@ -161,93 +158,151 @@ def test_an_end_token_is_kept_ends_its_row_and_says_finished():
 
 
 def test_without_end_tokens_every_row_has_the_full_length():
-    completions = draw(tiny("qwen3"), PROMPTS, max_new_tokens=6)
+    completions = drawn(tiny("qwen3"), PROMPTS, max_new_tokens=6)
     assert [(len(completion.tokens), completion.finished) for completion in completions] == [(6, False)] * len(PROMPTS)
 
 
-def test_one_seed_gives_one_result_and_leaves_the_global_generator_alone():
+def test_a_stop_text_ends_a_sample_with_the_token_that_completes_it():
+    model, places = tiny("qwen3"), dict(enumerate(PROMPTS))
+    free = [found.tokens for _, found in sample(to_sample_from(model), places, 8, SamplingParams(30, seed=(4,)))]
+
+    def text(tokens):  # a letter or two a token, so that texts begin and end inside of tokens
+        return "".join(chr(97 + token % 5) + "xy"[: token % 3] for token in tokens)
+
+    for stops in (("ab",), ("xbx", "dd", "q")):
+        params = SamplingParams(30, seed=(4,), stop=stops)
+        found = [c for _, c in sample(to_sample_from(model), places, 8, params, decode=text)]
+        for tokens, completion in zip(free, found, strict=True):
+            ends = [length for length in range(1, 31) if any(stop in text(tokens[:length]) for stop in stops)]
+            assert completion.finished == bool(ends)
+            assert completion.tokens == tokens[: ends[0] if ends else 30]
+        assert {completion.finished for completion in found} == {True, False}
+
+
+def test_equal_seeds_give_equal_samples_and_leave_the_global_generator_alone():
     model = tiny("qwen3")
     before = torch.get_rng_state()
-    first = draw(model, PROMPTS, seed=1, samples_per_prompt=2)
-    torch.rand(7)
-    torch.set_rng_state(before)
-    assert draw(model, PROMPTS, seed=1, samples_per_prompt=2) == first
-    assert draw(model, PROMPTS, seed=2, samples_per_prompt=2) != first
+    first = drawn(model, PROMPTS, 2, seed=(1,))
     assert torch.equal(torch.get_rng_state(), before)
+    assert drawn(model, PROMPTS, 2, seed=(1,)) == first
+    for other in ((2,), (1, 0), ()):
+        assert drawn(model, PROMPTS, 2, seed=other) != first
 
 
-def test_a_generator_goes_on_where_the_last_call_left_it():
-    model, generator = tiny("qwen3"), torch.Generator().manual_seed(3)
-    settings = {
-        "samples_per_prompt": 1,
-        "max_new_tokens": 9,
-        "temperature": 1.0,
-        "eos_token_ids": (),
-        "pad_token_id": PAD,
-        "generator": generator,
-    }
-    first = sample(model, PROMPTS, **settings)
-    middle = generator.get_state()
-    second = sample(model, PROMPTS, **settings)
-    generator.set_state(middle)
-    assert first != second == sample(model, PROMPTS, **settings)
-
-
-@pytest.mark.parametrize("max_batch", [1, 2, 3, 7, 8, 100])
-def test_max_batch_bounds_the_rows_and_not_the_result(max_batch):
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 8, 100])
+def test_the_number_of_rows_bounds_the_batch_and_not_the_result(max_rows, greedy):
     model, seen = tiny("qwen3"), []
-
-    def record(module, arguments, keywords):
-        seen.append(tuple(keywords["input_ids"].shape))
-
-    hook = model.register_forward_pre_hook(record, with_kwargs=True)
+    policy = to_sample_from(model)
+    ends = frozenset(range(0, VOCAB, 8))
+    hook = policy.hf.model.embed_tokens.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
     try:
-        completions = draw(model, PROMPTS, samples_per_prompt=3, greedy=True, max_batch=max_batch)
+        params = SamplingParams(9, greedy=greedy, end_token_ids=ends)
+        found = sample(policy, dict(enumerate(PROMPTS)), 3, params, max_rows=max_rows)
     finally:
         hook.remove()
-    assert [c.tokens for c in completions] == [
-        c.tokens for c in draw(model, PROMPTS, samples_per_prompt=3, greedy=True)
-    ]
-    assert max(rows for rows, _ in seen) <= max_batch
-    decoded = sum(rows for rows, width in seen if width == 1)
-    if max_batch == 100:  # all at once: each prompt is read once, then one token a row and step
-        assert seen[0] == (len(PROMPTS), max(map(len, PROMPTS))) and decoded == 3 * len(PROMPTS) * 8
+    expected = drawn(model, PROMPTS, 3, greedy=greedy, end_token_ids=ends)
+    assert [c.tokens for _, c in found] == [c.tokens for c in expected]
+    # every prompt is read once, and a token that was drawn is, unless it is a sample's last one
+    assert sum(seen) == sum(map(len, PROMPTS)) + sum(len(c.tokens) - 1 for c in expected)
+    assert max(seen) <= max(max_rows, sum(map(len, PROMPTS)))
+
+
+def test_what_is_drawn_for_a_prompt_depends_on_its_place_and_not_on_the_others():
+    policy, params = to_sample_from(tiny("qwen3")), SamplingParams(9, seed=(3,))
+    together = sample(policy, dict(enumerate(PROMPTS)), 2, params)
+    for place, prompt in enumerate(PROMPTS):
+        alone = sample(policy, {place: prompt}, 2, params)
+        assert [c.tokens for _, c in alone] == [c.tokens for found, c in together if found == place]
+    assert [c.tokens for _, c in sample(policy, {5: PROMPTS[0]}, 2, params)] != [c.tokens for _, c in together[:2]]
+
+
+def test_a_row_that_is_free_is_filled_at_once():
+    policy, waits = to_sample_from(tiny("qwen3")), SamplingParams(12)
+    sampler = Sampler(policy, max_rows=2)
+    for _ in range(2):
+        sampler.add([1, 2], 1, SamplingParams(2, seed=(1,)))
+    sampler.add([3], 1, waits)
+    sampler.add([4, 5, 6], 2, waits)
+    ended, steps = [], 0
+    while not sampler.is_idle:
+        ended += [[request, index] for request, index, _ in sampler.step()]
+        steps += 1
+    # 2 tokens come in one step; then two rows of 12 tokens, and one of 12 more
+    assert ended == [[0, 0], [1, 0], [2, 0], [3, 0], [3, 1]] and steps == 1 + 11 + 11
+
+
+def test_requests_that_come_while_others_are_sampled_change_nothing_about_them():
+    model = tiny("qwen3")
+    together = Sampler(to_sample_from(model), max_rows=8)
+    params = [SamplingParams(3 + place, 0.5 + place, seed=(place,), greedy=place == 2) for place in range(4)]
+    found = {}
+    for place, prompt in enumerate(PROMPTS):
+        assert together.add(prompt, 3, params[place]) == place
+        found |= {(request, index): completion for request, index, completion in together.step()}
+    while not together.is_idle:
+        found |= {(request, index): completion for request, index, completion in together.step()}
+    for place, prompt in enumerate(PROMPTS):
+        alone = Sampler(to_sample_from(model))
+        alone.add(prompt, 3, params[place])
+        while not alone.is_idle:
+            for _, index, completion in alone.step():
+                assert found[place, index].tokens == completion.tokens
+                assert found[place, index].log_probs == pytest.approx(completion.log_probs, abs=1e-5)
+
+
+def test_a_sampler_that_is_idle_does_nothing_and_holds_no_cache():
+    sampler = Sampler(to_sample_from(tiny("qwen3")))
+    assert sampler.is_idle and sampler.step() == []
+    sampler.add([1, 2], 3, SamplingParams(5))
+    sampler.step()
+    assert sampler.cache_bytes >= 2 * 2 * (3 * 2 * 3 * 8) * 4  # layers, keys and values, rows x kv_heads x tokens
+    sampler.forget_all()
+    assert sampler.is_idle and sampler.step() == [] and sampler.cache_bytes == 0
 
 
 def test_no_prompts_give_no_completions():
-    assert draw(tiny("qwen3"), []) == []
+    assert drawn(tiny("qwen3"), []) == []
 
 
-def test_an_empty_prompt_is_refused_by_its_index():
+def test_what_cannot_be_sampled_is_refused():
     with refused(BatchError, "prompts", 1):
-        draw(tiny("qwen3"), [[1], []])
+        drawn(tiny("qwen3"), [[1], []])
+    with refused(BatchError, "samples", 0):
+        drawn(tiny("qwen3"), [[1]], 0)
+    with refused(BatchError, "stop"):
+        drawn(tiny("qwen3"), [[1]], stop=("x",))
+    for name, value in [
+        ("max_new_tokens", 0), ("temperature", 0.0), ("temperature", float("inf")), ("temperature", float("nan")),
+        ("stop", ("",)), ("seed", (-1,)),
+    ]:  # fmt: skip
+        with refused(BatchError, name):
+            SamplingParams(**{"max_new_tokens": 1, name: value})
 
 
 def test_a_model_in_training_mode_is_refused():
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **SIZES)).train()
     with refused(StateError, "model") as caught:
-        draw(model, PROMPTS)
+        drawn(model, PROMPTS)
     assert "model.eval()" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("greedy", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_broken_weights_are_named_instead_of_sampled(value, greedy):
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, **SIZES)).eval()
+def test_broken_weights_are_named_instead_of_sampled_and_nothing_is_left(value, greedy):
+    policy = to_sample_from(tiny("qwen3"))
+    sampler = Sampler(policy)
+    sampler.add(PROMPTS[0], 4, SamplingParams(5, greedy=greedy))
+    sampler.step()
     with torch.no_grad():
-        model.lm_head.weight[3] = value
+        policy.hf.lm_head.weight[3] = value
     with refused(StateError, "logits", 4):
-        draw(model, PROMPTS, greedy=greedy)
+        sampler.step()
+    assert sampler.is_idle
 
 
 def test_a_model_with_a_recurrent_state_is_refused():
     layers = ["linear_attention", "full_attention"]
     config = Qwen3NextConfig(vocab_size=VOCAB, layer_types=layers, num_experts=0, **SIZES)
-    with refused(ModelError, "model", "LinearAttentionLayer"):
-        draw(Qwen3NextForCausalLM(config).eval(), PROMPTS)
-
-
-def test_a_model_that_ignores_the_cache_is_refused():
-    model = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, state_size=4)).eval()
-    with pytest.raises(ModelError):
-        draw(model, PROMPTS)
+    with refused(ModelError, "model", "Qwen3Next"):
+        drawn(Qwen3NextForCausalLM(config).eval(), PROMPTS)

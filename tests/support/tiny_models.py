@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from slimefsdp.attention.hf_interface import register_attention
+from slimefsdp.models.policy import PolicyModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -114,6 +118,13 @@ def tiny_model(kind: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
     return model.to(dtype).eval()
+
+
+def to_sample_from(model: Any) -> PolicyModel:
+    """A copy of a plain model as an engine holds it."""
+    hf = copy.deepcopy(model)
+    hf.set_attn_implementation(register_attention())
+    return PolicyModel(hf).train(model.training)
 
 
 def save_tiny_model(path: Path, kind: str = "qwen3", **changes: Any) -> Path:

@@ -141,7 +141,7 @@ class OpenEngine(EmbeddedEngine):
     """An engine that shows its weights."""
 
     def weights(self) -> dict[str, np.ndarray]:
-        return {name: parameter.view(torch.int16).numpy() for name, parameter in self._model.named_parameters()}
+        return {name: parameter.view(torch.int16).numpy() for name, parameter in self._policy.named_weights()}
 
 
 def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(

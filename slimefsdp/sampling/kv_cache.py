@@ -1,0 +1,189 @@
+"""Keys and values of the rows that are being decoded, and the attention of one new token of each.
+
+Both classes are a pack's attention (`slimefsdp.attention.call_plan.PackAttention`): the model hands them query, key and
+value of every layer, one layer after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slimefsdp.attention.call_plan import AttentionParams, PackAttention
+from slimefsdp.errors import ModelError
+
+KeysValues = tuple[torch.Tensor, torch.Tensor]
+_GRAIN = 64  # a cache's capacity is a multiple of this many tokens
+
+
+class PromptAttention:
+    """The attention of packed prompts, whose keys and values are kept.
+
+    Args:
+        attend: of the pack.
+    """
+
+    def __init__(self, attend: PackAttention) -> None:
+        self._attend = attend
+        self.layers: list[KeysValues] = []  # [tokens, kv_heads, head_dim] each
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scoring: AttentionParams,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self.layers.append((k, v))
+        return self._attend(q, k, v, scoring, sinks)
+
+
+class RowCache:
+    """Keys and values of up to `max_rows` rows, [rows, kv_heads, capacity, head_dim] a layer; rows in use come first.
+
+    Memory follows the rows and the longest of them, and goes when the last row has.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._layers: list[KeysValues] = []
+        self._positions: list[int] = []  # by row in use: where its next token stands, hence how many it holds
+        # of the step that is being computed
+        self._layer = 0
+        self._now = torch.empty(0, dtype=torch.int64)
+        self._rows = torch.empty(0, dtype=torch.int64)
+        self._hidden: dict[int | None, torch.Tensor] = {}
+
+    @property
+    def rows(self) -> int:
+        """How many are in use."""
+        return len(self._positions)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all layers, in use or not."""
+        return sum(cached.nbytes for layer in self._layers for cached in layer)
+
+    def append(self, prompt: Sequence[KeysValues], rows: int) -> None:
+        """Takes more rows into use, all of which hold this prompt.
+
+        Args:
+            prompt: [tokens, kv_heads, head_dim] of every layer.
+        """
+        tokens, first = prompt[0][0].shape[0], self.rows
+        self._make_room(prompt, first + rows, tokens + 1)
+        for mine, given in zip(self._layers, prompt, strict=True):
+            for cached, new in zip(mine, given, strict=True):
+                cached[first : first + rows, :, :tokens] = new.transpose(0, 1)
+        self._positions += [tokens] * rows
+
+    def remove(self, rows: Sequence[int]) -> list[int]:
+        """Takes rows out of use; returns which row, as they were numbered before, now stands in each place."""
+        gone = set(rows)
+        kept = self.rows - len(gone)
+        holes = sorted(row for row in gone if row < kept)
+        movers = [row for row in range(kept, self.rows) if row not in gone]
+        places = list(range(kept))
+        if holes:
+            width = max(self._positions[row] for row in movers)
+            for layer in self._layers:
+                for cached in layer:
+                    cached[holes, :, :width] = cached[movers, :, :width]
+            for hole, mover in zip(holes, movers, strict=True):
+                places[hole] = mover
+        self._positions = [self._positions[row] for row in places]
+        if not self._positions:
+            self._layers = []
+        return places
+
+    def begin_step(self) -> torch.Tensor:
+        """Every row in use is about to get one token more; returns the tokens' positions, int64 [rows]."""
+        device = self._layers[0][0].device
+        width = max(self._positions) + 1
+        self._make_room(None, self.rows, width)
+        self._layer, self._hidden = 0, {}
+        self._now = torch.tensor(self._positions, device=device)
+        self._rows = torch.arange(self.rows, device=device)
+        self._positions = [position + 1 for position in self._positions]
+        return self._now
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scoring: AttentionParams,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of one query a row over what the row holds, itself included: [rows, heads, head_dim]."""
+        keys, values = self._layers[self._layer]
+        self._layer += 1
+        keys[self._rows, :, self._now] = k
+        values[self._rows, :, self._now] = v
+        width = max(self._positions)
+        keys, values = keys[: self.rows, :, :width], values[: self.rows, :, :width]
+        queries = q.unflatten(1, (k.shape[1], -1))  # [rows, kv_heads, group, head_dim]
+        hidden = self._hidden_keys(scoring.window, width)
+        if scoring.softcap is None and sinks is None:
+            out = torch.nn.functional.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=hidden.to(q.dtype), scale=scoring.scale
+            )
+            return out.flatten(1, 2)
+        scores = (queries @ keys.transpose(-1, -2)).float() * scoring.scale
+        if scoring.softcap is not None:
+            scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+        scores = scores + hidden
+        if sinks is not None:  # keys with the value zero
+            sink = sinks.float().unflatten(0, (k.shape[1], -1))[None, :, :, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        probabilities = scores.softmax(-1)[..., :width].to(values.dtype)
+        return (probabilities @ values).flatten(1, 2)
+
+    def _hidden_keys(self, window: int | None, width: int) -> torch.Tensor:
+        """What is added to scores, float32 [rows, 1, 1, width]: minus infinity where a row's token does not see."""
+        if window not in self._hidden:
+            distance = self._now[:, None] - torch.arange(width, device=self._now.device)
+            is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            added = torch.zeros(is_hidden.shape, device=self._now.device).masked_fill_(is_hidden, float("-inf"))
+            self._hidden[window] = added[:, None, None]
+        return self._hidden[window]
+
+    def _make_room(self, like: Sequence[KeysValues] | None, rows: int, tokens: int) -> None:
+        """Memory for so many rows of so many tokens; what is held stays.
+
+        Args:
+            like: tensors of every layer, for the first rows.
+        """
+        assert rows <= self._max_rows, f"{rows} rows of {self._max_rows}"
+        held_rows, _, held_tokens, _ = self._layers[0][0].shape if self._layers else (0, 0, 0, 0)
+        if rows <= held_rows and tokens <= held_tokens:
+            return
+        new_rows = held_rows if rows <= held_rows else min(self._max_rows, max(rows, 2 * held_rows))
+        new_tokens = held_tokens
+        if tokens > held_tokens:
+            new_tokens = -(-max(tokens, held_tokens + held_tokens // 2) // _GRAIN) * _GRAIN
+        grown: list[KeysValues] = []
+        for layer in self._layers or like or ():
+            # a token's heads are dim 1 of a prompt's tensors as they are of the cache's
+            sizes = [(new_rows, one.shape[1], new_tokens, one.shape[-1]) for one in layer]
+            keys, values = (one.new_zeros(size) for one, size in zip(layer, sizes, strict=True))
+            if self._layers:
+                keys[:held_rows, :, :held_tokens], values[:held_rows, :, :held_tokens] = layer
+            grown.append((keys, values))
+        self._layers = grown
+
+
+def require_layers(found: Sequence[KeysValues], expected: int, model: str) -> None:
+    """
+    Raises:
+        ModelError: not every layer of the model has asked for its attention; some keep a state of another kind.
+    """
+    if len(found) != expected:
+        raise ModelError(
+            f"{len(found)} of {expected} layers of {model} attend to keys and values; the others keep another state, "
+            "which cannot be repeated for the samples of a prompt",
+            field="model",
+            hint="sample this model with a rollout server instead of the embedded engine",
+        )

@@ -1,0 +1,348 @@
+"""Samples of many requests at once, a token at a time: tokens, and the log-prob of each at the moment it was drawn.
+
+A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full as long as
+samples wait, and none waits for a longer one. A prompt is read once for all of its samples. Prompts are read as packs
+and rows are decoded as packs of single tokens, by the model that is trained (`slimefsdp.models.policy.PolicyModel`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from slimefsdp import heartbeat
+from slimefsdp.batching.cp_sharding import zigzag_layout
+from slimefsdp.errors import BatchError, StateError
+from slimefsdp.models.policy import PolicyModel
+from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
+
+_DRAWS = 64  # random numbers of a row that are made at once
+_BELOW_ONE = 1 - 2.0**-40
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the samples of a request are drawn.
+
+    Raises:
+        BatchError: naming the value that none can have.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    greedy: bool = False  # the likeliest token each time; log-probs are still those at the temperature
+    end_token_ids: frozenset[int] = frozenset()  # one of these ends a sample, and belongs to it
+    stop: tuple[str, ...] = ()  # so does the token that completes one of these texts in the response
+    seed: tuple[int, ...] = ()  # what the draws depend on, beside the number of the sample; of integers from 0
+
+    def __post_init__(self) -> None:
+        for name, value, is_valid in (
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1),
+            ("temperature", self.temperature, 0 < self.temperature < float("inf")),
+            ("stop", self.stop, all(self.stop)),
+            ("seed", self.seed, all(number >= 0 for number in self.seed)),
+        ):
+            if not is_valid:
+                raise BatchError(f"{name}={value!r} cannot be sampled with", field=name, hint="give a valid one")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+
+    tokens: list[int]
+    log_probs: list[float]  # of the tempered distribution log_softmax(logits / temperature), in float32
+    finished: bool  # by an end token or a stop text; False: cut at max_new_tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    prompt: Sequence[int]
+    params: SamplingParams
+    samples: list[_Sample]
+    cached: list[KeysValues] = field(default_factory=list)  # of the prompt, a pair a layer
+    logits: torch.Tensor | None = None  # [vocab], after the prompt
+
+
+@dataclass(slots=True, eq=False)
+class _Sample:
+    place: tuple[int, int]
+    params: SamplingParams
+    rng: np.random.Generator
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    drawn: list[float] = field(default_factory=list)
+
+    def next_number(self) -> float:
+        """Uniform in [0, 1)."""
+        if not self.drawn:
+            self.drawn = self.rng.random(_DRAWS).tolist()
+        return self.drawn.pop()
+
+
+class Sampler:
+    """A model's batch of rows and the samples that wait for one.
+
+    Args:
+        policy: in eval mode, its weights whole; it may change between steps only while nothing is being sampled.
+        max_rows: the most samples decoded at once, which bounds the cache.
+        prompt_tokens: of how many tokens prompts are read at once, or of one prompt.
+        decode: the text of token ids, for requests with stop texts.
+
+    Raises:
+        StateError: the model is in training mode.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        *,
+        max_rows: int = 256,
+        prompt_tokens: int = 8192,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        assert max_rows > 0 and prompt_tokens > 0
+        if policy.training:
+            raise StateError(
+                "the model is in training mode: dropout would change the log-probs",
+                field="model",
+                hint="call model.eval() first",
+            )
+        self._policy = policy
+        self._max_rows = max_rows
+        self._prompt_tokens = prompt_tokens
+        self._decode = decode
+        self._waiting: deque[_Request] = deque()
+        self._rows: list[_Sample] = []  # by row of the cache
+        self._last: list[int] = []  # the token each row has drawn last
+        self._cache = RowCache(max_rows)
+        self._next_request = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is being sampled and nothing waits."""
+        return not self._rows and not self._waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values of rows; none while idle."""
+        return self._cache.nbytes
+
+    def add(self, prompt: Sequence[int], samples: int, params: SamplingParams) -> int:
+        """Has samples of a prompt drawn in the steps to come, after those that wait already.
+
+        Returns:
+            the request's number, from 0.
+
+        Raises:
+                BatchError: the prompt has no tokens, no sample is asked for, or a stop text without a `decode`.
+        """
+        if len(prompt) == 0:
+            problem = f"prompt {self._next_request} has no tokens"
+            raise BatchError(problem, field="prompts", hint="drop it or give it text")
+        if samples < 1:
+            raise BatchError(f"samples={samples}; it must be 1 or more", field="samples", hint="raise it")
+        if params.stop and self._decode is None:
+            raise BatchError("stop texts need a tokenizer", field="stop", hint="give the sampler its decode function")
+        number = self._next_request
+        self._next_request += 1
+        drawn = [_Sample((number, index), params, _generator(params.seed, index)) for index in range(samples)]
+        self._waiting.append(_Request(prompt, params, drawn))
+        return number
+
+    def forget_all(self) -> None:
+        """Drops what is being sampled and what waits."""
+        self._waiting.clear()
+        self._remove(range(len(self._rows)))
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, int, Completion]]:
+        """One more token of every row, after free rows have been filled; returns the samples that have ended.
+
+        Returns:
+            (number of the request, number of the sample in it, the sample); nothing once the sampler is idle.
+
+        Raises:
+            ModelError: the model keeps a state other than keys and values.
+            StateError: its logits are not finite. Nothing is being sampled any more.
+        """
+        try:
+            ended = self._fill_rows()
+            if self._rows:
+                positions = self._cache.begin_step()
+                tokens = torch.tensor(self._last, device=positions.device)
+                hidden = self._policy.hidden_states(tokens, positions, self._cache)
+                ended += self._draw(self._rows, self._logits(hidden), first_row=0)
+        except BaseException:
+            self.forget_all()
+            raise
+        heartbeat.tick()
+        return ended
+
+    def _fill_rows(self) -> list[tuple[int, int, Completion]]:
+        """Gives free rows to samples that wait, with their first token."""
+        ended: list[tuple[int, int, Completion]] = []
+        while self._waiting and len(self._rows) < self._max_rows:
+            if not self._waiting[0].cached:
+                self._read_prompts()
+            request = self._waiting[0]
+            assert request.logits is not None
+            begins = request.samples[: self._max_rows - len(self._rows)]
+            request.samples = request.samples[len(begins) :]
+            if not request.samples:
+                self._waiting.popleft()
+            first = len(self._rows)
+            self._cache.append(request.cached, len(begins))
+            self._rows += begins
+            self._last += [0] * len(begins)
+            ended += self._draw(begins, request.logits.expand(len(begins), -1), first_row=first)
+        return ended
+
+    def _read_prompts(self) -> None:
+        """Reads the next prompts that wait, as many as free rows may need and the token budget allows, as one pack."""
+        requests: list[_Request] = []
+        rows = tokens = 0
+        for request in self._waiting:
+            tokens += len(request.prompt)
+            if requests and (rows >= self._max_rows - len(self._rows) or tokens > self._prompt_tokens):
+                break
+            requests.append(request)
+            rows += len(request.samples)
+        device = next(self._policy.parameters()).device
+        lengths = [len(request.prompt) for request in requests]
+        ends = np.cumsum(lengths).tolist()
+        starts = [end - length for end, length in zip(ends, lengths, strict=True)]
+        attention = PromptAttention(self._policy.attention.for_pack(zigzag_layout([0, *ends], 1), device))
+        hidden = self._policy.hidden_states(
+            torch.tensor([token for request in requests for token in request.prompt], device=device),
+            torch.cat([torch.arange(length) for length in lengths]).to(device),
+            attention,
+        )
+        require_layers(attention.layers, self._policy.hf.config.num_hidden_layers, type(self._policy.hf).__name__)
+        logits = self._logits(hidden[torch.tensor(ends, device=device) - 1])
+        for request, start, end, row in zip(requests, starts, ends, logits, strict=True):
+            request.cached = [(keys[start:end], values[start:end]) for keys, values in attention.layers]
+            request.logits = row
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 [rows, vocab] from [rows, hidden_dim]."""
+        logits: torch.Tensor = self._policy.hf.get_output_embeddings()(hidden).float()
+        if self._policy.softcap is not None:
+            logits = logits.div_(self._policy.softcap).tanh_().mul_(self._policy.softcap)
+        return logits
+
+    def _draw(
+        self, samples: Sequence[_Sample], logits: torch.Tensor, *, first_row: int
+    ) -> list[tuple[int, int, Completion]]:
+        """A token for each of these rows, which follow one another; those that end with it leave."""
+        tokens, log_probs = draw(
+            logits,
+            temperature=[sample.params.temperature for sample in samples],
+            # the likeliest is asked for by a number that no sample draws
+            numbers=[-1.0 if sample.params.greedy else sample.next_number() for sample in samples],
+        )
+        ended, gone = [], []
+        for row, (sample, token, log_prob) in enumerate(zip(samples, tokens, log_probs, strict=True), first_row):
+            sample.tokens.append(token)
+            sample.log_probs.append(log_prob)
+            self._last[row] = token
+            finished = token in sample.params.end_token_ids or self._completes_a_stop(sample)
+            if finished or len(sample.tokens) == sample.params.max_new_tokens:
+                ended.append((*sample.place, Completion(sample.tokens, sample.log_probs, finished)))
+                gone.append(row)
+        if gone:
+            self._remove(gone)
+        return ended
+
+    def _completes_a_stop(self, sample: _Sample) -> bool:
+        """Whether the last token has completed a stop text; earlier ones have not."""
+        if not sample.params.stop:
+            return False
+        assert self._decode is not None
+        # a character takes at most four tokens, of one byte each; the last token may bring several characters
+        tail = 4 * max(map(len, sample.params.stop)) + 4
+        text = self._decode(sample.tokens[-tail:])
+        return any(stop in text for stop in sample.params.stop)
+
+    def _remove(self, rows: Sequence[int]) -> None:
+        places = self._cache.remove(rows)
+        self._rows = [self._rows[row] for row in places]
+        self._last = [self._last[row] for row in places]
+
+
+def draw(
+    logits: torch.Tensor, *, temperature: Sequence[float], numbers: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """One token of each row and its log-prob.
+
+    Args:
+        logits: [rows, vocab].
+        temperature: [rows].
+        numbers: [rows] uniform in [0, 1), each of which chooses a token by where it falls among the tokens' summed
+            probabilities; a negative one chooses the likeliest token.
+
+    Raises:
+        StateError: logits are not finite.
+    """
+    if any(value != 1.0 for value in temperature):
+        logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
+    log_probs = torch.log_softmax(logits, dim=-1)
+    # log_softmax spreads one NaN or +inf over its row; the likeliest token of such a row would look like any other
+    broken = int(log_probs[:, 0].isnan().sum())
+    if broken:
+        raise StateError(
+            f"{broken} of {len(logits)} rows have logits that are not finite",
+            field="logits",
+            hint="check the weights of the last update, e.g. its gradient norm",
+        )
+    if all(number < 0 for number in numbers):
+        chosen = log_probs.argmax(-1)
+    else:
+        summed = log_probs.exp().cumsum(-1, dtype=torch.float64)
+        # of the sum as it is, not of 1: a number just below 1 must not fall behind the last token that has a chance
+        wanted = torch.tensor(numbers, dtype=torch.float64, device=logits.device)[:, None] * summed[:, -1:] * _BELOW_ONE
+        chosen = torch.searchsorted(summed, wanted, right=True)[:, 0]
+        if any(number < 0 for number in numbers):
+            greedy = torch.tensor([number < 0 for number in numbers], device=logits.device)
+            chosen = torch.where(greedy, log_probs.argmax(-1), chosen)
+    return chosen.tolist(), log_probs.gather(1, chosen[:, None])[:, 0].tolist()
+
+
+def sample(
+    policy: PolicyModel,
+    prompts: Mapping[int, Sequence[int]],
+    samples_per_prompt: int,
+    params: SamplingParams,
+    *,
+    max_rows: int = 256,
+    decode: Callable[[Sequence[int]], str] | None = None,
+) -> list[tuple[int, Completion]]:
+    """So many completions of each prompt, each with the place of its prompt; prompt-major, in the order of `prompts`.
+
+    The same weights and arguments give the same completions. What is drawn for a prompt depends on its place and not
+    on the other prompts or on `max_rows`, but for the last digits of its probabilities.
+
+    Args:
+        prompts: token ids, by the places that, after `params.seed`, their draws depend on.
+
+    Raises:
+        BatchError: a prompt has no tokens. ModelError, StateError: as `Sampler`.
+    """
+    sampler = Sampler(policy, max_rows=max_rows, decode=decode)
+    places = list(prompts)
+    for place, prompt in prompts.items():
+        sampler.add(prompt, samples_per_prompt, replace(params, seed=(*params.seed, place)))
+    completions: dict[tuple[int, int], Completion] = {}
+    while not sampler.is_idle:
+        for request, index, completion in sampler.step():
+            completions[request, index] = completion
+    return [(places[request], completions[request, index]) for request, index in sorted(completions)]
+
+
+def _generator(seed: Sequence[int], index: int) -> np.random.Generator:
+    # numpy takes [3] and [3, 0] for the same seed: the length makes them two
+    return np.random.Generator(np.random.PCG64([len(seed), *seed, index]))
