@@ -104,6 +104,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyFolder
 
 
 @pytest.fixture(scope="session")
+def tied_folder(tiny_folder: TinyFolder) -> Path:
+    """A tiny model whose embedding is its head, with sizes that ranks cannot share evenly."""
+    return tiny_folder(tie_word_embeddings=True, vocab_size=97, intermediate_size=55)
+
+
+@pytest.fixture(scope="session")
 def folder(tiny_folder: TinyFolder) -> Path:
     """The tiny model that most tests train: 97 rows and 55 columns divide by no world size used here."""
     return tiny_folder(vocab_size=97, intermediate_size=55)

@@ -311,7 +311,7 @@ def steps(rank: int, cases: list[tuple[RunConfig, RolloutBatch]]) -> list[tuple[
         trainer = Trainer(cases[0][0], device=torch.device("cpu"))
         start = {name: parameter.clone() for name, parameter in trainer.policy.named_weights()}
         for config, batch in cases:
-            trainer._rank.config, trainer._rank.kl_coefficient = config, config.loss.kl_coefficient
+            trainer._state.config, trainer._state.kl_coefficient = config, config.loss.kl_coefficient
             with torch.enable_grad():
                 metrics = trainer.train_step(batch)
             moved: dict[str, torch.Tensor] = {}

@@ -35,7 +35,7 @@ DOORS = {
 ROOMS = {
     "slimefsdp": (
         *("_moved", "errors", "heartbeat", "io", "model_spec", "data", "results", "rpc"),
-        *("distributed", "batching", "algorithms", "attention", "models", "optim", "weight_sync"),
+        *("distributed", "batching", "algorithms", "attention", "models", "sampling", "optim", "weight_sync"),
         *("config", "checkpoint", "convert", "preparation", "perf_model", "monitoring"),
         *("training", "trainer", "replay"),
     ),

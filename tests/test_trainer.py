@@ -77,7 +77,7 @@ def test_the_ratio_of_the_first_update_is_exactly_one(
 def log_probs_by_both_ways(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Any, Any, Any]:
     trainer = Trainer(config, device=CPU)
     work = PreparedBatch(batch, plan_training(config, batch))
-    training = step.token_outputs(trainer._rank, trainer.policy, work, trained_only=True).numpy()
+    training = step.token_outputs(trainer._state, trainer.policy, work, trained_only=True).numpy()
     separate = trainer.compute_log_probs(batch)
     return training, separate.log_probs, separate.entropy
 
@@ -526,7 +526,7 @@ def failing_then_stepping(rank: int, config: RunConfig, good: RolloutBatch, bad:
     """What is possible after a train_step that ended on the way, and after a load that came upon gradients."""
     trainer = Trainer(config, device=CPU)
     trainer.save(0)
-    wake_up, calls = trainer._rank.memory_manager.wake_up, []
+    wake_up, calls = trainer._state.memory_manager.wake_up, []
 
     def failing(tags: Any) -> Any:
         calls.append(tags)
@@ -534,9 +534,9 @@ def failing_then_stepping(rank: int, config: RunConfig, good: RolloutBatch, bad:
             raise ResourceError("no memory", field="test")
         return wake_up(tags)
 
-    trainer._rank.memory_manager.wake_up = failing  # type: ignore[method-assign]
+    trainer._state.memory_manager.wake_up = failing  # type: ignore[method-assign]
     failed = error_of(lambda: trainer.train_step(good))
-    trainer._rank.memory_manager.wake_up = wake_up  # type: ignore[method-assign]
+    trainer._state.memory_manager.wake_up = wake_up  # type: ignore[method-assign]
     nothing_left = error_of(trainer.optimizer_step)
     stopped = error_of(lambda: trainer.train_step(bad))  # optim.max_skipped_updates
     trainer.train_step(good)

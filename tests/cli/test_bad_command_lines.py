@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ import yaml
 from actors.cli.main import main
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import SlimeError
+from tests.support.runs import startable
 
 HUGE = "9" * 31  # digits
 Case = tuple[str, int, str | None]  # words, exit status, field
@@ -25,14 +25,7 @@ Case = tuple[str, int, str | None]  # words, exit status, field
 def folder(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all command lines are given: good settings, a model, and files of every wrong kind."""
     here = tmp_path_factory.mktemp("here")
-    tree: dict[str, Any] = {
-        "run": {"dir": str(here / "run"), "steps": 2},
-        "model": {"path": str(example / "model")},
-        "mesh": {"device": "cpu"},
-        "optim": {"total_updates": 10},
-        "data": {"train": str(example / "train.jsonl")},
-        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
-    }
+    tree = startable(example, here)
     (here / "c.yaml").write_text(yaml.safe_dump(tree))
     sft = {**tree, "algorithm": "sft", "rollout": {}, "batch": {"samples_per_update": 4}}
     (here / "sft.yaml").write_text(yaml.safe_dump({name: value for name, value in sft.items() if value}))

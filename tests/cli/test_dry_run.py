@@ -10,6 +10,7 @@ import yaml
 
 import slimefsdp
 from actors.cli import main as cli
+from tests.support.runs import startable
 
 
 @pytest.fixture
@@ -20,15 +21,7 @@ def config(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr(cli, "connect", refused)
-    tree = {
-        "run": {"dir": str(tmp_path / "run"), "steps": 2},
-        "model": {"path": str(example / "model")},
-        "mesh": {"device": "cpu"},
-        "optim": {"total_updates": 10},
-        "data": {"train": str(example / "train.jsonl")},
-        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
-    }
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(startable(example, tmp_path)))
     return tmp_path / "c.yaml"
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from slimefsdp.batching.hardware import Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError
+from tests.support.runs import startable
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -51,16 +52,8 @@ def run(*arguments: Any, watched: bool = False, folder: Path | None = None) -> s
 @pytest.fixture
 def config(example: Path, tmp_path: Path) -> Path:
     """A YAML file with which `train` would start."""
-    tree = {
-        "run": {"dir": str(tmp_path / "run"), "steps": 2},
-        "model": {"path": str(example / "model")},
-        "mesh": {"device": "cpu"},
-        "optim": {"total_updates": 10},
-        "data": {"train": str(example / "train.jsonl")},
-        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
-    }
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(tree))
+    file.write_text(yaml.safe_dump(startable(example, tmp_path)))
     return file
 
 

@@ -6,53 +6,65 @@ seconds that it takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.faulty_worker import HANGS, Fault, Supervised
+from tests.support.faulty_worker import HANGS, Fault, Fired, Supervised
 from tests.support.process_resources import unnamed_files
 from tests.support.recorded_job import MATRIX, TIMES, Outcome, job, recorded_batch
 from tests.support.waiting import wait_until
 
-# by what happens: at the beginning of which step it is armed (a checkpoint is made at the end of steps 2 and 4)
+# by the step at whose beginning each fault is armed; a checkpoint is made at the end of steps 2 and 4
 CASES = {
-    "a segmentation fault in the reference's forward": (4, Fault(0, "reference log-probs", "SIGSEGV")),
-    "ended while it saves": (4, Fault(1, "save middle", "exit")),
-    "stopped while it sleeps": (2, Fault(1, "sleep", "SIGSTOP")),
-    "holds the GIL while it sends weights": (3, Fault(0, "weight update", "GIL")),
+    "stopped while it sleeps, then ended while it saves": {
+        2: Fault(1, "sleep", "SIGSTOP"),
+        4: Fault(1, "save middle", "exit"),
+    },
+    "holds the GIL while it sends weights, then a segmentation fault in the reference's forward": {
+        3: Fault(0, "weight update", "GIL"),
+        4: Fault(0, "reference log-probs", "SIGSEGV"),
+    },
 }
 
 
-def job_with_faults(supervised: Supervised, receiver: Any, folder: Path, at: int, *faults: Fault) -> Outcome:
-    """What a job leaves in which exactly these fire."""
+def job_with_faults(
+    supervised: Supervised, receiver: Any, folder: Path, faults: Mapping[int, Sequence[Fault]]
+) -> tuple[Outcome, list[Fired]]:
+    """What a job leaves in which exactly these fire, armed at the beginning of these steps."""
+    fired: list[Fired] = []
 
     def arm(step: int) -> None:
-        if step == at:
-            supervised.faults.arm(*faults)
+        if step in faults:
+            fired.extend(supervised.faults.fired())  # which the next ones take the place of
+            supervised.faults.arm(*faults[step])
 
+    supervised.faults.arm()
     outcome = job(supervised.group, receiver, folder, at_step=arm, **MATRIX)
-    assert [fired.fault for fired in supervised.faults.fired()] == list(faults)
-    return outcome
+    fired += supervised.faults.fired()
+    assert [one.fault for one in fired] == [fault for armed in faults.values() for fault in armed]
+    return outcome, fired
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_is_lost_costs_time_and_not_one_bit(
     case: str, supervised: Supervised, undisturbed: dict[str, Outcome], receiver: Any, tmp_path: Path
 ) -> None:
-    at, fault = CASES[case]
     before = supervised.group.recoveries
-    outcome = job_with_faults(supervised, receiver, tmp_path / "exported", at, fault)
+    faults = {step: [fault] for step, fault in CASES[case].items()}
+    outcome, all_fired = job_with_faults(supervised, receiver, tmp_path / "exported", faults)
     assert outcome == undisturbed["matrix"]
-    (recovery,) = supervised.group.recoveries[len(before) :]
-    code = "worker_hung" if fault.kind in HANGS else "worker_died"
-    assert (recovery.code, recovery.rank, recovery.differences) == (code, fault.rank, ())
-    assert recovery.calls_repeated > 0
-    if fault.kind in HANGS:  # and not that the call took too long as a whole
-        assert "has not answered for" in recovery.message
-    (fired,) = supervised.faults.fired()
-    assert wait_until(lambda: not Path(f"/proc/{fired.pid}").exists()), "nothing of what was lost stays behind"
+    for recovery, fired in zip(supervised.group.recoveries[len(before) :], all_fired, strict=True):
+        fault = fired.fault
+        code = "worker_hung" if fault.kind in HANGS else "worker_died"
+        assert (recovery.code, recovery.rank, recovery.differences) == (code, fault.rank, ())
+        assert recovery.calls_repeated > 0
+        if fault.kind in HANGS:  # and not that the call took too long as a whole
+            assert "has not answered for" in recovery.message
+    lost = [Path(f"/proc/{fired.pid}") for fired in all_fired]
+    assert wait_until(lambda: not any(map(Path.exists, lost))), "nothing of what was lost stays behind"
 
 
 def test_a_rank_that_is_killed_while_another_is_replaced_is_replaced_too(
@@ -60,7 +72,7 @@ def test_a_rank_that_is_killed_while_another_is_replaced_is_replaced_too(
 ) -> None:
     before = supervised.group.recoveries
     first, second = Fault(0, "after optimiser step"), Fault(1, "init")
-    outcome = job_with_faults(supervised, receiver, tmp_path / "exported", 4, first, second)
+    outcome, _ = job_with_faults(supervised, receiver, tmp_path / "exported", {4: [first, second]})
     assert outcome == undisturbed["matrix"]
     (recovery,) = supervised.group.recoveries[len(before) :]
     assert (recovery.rank, recovery.call, recovery.differences) == (0, "train_step", ())

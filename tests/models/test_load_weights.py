@@ -53,9 +53,9 @@ def weights_of_rank(rank: int, config: RunConfig, reader: bool, export: Path | N
         found = {"policy": shards(trainer.policy)}
         if config.reference.path is not None:
             trainer.compute_log_probs(fresh_batch(), "ref")
-            assert trainer._rank.reference.model is not None
-            trainer._rank.reference._memory_manager.wake_up(("reference",))
-            found["reference"] = shards(trainer._rank.reference.model)
+            assert trainer._state.reference.model is not None
+            trainer._state.reference._memory_manager.wake_up(("reference",))
+            found["reference"] = shards(trainer._state.reference.model)
     if export is not None:
         trainer.export_hf(export)
     return found, [size for size in sent if size <= 104 and size % 8 == 0]

@@ -148,9 +148,9 @@ def failing_profile(rank: int, config: RunConfig, failing: str) -> tuple[list[st
     trainer = Trainer(config, device=CPU)
     folder = config.run.dir / "profile" if config.run.dir else Path()
     if rank == 1 and failing:
-        assert isinstance(trainer._rank.profiler, UpdateProfiler)
+        assert isinstance(trainer._state.profiler, UpdateProfiler)
         if failing == "folder":
-            trainer._rank.profiler._folder = Path(__file__) / "not_a_folder"
+            trainer._state.profiler._folder = Path(__file__) / "not_a_folder"
         else:  # the plain trace is there already when its packed form is refused
             (folder / "update_000001_rank1.json.gz").mkdir(parents=True)
     with warnings.catch_warnings(record=True) as caught:
@@ -176,7 +176,7 @@ def test_a_trace_that_one_rank_cannot_write_is_a_warning_leaves_nothing_half_and
 
 def update_that_fails(rank: int, config: RunConfig) -> bool:
     trainer = Trainer(config, device=CPU)
-    profiler = trainer._rank.profiler
+    profiler = trainer._state.profiler
     with pytest.raises(ZeroDivisionError), profiler.profiled(1):
         raise ZeroDivisionError
     with profiler.profiled(1):  # the profiler of the failed one is stopped

@@ -187,9 +187,9 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
     before(build, "model_for", "init")
     token_outputs = step.token_outputs
 
-    def watched_outputs(rank: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        passed("actor log-probs" if model is rank.model else "reference log-probs")
-        return token_outputs(rank, model, *args, **kwargs)
+    def watched_outputs(state: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        passed("actor log-probs" if model is state.model else "reference log-probs")
+        return token_outputs(state, model, *args, **kwargs)
 
     step.token_outputs = watched_outputs
     before(packs, "evaluate", "before forward", torch.is_grad_enabled)

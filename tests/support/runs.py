@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from slimefsdp.config import RunConfig
 
 TIMES = {"time", "train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
 calls_left = 10**9  # of `variety`, before it breaks
+
+
+def startable(example: Path, folder: Path) -> dict[str, Any]:
+    """Settings, as a file holds them, with which `train` would start."""
+    return {
+        "run": {"dir": str(folder / "run"), "steps": 2},
+        "model": {"path": str(example / "model")},
+        "mesh": {"device": "cpu"},
+        "optim": {"total_updates": 10},
+        "data": {"train": str(example / "train.jsonl")},
+        "rollout": {"reward": "actors.rollout.rewards:sorted_digits"},
+    }
 
 
 class Untouchable:

@@ -19,7 +19,6 @@ from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.trainer import Trainer
 from tests.support.fresh_ranks import run_fresh
 from tests.support.rank_pool import RankPool
-from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import (
     CPU,
     SPREADS,
@@ -30,12 +29,6 @@ from tests.support.trainers import (
     settings,
     steps_then_weights,
 )
-
-
-@pytest.fixture(scope="module")
-def tied_folder(tiny_folder: TinyFolder) -> Path:
-    return tiny_folder(tie_word_embeddings=True, vocab_size=97, intermediate_size=55)
-
 
 # ---------------------------------------------------------------------- checkpoints
 

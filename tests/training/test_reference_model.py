@@ -189,7 +189,7 @@ def refused_by_its_tensors(rank: int, config: RunConfig, batch: RolloutBatch) ->
     error = error_of(trainer.load)
     asleep = trainer.memory().asleep
     trainer.sleep(("reference",))
-    follows = trainer._rank.reference.follows
+    follows = trainer._state.reference.follows
     return {"error": error, "unchanged": state() == before, "asleep": asleep, "follows": follows}
 
 

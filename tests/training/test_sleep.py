@@ -23,7 +23,6 @@ from slimefsdp.weight_sync.receive import WeightReceiver
 from tests.support import tiers
 from tests.support.process_resources import held_by_the_process
 from tests.support.rank_pool import RankPool
-from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import (
     CPU,
     SPREADS,
@@ -36,11 +35,6 @@ from tests.support.trainers import (
 )
 
 SUBSETS = [subset for size in range(3) for subset in itertools.combinations(TAGS, size)]  # all but all of them
-
-
-@pytest.fixture(scope="module")
-def tied_folder(tiny_folder: TinyFolder) -> Path:
-    return tiny_folder(tie_word_embeddings=True, vocab_size=97, intermediate_size=55)
 
 
 def tensors_of(trainer: Trainer, tag: str) -> list[torch.Tensor]:
@@ -60,7 +54,6 @@ def storage_bytes(tensors: list[torch.Tensor]) -> int:
 SITUATIONS: dict[str, dict[str, Any]] = {
     **SPREADS,
     "context shards": {"mesh": {"cp": 2}},
-    "copies of context shards": {"mesh": {"dp_replicate": 2, "cp": 2}},
     "recomputed layers": {"mesh": {"dp": 2}, "model": {"activation_checkpointing": "full"}},
     "reference gathered from the host": {"mesh": {"dp": 2}, "reference": {"offload": "fsdp"}},
     "reference on the device": {"mesh": {"dp": 2}, "reference": {"offload": "none"}},
