@@ -178,7 +178,7 @@ def profiled_steps(rank: int, config: RunConfig, folder: Path) -> tuple[Shares, 
     trainer.train_step(batch)
     found = []
     for update, with_memory in ((2, False), (3, True)):
-        trainer._rank.profiler = UpdateProfiler({update}, folder, trainer.mesh, with_memory=with_memory)
+        trainer._state.profiler = UpdateProfiler({update}, folder, trainer.mesh, with_memory=with_memory)
         trainer.train_step(batch)
         trace = gzip.decompress((folder / f"update_{update:06d}_rank{rank}.json.gz").read_bytes())
         found.append(shares_of_trace(json.loads(trace)["traceEvents"], f"update {update}"))

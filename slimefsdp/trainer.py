@@ -82,54 +82,54 @@ class Trainer:
         memory_manager = MemoryManager(device, mesh.group, pin_memory=build.is_host_memory_pinned(config, device))
         memory_manager.models["parameters"] = model
         reference = build.reference_for(config, folder, model, mesh, memory_manager)
-        self._rank = step.RankState(
+        self._state = step.RankState(
             config, role, folder, mesh, model, memory_manager, reference, config.loss.kl_coefficient
         )
         self.receiver = WeightReceiver(model.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             return
-        self._rank.updater = build.updater_for(config, role, model)
+        self._state.updater = build.updater_for(config, role, model)
         memory_manager.optimizer = self.updater.optimizer
-        self._rank.checkpoints = Checkpoints(config, role, folder, mesh)
-        self._rank.throughput = build.throughput_for(config, folder, model, mesh)
-        self._rank.profiler = build.profiler_for(config, role, mesh)
+        self._state.checkpoints = Checkpoints(config, role, folder, mesh)
+        self._state.throughput = build.throughput_for(config, folder, model, mesh)
+        self._state.profiler = build.profiler_for(config, role, mesh)
         if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
             reference.load()
 
     @property
     def config(self) -> RunConfig:
         """The settings, with everything that was left to this machine as it was chosen."""
-        return self._rank.config
+        return self._state.config
 
     @property
     def role(self) -> Role:
         """What this rank's model is for."""
-        return self._rank.role
+        return self._state.role
 
     @property
     def mesh(self) -> Mesh:
         """This rank's place among all."""
-        return self._rank.mesh
+        return self._state.mesh
 
     @property
     def folder(self) -> ModelFolder:
         """The model folder that it began with."""
-        return self._rank.folder
+        return self._state.folder
 
     @property
     def policy(self) -> DecoderModel:
         """The role's own model: a policy, or a critic's value model."""
-        return self._rank.model
+        return self._state.model
 
     @property
     def updater(self) -> OptimizerStep:
         """The optimiser, of a role that trains."""
-        return self._rank.updater
+        return self._state.updater
 
     @property
     def reference(self) -> PolicyModel | None:
         """The colocated reference model; None while nobody has needed it."""
-        return self._rank.reference.model
+        return self._state.reference.model
 
     @property
     def updates_taken(self) -> int:
@@ -152,13 +152,13 @@ class Trainer:
             BatchError: the batch does not fit the settings.
         """
         work = self._prepared(batch, ("log_probs", model), lambda planner, given: planner.for_forward(given, model))
-        rank = self._rank
+        state = self._state
         if model == "ref" and self.role == "actor":
-            with rank.reference.awake() as reference:
-                values = step.token_outputs(rank, reference, work, trained_only=False)
+            with state.reference.awake() as reference:
+                values = step.token_outputs(state, reference, work, trained_only=False)
         else:
-            rank.memory_manager.wake_up(("parameters",))
-            values = step.token_outputs(rank, rank.model, work, trained_only=False)
+            state.memory_manager.wake_up(("parameters",))
+            values = step.token_outputs(state, state.model, work, trained_only=False)
         log_probs, entropy = values.float().numpy()
         return LogProbs(log_probs, entropy)
 
@@ -173,8 +173,8 @@ class Trainer:
             BatchError: the batch does not fit the settings.
         """
         work = self._prepared(batch, "values", BatchPlanner.for_forward)
-        self._rank.memory_manager.wake_up(("parameters",))
-        (values,) = step.token_outputs(self._rank, self._rank.model, work, trained_only=False).float().numpy()
+        self._state.memory_manager.wake_up(("parameters",))
+        (values,) = step.token_outputs(self._state, self._state.model, work, trained_only=False).float().numpy()
         return values
 
     @rpc
@@ -214,7 +214,7 @@ class Trainer:
                 field="train_step",
                 hint="call optimizer_step to use them, or zero_grad to drop them",
             )
-        return step.train_step(self._rank, work, began)
+        return step.train_step(self._state, work, began)
 
     @rpc
     def forward_backward(
@@ -237,11 +237,11 @@ class Trainer:
             lambda planner, given: planner.for_gradients(given, loss, denominator),
             has_more=(loss, denominator) != ("policy", None),
         )
-        rank = self._rank
-        rank.memory_manager.wake_up(("parameters",))
-        inputs = step.token_inputs(rank, work)
-        with step.reference_beside(rank, work):
-            return step.forward_backward(rank, work, 0, inputs)
+        state = self._state
+        state.memory_manager.wake_up(("parameters",))
+        inputs = step.token_inputs(state, work)
+        with step.reference_beside(state, work):
+            return step.forward_backward(state, work, 0, inputs)
 
     @rpc
     def optimizer_step(self) -> dict[str, float]:
@@ -250,13 +250,13 @@ class Trainer:
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
         """
-        return step.optimizer_step(self._rank)
+        return step.optimizer_step(self._state)
 
     @rpc
     def zero_grad(self) -> None:
         """Drops the gradients that forward_backward has gathered; idempotent."""
-        self._rank.memory_manager.wake_up(("parameters",))  # asleep, they have nothing to drop
-        step.drop_gradients(self._rank)
+        self._state.memory_manager.wake_up(("parameters",))  # asleep, they have nothing to drop
+        step.drop_gradients(self._state)
 
     # ------------------------------------------------------------------ sleep and memory
 
@@ -264,20 +264,20 @@ class Trainer:
     def sleep(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
         if self.role != "ref":
-            self._rank.checkpoints.wait_for_copy()
-        return replace(self._rank.memory_manager.sleep(tags), **allocator_state(self.mesh.device))
+            self._state.checkpoints.wait_for_copy()
+        return replace(self._state.memory_manager.sleep(tags), **allocator_state(self.mesh.device))
 
     @rpc
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
         """Brings them back; idempotent. Calls that need the model do it themselves."""
-        return replace(self._rank.memory_manager.wake_up(tags), **allocator_state(self.mesh.device))
+        return replace(self._state.memory_manager.wake_up(tags), **allocator_state(self.mesh.device))
 
     def memory(self) -> Memory:
         """Bytes held on this rank."""
-        memory = self._rank.memory_manager.memory()
+        memory = self._state.memory_manager.memory()
         if self.role == "ref":
             return memory
-        return replace(memory, host_buffers=memory.host_buffers + self._rank.checkpoints.host_bytes)
+        return replace(memory, host_buffers=memory.host_buffers + self._state.checkpoints.host_bytes)
 
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""
@@ -295,7 +295,7 @@ class Trainer:
     @rpc
     def check_sync(self) -> ReplicaCheck:
         """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
-        self._rank.memory_manager.wake_up(TAGS)
+        self._state.memory_manager.wake_up(TAGS)
         models = {"": self.policy} | ({} if self.reference is None else {"reference.": self.reference})
         tensors: list[tuple[str, torch.Tensor]] = []
         for prefix, model in models.items():
@@ -305,9 +305,9 @@ class Trainer:
         if self.role != "ref":
             tensors += optimizer_tensors(self.policy, self.updater.optimizer)
             numbers = {**self.updater.progress(), "next_lr": self.updater.next_lr}
-            numbers["kl_coefficient"] = self._rank.kl_coefficient
+            numbers["kl_coefficient"] = self._state.kl_coefficient
         found = compare_replicas(tensors, numbers, self.mesh.group)
-        self._rank.reference.rest()
+        self._state.reference.rest()
         return found
 
     def gradient_health(self) -> GradientHealth:
@@ -335,7 +335,7 @@ class Trainer:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
         require_receivers(receivers)
-        self._rank.memory_manager.wake_up(("parameters",))
+        self._state.memory_manager.wake_up(("parameters",))
         return stream_weights(
             self.policy.named_weights(),
             receivers,
@@ -354,8 +354,8 @@ class Trainer:
                 architecture.
         """
         assert isinstance(self.policy, PolicyModel)
-        self._rank.memory_manager.wake_up(("parameters",))
-        self._rank.reference.follow(self.policy)
+        self._state.memory_manager.wake_up(("parameters",))
+        self._state.reference.follow(self.policy)
 
     @rpc
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
@@ -366,18 +366,18 @@ class Trainer:
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
         """
-        self._rank.memory_manager.wake_up(("parameters", "optimizer"))
-        with self._rank.reference.resting():
-            folder = self._rank.checkpoints.save(
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.reference.resting():
+            folder = self._state.checkpoints.save(
                 step,
-                self.policy.named_weights() + self._rank.reference.saved_weights(),
+                self.policy.named_weights() + self._state.reference.saved_weights(),
                 self.updater,
-                reference_follows=self._rank.reference.follows,
-                kl_coefficient=self._rank.kl_coefficient,
+                reference_follows=self._state.reference.follows,
+                kl_coefficient=self._state.kl_coefficient,
                 loop_state=loop_state,
             )
-            if self._rank.reference.follows:
-                self._rank.checkpoints.wait_for_copy()  # of the reference, which goes to rest
+            if self._state.reference.follows:
+                self._state.checkpoints.wait_for_copy()  # of the reference, which goes to rest
         return folder
 
     @rpc
@@ -387,12 +387,12 @@ class Trainer:
         Raises:
             CheckpointError: it could not be written; the earlier checkpoints stand.
         """
-        return self._rank.checkpoints.finish()
+        return self._state.checkpoints.finish()
 
     def restored(self) -> LoadReport | None:
         """What the last `load` took and passed over; None before the first one."""
         require_role("restored", self.role)
-        return self._rank.checkpoints.restored
+        return self._state.checkpoints.restored
 
     @rpc
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
@@ -401,21 +401,21 @@ class Trainer:
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
-        self._rank.memory_manager.wake_up(("parameters", "optimizer"))
-        reference = self._rank.reference
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        reference = self._state.reference
         with reference.resting():
-            info = self._rank.checkpoints.load(
+            info = self._state.checkpoints.load(
                 step,
                 lambda info: (
-                    self.policy.named_weights() + self._rank.reference.weights_to_load(info["reference_follows"])
+                    self.policy.named_weights() + self._state.reference.weights_to_load(info["reference_follows"])
                 ),
                 self.updater,
             )
             reference.loaded(info["reference_follows"])
             saved = info.get("kl_coefficient")  # None: of an earlier version
             if saved is not None and self.config.loss.kl_target is not None:
-                self._rank.kl_coefficient = saved
-        self._rank.checkpoints.warn_of_load()
+                self._state.kl_coefficient = saved
+        self._state.checkpoints.warn_of_load()
         return dict(info["loop_state"])
 
     @rpc
@@ -431,7 +431,7 @@ class Trainer:
         """
         if not isinstance(path, str | Path):
             raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
-        self._rank.memory_manager.wake_up(("parameters",))
+        self._state.memory_manager.wake_up(("parameters",))
         master = build.master_dtype(self.config)
         export_model(self.policy, self.folder, Path(path), dtype=master, mesh=self.mesh, export_dtype=dtype)
         return Path(path)
@@ -454,4 +454,4 @@ class Trainer:
         planner = BatchPlanner(
             self.config, self.role, folder.vocab_size, folder.max_sample_tokens, self.policy.attention.cost
         )
-        return step.prepared_together(self._rank, batch, lambda: check(planner, batch)(), given)
+        return step.prepared_together(self._state, batch, lambda: check(planner, batch)(), given)

@@ -164,15 +164,14 @@ class RowCache:
         new_tokens = held_tokens
         if tokens > held_tokens:
             new_tokens = -(-max(tokens, held_tokens + held_tokens // 2) // _GRAIN) * _GRAIN
-        grown: list[KeysValues] = []
-        for layer in self._layers or like or ():
-            # a token's heads are dim 1 of a prompt's tensors as they are of the cache's
-            sizes = [(new_rows, one.shape[1], new_tokens, one.shape[-1]) for one in layer]
-            keys, values = (one.new_zeros(size) for one, size in zip(layer, sizes, strict=True))
-            if self._layers:
+        self._layers = self._layers or list(like or ())
+        for index, layer in enumerate(self._layers):  # one after the other: only one of them is there twice
+            # a token's heads are dim 1 of a prompt's tensors as they are of the cache's. Zeros, as what is hidden is
+            # multiplied all the same, and what lies in memory may not be finite
+            keys, values = (one.new_zeros(new_rows, one.shape[1], new_tokens, one.shape[-1]) for one in layer)
+            if held_rows:
                 keys[:held_rows, :, :held_tokens], values[:held_rows, :, :held_tokens] = layer
-            grown.append((keys, values))
-        self._layers = grown
+            self._layers[index] = (keys, values)
 
 
 def require_layers(found: Sequence[KeysValues], expected: int, model: str) -> None:

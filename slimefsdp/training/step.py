@@ -63,7 +63,7 @@ class RankState:
 # ---------------------------------------------------------------------- the step
 
 
-def train_step(rank: RankState, work: PreparedBatch, began: float) -> dict[str, float]:
+def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str, float]:
     """All updates of the plan; returns metrics averaged over them.
 
     After an error on the way, or an end by loss.max_kl, there are no gradients.
@@ -74,31 +74,31 @@ def train_step(rank: RankState, work: PreparedBatch, began: float) -> dict[str, 
     Raises:
         StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in a row.
     """
-    rank.memory_manager.wake_up(("parameters",))
-    if rank.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
-        seed_generators(rank.config.run.seed, rank.updater.updates_taken, rank.mesh.data_rank)
-    inputs = token_inputs(rank, work)
+    state.memory_manager.wake_up(("parameters",))
+    if state.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
+        seed_generators(state.config.run.seed, state.updater.updates_taken, state.mesh.data_rank)
+    inputs = token_inputs(state, work)
     reports: list[dict[str, float]] = []
     kl_old_stopped: float | None = None
     try:
-        with reference_beside(rank, work):
+        with reference_beside(state, work):
             for update in range(len(work.plan.updates)):
-                with rank.profiler.profiled(rank.updater.updates_taken + 1):
-                    metrics = forward_backward(rank, work, update, inputs)
-                    if rank.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > rank.config.loss.max_kl:
+                with state.profiler.profiled(state.updater.updates_taken + 1):
+                    metrics = forward_backward(state, work, update, inputs)
+                    if state.config.loss.max_kl is not None and metrics.get("kl_old", 0.0) > state.config.loss.max_kl:
                         kl_old_stopped = metrics["kl_old"]
                         break
-                    reports.append(metrics | optimizer_step(rank))
+                    reports.append(metrics | optimizer_step(state))
     finally:
-        drop_gradients(rank)  # of an update that did not come to its end
-    metrics = step_metrics(rank, work, inputs, reports, time.perf_counter() - began, kl_old_stopped)
-    follow_kl_target(rank, metrics, work.batch.num_samples)
+        drop_gradients(state)  # of an update that did not come to its end
+    metrics = step_metrics(state, work, inputs, reports, time.perf_counter() - began, kl_old_stopped)
+    follow_kl_target(state, metrics, work.batch.num_samples)
     return metrics
 
 
-def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
+def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     """What the losses read of each response token, [R]; computes what the batch lacks. Weights are set per update."""
-    config, batch, loss = rank.config, work.batch, work.loss
+    config, batch, loss = state.config, work.batch, work.loss
     inputs = TokenInputs(
         weights=torch.zeros(batch.num_response_tokens),
         sample_ids=torch.from_numpy(batch.sample_ids),
@@ -106,7 +106,7 @@ def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
         group_ids=_numbered(samples_together(config, batch, loss), batch.sample_ids),
     )
     old, reference = _tensor(batch.old_log_probs), _tensor(batch.ref_log_probs)
-    coefficient = rank.kl_coefficient if work.kl_coefficient is None else work.kl_coefficient
+    coefficient = state.kl_coefficient if work.kl_coefficient is None else work.kl_coefficient
     if loss == "sft" or not work.plan.updates:
         return inputs
     if loss == "value":
@@ -120,15 +120,15 @@ def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
         old = _tensor(batch.rollout_log_probs)
     elif old is None and (how == "recompute" or needs_old):
         with heartbeat.during("old_log_probs"):
-            old = token_outputs(rank, rank.model, work, trained_only=True)[0]
+            old = token_outputs(state, state.model, work, trained_only=True)[0]
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
         reference = None
     elif reference is None:
-        with heartbeat.during("reference"), rank.reference.awake() as model:
-            reference = token_outputs(rank, model, work, trained_only=True)[0]
+        with heartbeat.during("reference"), state.reference.awake() as model:
+            reference = token_outputs(state, model, work, trained_only=True)[0]
     advantages = work.advantages
     if advantages is None:
-        advantages = _penalized_advantages(rank, batch, _kl_penalty(config, old, reference, coefficient))
+        advantages = _penalized_advantages(state, batch, _kl_penalty(config, old, reference, coefficient))
     return replace(
         inputs,
         advantages=torch.from_numpy(advantages),
@@ -140,50 +140,50 @@ def token_inputs(rank: RankState, work: PreparedBatch) -> TokenInputs:
 
 
 @heartbeat.during("forward_backward")
-def forward_backward(rank: RankState, work: PreparedBatch, update: int, inputs: TokenInputs) -> dict[str, float]:
+def forward_backward(state: RankState, work: PreparedBatch, update: int, inputs: TokenInputs) -> dict[str, float]:
     """Adds the gradients of one update of the plan, inside of `reference_beside`; returns its metrics."""
-    config, loss, plan = rank.config, work.loss, work.plan
+    config, loss, plan = state.config, work.loss, work.plan
     assert loss is not None
     weights = loss_weights(config, work.batch, plan.counted_of(update), work.denominator)
-    sums = MetricSums(rank.mesh.device, counted=rank.mesh.cp_rank == 0)
+    sums = MetricSums(state.mesh.device, counted=state.mesh.cp_rank == 0)
     accumulate_gradients(
-        rank.model,
+        state.model,
         work.batch,
-        plan.updates[update][rank.mesh.data_rank],
+        plan.updates[update][state.mesh.data_rank],
         replace(inputs, weights=torch.from_numpy(weights)),
-        build.objective_for(config, loss, rank.kl_coefficient),
-        rank.mesh,
+        build.objective_for(config, loss, state.kl_coefficient),
+        state.mesh,
         sums,
         shared=plan.shared,
         temperature=config.rollout.temperature,
         entropy_grad=config.loss.entropy_coefficient != 0,
-        reference=rank.reference.model if _reads_hidden_states(config, loss) else None,
-        loss_scale=rank.updater.loss_scale,
+        reference=state.reference.model if _reads_hidden_states(config, loss) else None,
+        loss_scale=state.updater.loss_scale,
         sum_once=config.fsdp.sharding == "optimizer",
     )
-    metrics = sums.reduce(rank.mesh.group)
+    metrics = sums.reduce(state.mesh.group)
     return value_metrics(metrics) if loss == "value" else metrics
 
 
 @heartbeat.during("optimizer_step")
-def optimizer_step(rank: RankState) -> dict[str, float]:
+def optimizer_step(state: RankState) -> dict[str, float]:
     """One optimiser update with the gradients gathered so far.
 
     Raises:
         StateError: there are none, or optim.max_skipped_updates were skipped in a row.
     """
-    rank.memory_manager.wake_up(("parameters", "optimizer"))
-    rank.checkpoints.wait_for_copy()
-    return rank.updater.step(rank.mesh.group)
+    state.memory_manager.wake_up(("parameters", "optimizer"))
+    state.checkpoints.wait_for_copy()
+    return state.updater.step(state.mesh.group)
 
 
-def drop_gradients(rank: RankState) -> None:
+def drop_gradients(state: RankState) -> None:
     """Forgets the gradients gathered so far."""
-    rank.updater.optimizer.zero_grad(set_to_none=True)
+    state.updater.optimizer.zero_grad(set_to_none=True)
 
 
 def step_metrics(
-    rank: RankState,
+    state: RankState,
     work: PreparedBatch,
     inputs: TokenInputs,
     reports: list[dict[str, float]],
@@ -196,32 +196,32 @@ def step_metrics(
         reports: the metrics of each update that came to its end.
         kl_old_stopped: the KL by which loss.max_kl ended it; None: it did not.
     """
-    cost = rank.model.attention.cost
+    cost = state.model.attention.cost
     advantages = None if inputs.advantages is None else inputs.advantages.numpy()
     taken = [update for update, report in enumerate(reports) if not report["skipped_update"]]
     metrics = mean_over_updates(reports)
-    metrics |= batch_metrics(rank.config, work.plan, work.batch, cost, advantages=advantages)
-    metrics |= rank.throughput.metrics(work.plan, work.batch, seconds, taken)
+    metrics |= batch_metrics(state.config, work.plan, work.batch, cost, advantages=advantages)
+    metrics |= state.throughput.metrics(work.plan, work.batch, seconds, taken)
     metrics["updates"] = float(len(taken))
     metrics["early_stopped_updates"] = float(len(work.plan.updates) - len(reports))
     if kl_old_stopped is not None:
         metrics["kl_old_stopped"] = kl_old_stopped
-    if rank.config.loss.kl_target is not None and rank.role != "critic":  # which is told its actor's
-        metrics["kl_coefficient"] = rank.kl_coefficient
+    if state.config.loss.kl_target is not None and state.role != "critic":  # which is told its actor's
+        metrics["kl_coefficient"] = state.kl_coefficient
     return metrics
 
 
-def follow_kl_target(rank: RankState, metrics: dict[str, float], samples: int) -> None:
+def follow_kl_target(state: RankState, metrics: dict[str, float], samples: int) -> None:
     """After a step of so many samples: moves the KL coefficient towards what meets loss.kl_target."""
-    settings = rank.config.loss
+    settings = state.config.loss
     # a critic is told its actor's; there is no kl_ref where every update was left out
-    if settings.kl_target is not None and rank.role != "critic" and "kl_ref" in metrics:
-        rank.kl_coefficient = next_coefficient(
-            rank.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples, settings.kl_horizon
+    if settings.kl_target is not None and state.role != "critic" and "kl_ref" in metrics:
+        state.kl_coefficient = next_coefficient(
+            state.kl_coefficient, metrics["kl_ref"], settings.kl_target, samples, settings.kl_horizon
         )
 
 
-def token_outputs(rank: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
+def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *, trained_only: bool) -> torch.Tensor:
     """What a model says now, in the order of the batch: [outputs, R] on the CPU, the same on every rank.
 
     Log-probs and entropies, or values; each sample once, by the packs of the plan's first epoch.
@@ -234,17 +234,17 @@ def token_outputs(rank: RankState, model: DecoderModel, work: PreparedBatch, *, 
     return outputs_of_packs(
         model,
         work.batch,
-        [pack for update in first_epoch for pack in update[rank.mesh.data_rank]],
-        rank.mesh,
+        [pack for update in first_epoch for pack in update[state.mesh.data_rank]],
+        state.mesh,
         trained_only=trained_only,
         shared=work.plan.shared,
-        temperature=rank.config.rollout.temperature,
+        temperature=state.config.rollout.temperature,
     )
 
 
-def reference_beside(rank: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
+def reference_beside(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
     """The reference on the device while gradients are added, where the loss reads its hidden states."""
-    return rank.reference.awake() if _reads_hidden_states(rank.config, work.loss) else nullcontext()
+    return state.reference.awake() if _reads_hidden_states(state.config, work.loss) else nullcontext()
 
 
 def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
@@ -255,7 +255,7 @@ def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
 
 
 def prepared_together(
-    rank: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], given: object
+    state: RankState, batch: RolloutBatch, prepare: Callable[[], PreparedBatch], given: object
 ) -> PreparedBatch:
     """What every rank prepares, once it is known to be the same everywhere; all ranks refuse the batch or none.
 
@@ -274,20 +274,20 @@ def prepared_together(
     def decide() -> None:
         found.append(prepare())
         if found[0].loss == "policy":
-            check_functions(rank.config)
+            check_functions(state.config)
         digests.extend([_digest(found[0].advantages), found[0].plan.digest()])
 
     error = error_of(decide)  # a function of the user's own may fail on one machine alone
-    said = gathered((f"{content} {given!r}", sendable(error), digests), rank.mesh.group)
+    said = gathered((f"{content} {given!r}", sendable(error), digests), state.mesh.group)
     if len({given for given, _, _ in said}) > 1:
         raise StateError(
             "ranks hold different batches, or other arguments",
             field="batch",
             hint="call every rank with the same batch and arguments",
         )
-    raise_first([error for _, error, _ in said], error, rank.mesh.group)
+    raise_first([error for _, error, _ in said], error, state.mesh.group)
     if len({advantages for _, _, (advantages, _) in said}) > 1:
-        raise _different_advantages(rank.config)
+        raise _different_advantages(state.config)
     if len({plan for _, _, (_, plan) in said}) > 1:
         raise StateError(
             "ranks hold different plans", field="plan", hint="call every rank with the same batch and settings"
@@ -295,9 +295,9 @@ def prepared_together(
     return found[0]
 
 
-def _penalized_advantages(rank: RankState, batch: RolloutBatch, penalty: np.ndarray | None) -> np.ndarray:
+def _penalized_advantages(state: RankState, batch: RolloutBatch, penalty: np.ndarray | None) -> np.ndarray:
     """Advantages that a KL enters, float64 [R], the same on all ranks."""
-    config, group = rank.config, rank.mesh.group
+    config, group = state.config, state.mesh.group
     if ":" not in config.estimator:
         return response_advantages(config, batch, penalty)
     found: list[np.ndarray] = []
