@@ -12,6 +12,7 @@ not asked for log-probs. One process, one thread; rounds in turn, every other on
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import subprocess
@@ -76,7 +77,7 @@ def counting_model(shape: dict[str, int]) -> LlamaForCausalLM:
 
 def systems(model: LlamaForCausalLM, before: str | None) -> dict[str, Sample]:
     """What is measured, by name."""
-    policy = PolicyModel(LlamaForCausalLM(model.config))
+    policy = PolicyModel(LlamaForCausalLM(copy.deepcopy(model.config)))
     policy.load_state_dict({f"hf.{name}": value for name, value in model.state_dict().items()}, assign=True)
     policy.hf.set_attn_implementation(register_attention())
     policy.eval()

@@ -157,7 +157,8 @@ class Sampler:
     def forget_all(self) -> None:
         """Drops what is being sampled and what waits."""
         self._waiting.clear()
-        self._remove(range(len(self._rows)))
+        self._rows, self._last = [], []
+        self._cache = RowCache(self._max_rows)  # another one, in whatever state an error left this
 
     @torch.no_grad()
     def step(self) -> list[tuple[int, int, Completion]]:

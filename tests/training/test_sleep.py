@@ -195,7 +195,7 @@ def update_in_halves(rank: int, config: RunConfig, halves: list[RolloutBatch], s
 
 
 # gradients differ in where they wait: in shards, whole, on the host, scaled
-@pytest.mark.parametrize("situation", ["copies of context shards", "summed once", "on the host", "float16"])
+@pytest.mark.parametrize("situation", ["context shards", "summed once", "on the host", "float16"])
 def test_gradients_that_wait_for_their_update_sleep_and_wake_too(
     tied_folder: Path, ranks: RankPool, situation: str
 ) -> None:
