@@ -10,8 +10,6 @@ import torch
 
 from benchmarks import sampling
 
-RECORD = Path(sampling.ROOT) / "benchmarks" / "results" / "sampling.json"
-
 
 @torch.no_grad()
 def test_the_model_counts_down_from_a_length_that_is_log_normal() -> None:
