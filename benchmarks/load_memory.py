@@ -110,10 +110,10 @@ def load_rank(
     import torch
 
     from slimefsdp.distributed.fsdp import Parallelism
-    from slimefsdp.distributed.mesh import build_mesh, start_process_group
+    from slimefsdp.distributed.mesh import build_mesh, local_shard, start_process_group
     from slimefsdp.models.build import build_policy, load_policy
     from slimefsdp.models.hf_folder import read_model_folder
-    from slimefsdp.models.load_weights import BUCKET_BYTES, local_shard
+    from slimefsdp.models.load_weights import BUCKET_BYTES
 
     torch.set_num_threads(1)
     device = torch.device("cpu")

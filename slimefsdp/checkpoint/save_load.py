@@ -28,6 +28,7 @@ from slimefsdp.checkpoint.shards import (
 )
 from slimefsdp.checkpoint.store import CheckpointStore, first_verified
 from slimefsdp.distributed.consensus import run_on_first, run_together
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import io_reported, json_bytes
 
@@ -244,8 +245,7 @@ def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, Sharde
 
 
 def _shard(tensor: torch.Tensor, start: int) -> ShardedTensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return ShardedTensor(local.detach(), tuple(tensor.shape), start)
+    return ShardedTensor(local_shard(tensor).detach(), tuple(tensor.shape), start)
 
 
 def _first_row(parameter: nn.Parameter) -> int:

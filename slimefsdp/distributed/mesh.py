@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.tensor import DTensor
 
 from slimefsdp.errors import ConfigError
 
@@ -190,3 +191,8 @@ def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh:
     everyone[..., pairs] = local.detach()
     dist.all_reduce(everyone, group=mesh.cp_group)
     return everyone.index_copy(-1, pairs, local)
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a sharded tensor, or all of one that is not sharded; writing to them changes the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.results import MemoryReport
 
@@ -199,8 +199,7 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
     """The storages that have memory, each once."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.detach().untyped_storage()
+        storage = local_shard(tensor).detach().untyped_storage()
         if storage.nbytes():
             storages.setdefault(storage._cdata, storage)
     return list(storages.values())

@@ -26,11 +26,11 @@ from slimefsdp.attention.select import AttentionShape
 from slimefsdp.distributed.activation_checkpointing import require_compiler
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
-from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.models.base import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
-from slimefsdp.models.load_weights import ReadBy, check_tensor_names, local_shard, read_weights
+from slimefsdp.models.load_weights import ReadBy, check_tensor_names, read_weights
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.random_init import draw_weights
 

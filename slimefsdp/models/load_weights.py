@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.io.safetensors_file import TORCH_DTYPES, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry
@@ -100,11 +101,6 @@ def local_rows(parameter: nn.Parameter) -> tuple[int, int]:
         return 0, parameter.shape[0]
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offset[0], offset[0] + shape[0]
-
-
-def local_shard(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's rows of a parameter, or all of one that is not sharded; writing to them changes the parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _parts_by_parameter(model: DecoderModel, folder: ModelFolder) -> list[tuple[nn.Parameter, list[Part]]]:

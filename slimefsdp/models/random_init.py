@@ -13,9 +13,10 @@ from collections.abc import Container
 import torch
 from torch import nn
 
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.models.base import DecoderModel
-from slimefsdp.models.load_weights import local_rows, local_shard
+from slimefsdp.models.load_weights import local_rows
 
 
 @torch.no_grad()

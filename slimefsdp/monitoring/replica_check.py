@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from slimefsdp.distributed.fsdp import parameter_groups
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import Description, Difference, ReplicaCheck, Unit
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
@@ -148,7 +149,6 @@ def _rows(tensor: torch.Tensor) -> str:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     """sha256 of the raw bytes: two zeros of different sign differ, two equal NaNs do not."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # a copy, since memory that numpy has seen could never be freed by a sleep
-    copied = local.detach().cpu().clone(memory_format=torch.contiguous_format)
+    copied = local_shard(tensor).detach().cpu().clone(memory_format=torch.contiguous_format)
     return hashlib.sha256(copied.reshape(-1).view(torch.uint8).numpy().data).digest()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import GradientHealth
 
 _LAYER = re.compile(r"\.(\d+)\.")  # model.layers.3.mlp.experts.5.w1: the first number is the layer's
@@ -46,7 +47,7 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
         parameters: at least one of them with a gradient.
         group: all ranks.
     """
-    norms = torch._foreach_norm([_local(p.grad) for p in parameters if p.grad is not None], 2, torch.float64)
+    norms = torch._foreach_norm([local_shard(p.grad) for p in parameters if p.grad is not None], 2, torch.float64)
     found = iter(norms)
     nothing = torch.zeros_like(norms[0])
     own = []
@@ -61,7 +62,7 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiplies all gradients in place; nothing is touched when the factor is 1."""
     if factor != 1.0:
-        torch._foreach_mul_([_local(p.grad) for p in parameters if p.grad is not None], factor)
+        torch._foreach_mul_([local_shard(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def gradient_health(
@@ -99,7 +100,3 @@ def _is_first_replica(gradient: torch.Tensor, group: dist.ProcessGroup) -> bool:
         place == 0 or not isinstance(placement, Replicate)
         for place, placement in zip(coordinate, gradient.placements, strict=True)
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

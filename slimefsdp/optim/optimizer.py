@@ -8,6 +8,10 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from slimefsdp.distributed.mesh import local_shard
 
 
 def build_optimizer(
@@ -35,7 +39,7 @@ def build_optimizer(
     ]
     if implementation == "auto":
         implementation = "fused" if name == "adamw" else "foreach"
-    # either is asked for by name: by default torch loops over sharded parameters one by one
+    # either is asked for by name: by default torch loops over parameters on the host one by one
     how = {implementation: True}
     optimizer: torch.optim.Optimizer
     if name == "sgd":
@@ -56,6 +60,51 @@ def build_optimizer(
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
     return optimizer
+
+
+@torch.no_grad()
+def update_shards(optimizer: torch.optim.Optimizer) -> None:
+    """One step of an optimiser from `build_optimizer`, taken on each rank's shards as plain tensors.
+
+    What `optimizer.step()` computes, element by element: neither optimiser looks at more than one element at a time.
+    Through sharded tensors torch would work out the placement of every operand of every operation first.
+    """
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.grad is not None]
+        parameters, gradients = [local_shard(p) for p in trained], [local_shard(p.grad) for p in trained]
+        state = [optimizer.state[p] for p in trained]
+        how = {"foreach": group["foreach"], "fused": group["fused"]}
+        if isinstance(optimizer, torch.optim.AdamW):
+            beta1, beta2 = group["betas"]
+            adamw(
+                parameters,
+                gradients,
+                [local_shard(own["exp_avg"]) for own in state],
+                [local_shard(own["exp_avg_sq"]) for own in state],
+                [],
+                [own["step"] for own in state],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+                **how,
+            )
+        else:
+            sgd(
+                parameters,
+                gradients,
+                [local_shard(own["momentum_buffer"]) for own in state],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                **how,
+            )
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

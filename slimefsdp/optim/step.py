@@ -13,6 +13,7 @@ from torch import nn
 from slimefsdp.errors import StateError
 from slimefsdp.optim.grad_norm import gradient_health, scale_gradients, squared_norms
 from slimefsdp.optim.loss_scale import LossScale
+from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 
 
@@ -88,7 +89,7 @@ class OptimizerStep:
             scale_gradients(self._parameters, min(1.0, self._max_grad_norm / max(norm, 1e-300)) / loss_scale)
             for parameter_group in self.optimizer.param_groups:
                 parameter_group["lr"] = lr
-            self.optimizer.step()
+            update_shards(self.optimizer)
             self.updates_taken += 1
             self.skipped_in_a_row = 0
         elif self._loss_scaling is None or self._loss_scaling.is_at_floor:

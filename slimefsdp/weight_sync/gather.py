@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from slimefsdp import heartbeat
+from slimefsdp.distributed.mesh import local_shard
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
 
@@ -55,7 +56,7 @@ def _gather(bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup
     device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
     mine = torch.zeros(sum(sizes), dtype=dtype, device=device)
     for (_, parameter), place in zip(bucket, mine.split(sizes), strict=True):
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local = local_shard(parameter)
         place[: local.numel()].copy_(local.reshape(-1))
     everyone = mine.new_empty(world_size, mine.numel())
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)

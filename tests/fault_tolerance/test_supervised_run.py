@@ -66,7 +66,7 @@ def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
             data={"train": str(example / "train.jsonl")},
             rollout={
                 "prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
-                "reward": f"{variety.__module__}:variety",
+                "reward": f"{variety.__module__}:variety", "reward_workers": 0,
             },
             checkpoint={"interval_steps": 2},
         )  # fmt: skip

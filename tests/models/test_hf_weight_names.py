@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from slimefsdp.checkpoint.hf_export import write_model_folder
 from slimefsdp.distributed.fsdp import Parallelism
-from slimefsdp.distributed.mesh import build_mesh
+from slimefsdp.distributed.mesh import build_mesh, local_shard
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models import load_weights
 from slimefsdp.models.build import build_for_sampling, build_policy, load_policy
@@ -102,9 +102,7 @@ def test_each_rank_reads_its_experts_alone_from_either_layout(
 def shards_of_rank_in_two_copies(rank: int, path: Path) -> dict[str, np.ndarray]:
     mesh = build_mesh(2, 1, CPU, dp_replicate=2)
     policy = load_policy(read_model_folder(path), mesh, Parallelism(torch.float32, torch.float32))
-    return {
-        name: load_weights.local_shard(parameter).detach().numpy().copy() for name, parameter in policy.named_weights()
-    }
+    return {name: local_shard(parameter).detach().numpy().copy() for name, parameter in policy.named_weights()}
 
 
 def test_each_copy_of_a_model_is_read_whole(tmp_path: Path, ranks: RankPool) -> None:

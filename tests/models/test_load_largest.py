@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.models import build, load_weights
 from slimefsdp.trainer import Trainer
 
@@ -44,7 +45,7 @@ def loaded(rank: int, config: RunConfig, bucket_bytes: int) -> tuple[int, int, i
     with patch.object(load_weights, "BUCKET_BYTES", bucket_bytes), patch.object(build, "read_weights", watched):
         trainer = Trainer(config, device=torch.device("cpu"))
     parameters = [parameter for _, parameter in trainer.policy.named_weights()]
-    shares = [load_weights.local_shard(parameter).untyped_storage().nbytes() for parameter in parameters]
+    shares = [local_shard(parameter).untyped_storage().nbytes() for parameter in parameters]
     return max(parameter.numel() * 4 for parameter in parameters), max(shares), seen.nbytes
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.load_memory import measure, save_model
 from slimefsdp.config import RunConfig
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import SlimeError
 from slimefsdp.models import load_weights
 from slimefsdp.models.hf_folder import SINGLE_FILE
@@ -24,10 +25,7 @@ from tests.support.trainers import CPU, fresh_batch, settings
 
 
 def shards(policy: PolicyModel) -> dict[str, bytes]:
-    return {
-        name: load_weights.local_shard(parameter).detach().numpy().tobytes()
-        for name, parameter in policy.named_weights()
-    }
+    return {name: local_shard(parameter).detach().numpy().tobytes() for name, parameter in policy.named_weights()}
 
 
 def with_reader(config: RunConfig, rank: int) -> RunConfig:

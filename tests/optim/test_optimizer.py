@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.optim.optimizer import build_optimizer, undecayed_names
+from slimefsdp.optim.optimizer import build_optimizer, undecayed_names, update_shards
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import make_batch, settings
@@ -61,7 +61,7 @@ def test_state_is_whole_at_once(name: str, implementation: str) -> None:
     for _ in range(3):
         ours.grad = torch.randn(3, 2)
         theirs.grad = ours.grad.clone()
-        optimizer.step()
+        update_shards(optimizer)
         reference.step()
         assert torch.allclose(ours, theirs, rtol=1e-6, atol=0) and (
             implementation == "fused" or torch.equal(ours, theirs)
@@ -76,33 +76,51 @@ def layers(shapes: list[tuple[int, ...]]) -> nn.ParameterDict:
     )
 
 
-def steps_of(rank: int, implementation: str, shapes: list[tuple[int, ...]], world: int) -> list[torch.Tensor]:
-    model = layers(shapes)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-    named = list(model.named_parameters())
-    optimizer = build(named, implementation=implementation, undecayed={name for name, p in named if p.ndim == 1})
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(5):
-        for _, parameter in named:
-            whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.grad = torch.distributed.tensor.distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements
-            )
-        optimizer.step()
-    assert all(state["step"] == 5 for state in optimizer.state.values())
-    return [parameter.full_tensor().detach().clone() for _, parameter in named]
+def steps_of(
+    rank: int, name: str, implementation: str, shapes: list[tuple[int, ...]], world: int
+) -> tuple[list[torch.Tensor], ...]:
+    """Parameters, then states, after five steps of `update_shards`, and of torch's own through the sharded tensors."""
+    results = []
+    for by_shards in (True, False):
+        model = layers(shapes)
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        named = list(model.named_parameters())
+        undecayed = {own for own, p in named if p.ndim == 1}
+        optimizer = build(named, name, implementation=implementation, undecayed=undecayed)
+        generator = torch.Generator().manual_seed(4)
+        for _ in range(5):
+            for _, parameter in named:
+                whole = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.grad = torch.distributed.tensor.distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements
+                )
+            if by_shards:
+                update_shards(optimizer)
+            else:
+                optimizer.step()
+        assert name == "sgd" or all(state["step"] == 5 for state in optimizer.state.values())
+        states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+        assert len(states) == len(named) * (1 if name == "sgd" else 2)
+        results.append([tensor.full_tensor().detach().clone() for tensor in [*(p for _, p in named), *states]])
+    return tuple(results)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_sharded_steps_equal_torchs_adamw_on_whole_tensors(ranks: RankPool, implementation: str, world: int) -> None:
+@pytest.mark.parametrize(("name", "implementation"), [("adamw", "foreach"), ("adamw", "fused"), ("sgd", "foreach")])
+def test_steps_of_shards_equal_torchs_own_in_bits_and_those_of_whole_tensors(
+    ranks: RankPool, name: str, implementation: str, world: int
+) -> None:
     shapes = [(5, 3), (7,), (1, 4), (8, 2, 3)]  # some ranks hold nothing of some
     plain = list(layers(shapes).values())
     groups = [
         {"params": [p for p in plain if p.ndim > 1], "weight_decay": 0.5},
         {"params": [p for p in plain if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    optimizer: torch.optim.Optimizer
+    if name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, foreach=False)
     generator = torch.Generator().manual_seed(4)
     start = [parameter.detach().clone() for parameter in plain]
     for _ in range(5):
@@ -110,8 +128,9 @@ def test_sharded_steps_equal_torchs_adamw_on_whole_tensors(ranks: RankPool, impl
             parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         optimizer.step()
     assert all((a - b).abs().min() > 1e-3 for a, b in zip(start, plain, strict=True))
-    for ours in ranks.run(world, steps_of, implementation, shapes, world):
-        assert max((a - b).abs().max().item() for a, b in zip(ours, plain, strict=True)) <= 1e-12
+    for ours, through_sharded in ranks.run(world, steps_of, name, implementation, shapes, world):
+        assert all(torch.equal(a, b) for a, b in zip(ours, through_sharded, strict=True))
+        assert max((a - b).abs().max().item() for a, b in zip(ours[: len(plain)], plain, strict=True)) <= 1e-12
 
 
 def continued(rank: int, config: RunConfig, implementations: tuple[str, str], batch: RolloutBatch) -> torch.Tensor:

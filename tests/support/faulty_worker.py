@@ -154,10 +154,10 @@ def faulty_worker(folder: Path) -> type[TrainWorker]:
 def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]) -> None:
     """Has this process call `passed(moment)` at every moment but those that another call than theirs goes through."""
     import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from slimefsdp.checkpoint import store
     from slimefsdp.distributed.offload import StorageOffloader
+    from slimefsdp.optim import step as updates
     from slimefsdp.training import build, checkpointing, packs, step
     from slimefsdp.weight_sync import send
 
@@ -195,7 +195,7 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
     before(packs, "evaluate", "before forward", torch.is_grad_enabled)
     after(packs, "evaluate", "after forward", torch.is_grad_enabled)
     after(torch.Tensor, "backward", "after backward")
-    register_optimizer_step_post_hook(lambda *_: passed("after optimiser step"))
+    after(updates, "update_shards", "after optimiser step")
     # the reference sleeps between its uses: only what was asked for counts
     after(StorageOffloader, "sleep", "sleep", lambda: current_call() == "sleep")
     after(StorageOffloader, "wake_up", "wake", lambda: current_call() == "wake_up")
