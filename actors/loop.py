@@ -16,6 +16,8 @@ from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
+from actors.rollout.reward_workers import RewardWorkers
+from actors.rollout.rewards import Rewards
 from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RecordedBatches, RunFolder
 from actors.signals import Interrupts
@@ -84,8 +86,10 @@ class Run:
         else:
             engines = (RestartingEngines if self._keeps else EnginePool).launch(config)
             stack.callback(engines.shutdown)
+            rewards = RewardWorkers.launch(config)
+            stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None
-            self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts)
+            self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
         self._log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
 
     def begin(self) -> int:
@@ -160,11 +164,12 @@ class RolloutLoop:
         engines: EnginePool,
         recorded: RecordedBatches | None = None,
         prompts: Prompts | None = None,
+        rewards: Rewards | None = None,
     ) -> None:
         self._config = config
         self._group = group
         self._engines = engines
-        self._collector = Collector(config, engines, recorded, prompts)
+        self._collector = Collector(config, engines, recorded, prompts, rewards)
         self._version = -1  # of the engines' weights
         self._engines_are_behind = True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from actors.cluster.connect import check_gpus, check_machine, has_nvidia_driver
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
-from actors.rollout.rewards import load_reward
+from actors.rollout.rewards import driver_scorer
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, choose_strategy
@@ -217,6 +217,6 @@ def check_functions(config: RunConfig) -> None:
     """
     advantages.check_functions(config)
     if config.rollout.reward is not None:
-        load_reward(config.rollout.reward)
+        driver_scorer(config.rollout)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)

@@ -19,11 +19,11 @@ from actors.rollout.engine import EnginePool
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
-from actors.rollout.rewards import RewardFunction, load_reward
+from actors.rollout.rewards import Response, Rewards, driver_scorer
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError
+from slimefsdp.errors import BatchError, SlimeError
 
 Metrics = dict[str, float]
 
@@ -35,12 +35,15 @@ _DECIDING: Any = {
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
+# which engine draws a sample, and which process rewards it, makes no difference to it
+_NOT_DECIDING = {"engines", "reward_workers", "reward_timeout_s", "reward_concurrency"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Group:
     record: Record
     samples: list[ScoredSample]
+    failures: int = 0  # of the reward; with one or more the group is left out of everything
 
 
 class Collector:
@@ -49,6 +52,7 @@ class Collector:
     Args:
         recorded: where batches are recorded, for a run that may have to repeat a step.
         prompts: what to draw for; None: all records of the files, whatever their length.
+        rewards: what scores the responses; None: this process calls the reward function.
     """
 
     def __init__(
@@ -57,12 +61,13 @@ class Collector:
         engines: EnginePool,
         recorded: RecordedBatches | None = None,
         prompts: Prompts | None = None,
+        rewards: Rewards | None = None,
     ) -> None:
         assert config.rollout.reward is not None
         self._config = config
         self._engines = engines
         self._recorded_batches = recorded
-        self._reward: RewardFunction = load_reward(config.rollout.reward)
+        self._rewards: Rewards = rewards or driver_scorer(config.rollout)
         self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
         prompts = prompts or read_prompts(config)
         self.prompts = PromptStream(prompts.train, config.run.seed)
@@ -94,7 +99,7 @@ class Collector:
             return {}
         with self._function_named(step):
             _, groups = self._groups(self.heldout, settings.samples_per_prompt, (_EVALUATION, step), {})
-            return _mean_scores(groups, "eval/")
+            return self._mean_scores(groups, "eval/")
 
     @contextmanager
     def _function_named(self, step: int) -> Iterator[None]:
@@ -132,8 +137,7 @@ class Collector:
         return batch, notes["metrics"]
 
     def _deciding_settings(self) -> dict[str, Any]:
-        # which of the engines draws a sample makes no difference to it
-        return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": {"engines"}})
+        return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": _NOT_DECIDING})
 
     def _with_defaults(self, noted: Mapping[str, Any]) -> dict[str, Any]:
         """Settings as an earlier version noted them, and the defaults of those that it did not know."""
@@ -159,11 +163,14 @@ class Collector:
             version, groups = self._groups(records, settings.samples_per_prompt, purpose, seconds)
             drawn += groups
             kept += [
-                group for group in groups if self._filter is None or self._filter(group.record, tuple(group.samples))
+                group
+                for group in groups
+                if not group.failures and (self._filter is None or self._filter(group.record, tuple(group.samples)))
             ]
             rounds += 1
         metrics = self._metrics(drawn)
         if self._filter is not None:
+            drawn = [group for group in drawn if not group.failures]
             metrics["rollout/groups_dropped"] = 1 - len(kept) / len(drawn)
             metrics["rollout/rounds"] = float(rounds)
         kept = kept[: settings.prompts_per_step]
@@ -171,7 +178,9 @@ class Collector:
             return None, metrics
         baselines: list[float] | None = None
         if self._config.estimator == "remax":
-            baselines = self._greedy_rewards(step, [group.record for group in kept], seconds)
+            kept, baselines = self._with_greedy_rewards(step, kept, seconds)
+            if not kept:
+                return None, metrics
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
         return self._batch(kept, baselines, version), metrics
 
@@ -187,18 +196,33 @@ class Collector:
                 greedy=greedy,
             )
         groups = [_Group(record, []) for record in records]
+        failures: list[SlimeError] = []
         with timed(seconds, "reward"):
-            for sample in samples:
+            responses = [Response(records[sample.prompt], sample.text, sample.finished) for sample in samples]
+            for sample, outcome in zip(samples, self._rewards.score(responses), strict=True):
                 group = groups[sample.prompt]
-                scores = self._reward(group.record, sample.text, sample.finished)
-                reward = scores["reward"] - self._overlong_penalty(sample.response_length)
-                group.samples.append(ScoredSample(sample, scores, reward))
+                if isinstance(outcome, SlimeError):
+                    failures.append(outcome)
+                    group.failures += 1
+                    continue
+                reward = outcome["reward"] - self._overlong_penalty(sample.response_length)
+                group.samples.append(ScoredSample(sample, outcome, reward))
+        if failures:
+            if self._config.rollout.reward_failure == "error" or all(group.failures for group in groups):
+                raise failures[0]
+            lost = sum(group.failures > 0 for group in groups)
+            words = f"{lost} of {len(groups)} groups are left out, since {len(failures)} rewards failed; the first"
+            warnings.warn(f"{words}: {failures[0].message}", stacklevel=2)
         return version, groups
 
-    def _greedy_rewards(self, step: int, records: Sequence[Record], seconds: Metrics) -> list[float]:
-        """The reward of each prompt's likeliest response, the baseline of ReMax."""
+    def _with_greedy_rewards(
+        self, step: int, kept: Sequence[_Group], seconds: Metrics
+    ) -> tuple[list[_Group], list[float]]:
+        """The groups, with the reward of each prompt's likeliest response, the baseline of ReMax."""
+        records = [group.record for group in kept]
         _, groups = self._groups(records, 1, (_BASELINE, step), seconds, greedy=True)
-        return [group.samples[0].reward for group in groups]
+        pairs = [(one, greedy.samples[0].reward) for one, greedy in zip(kept, groups, strict=True) if greedy.samples]
+        return [one for one, _ in pairs], [reward for _, reward in pairs]
 
     def _overlong_penalty(self, response_length: int) -> float:
         settings = self._config.rollout
@@ -210,14 +234,32 @@ class Collector:
 
     def _metrics(self, groups: Sequence[_Group]) -> Metrics:
         """Of all that was drawn, whether it trains or not; rewards as the reward function gave them."""
-        scored = [one for group in groups for one in group.samples]
+        scored = _scored(groups)
         lengths = [one.sample.response_length for one in scored]
-        metrics = _mean_scores(groups, "rollout/")
+        metrics = self._mean_scores(groups, "rollout/")
         metrics["rollout/response_length"] = sum(lengths) / len(lengths)
         metrics["rollout/response_length_max"] = float(max(lengths))
         metrics["rollout/truncated"] = sum(not one.sample.finished for one in scored) / len(scored)
         if self._config.rollout.overlong_buffer_tokens is not None:
             metrics["rollout/overlong_penalty"] = sum(map(self._overlong_penalty, lengths)) / len(lengths)
+        return metrics
+
+    def _mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
+        """Of the groups that were rewarded whole; under skip also the share of responses whose reward failed."""
+        scored = [(group.record, one.scores) for group in groups if not group.failures for one in group.samples]
+        scores = [score for _, score in scored]
+        for record, score in scored:
+            if score.keys() != scores[0].keys():
+                raise BatchError(
+                    f"the reward function returned the names {sorted(score)} for {place_of(record)}, and "
+                    f"{sorted(scores[0])} before",
+                    field="rollout.reward",
+                    hint="return the same names for every response",
+                )
+        metrics = {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}
+        if self._config.rollout.reward_failure == "skip":
+            failures = sum(group.failures for group in groups)
+            metrics[f"{prefix}reward_failures"] = failures / (failures + sum(len(group.samples) for group in groups))
         return metrics
 
     def _batch(self, groups: Sequence[_Group], baselines: Sequence[float] | None, version: int) -> RolloutBatch:
@@ -263,15 +305,5 @@ def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:
     return any(one.sample.finished or not masks_truncated for group in groups for one in group.samples)
 
 
-def _mean_scores(groups: Sequence[_Group], prefix: str) -> Metrics:
-    scored = [(group.record, one.scores) for group in groups for one in group.samples]
-    scores = [score for _, score in scored]
-    for record, score in scored:
-        if score.keys() != scores[0].keys():
-            raise BatchError(
-                f"the reward function returned the names {sorted(score)} for {place_of(record)}, and "
-                f"{sorted(scores[0])} before",
-                field="rollout.reward",
-                hint="return the same names for every response",
-            )
-    return {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}
+def _scored(groups: Sequence[_Group]) -> list[ScoredSample]:
+    return [one for group in groups if not group.failures for one in group.samples]

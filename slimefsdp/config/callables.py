@@ -11,13 +11,16 @@ from typing import Any
 from slimefsdp.errors import ConfigError
 
 
-def load_function(name: str, *, field: str, example: str, takes: Sequence[str] | None = None) -> Callable[..., Any]:
+def load_function(
+    name: str, *, field: str, example: str, takes: Sequence[str] | None = None, may_be_async: bool = False
+) -> Callable[..., Any]:
     """The function `module:function`, imported.
 
     Args:
         field: the setting that names it.
         example: a name that would do, for the error.
         takes: the arguments it will be given, by place, with their names for the error; None: not looked at.
+        may_be_async: a coroutine function will do.
 
     Raises:
         ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
@@ -51,7 +54,7 @@ def load_function(name: str, *, field: str, example: str, takes: Sequence[str] |
             f"{name!r} is a {type(function).__name__}, which cannot be called", field=field, hint="name a function"
         )
     if takes is not None:
-        _check_arguments(function, name, field, takes)
+        _check_arguments(function, name, field, takes, may_be_async)
     return function
 
 
@@ -65,14 +68,16 @@ def failure_of(name: str, error: BaseException) -> str:
     return f"{name} raised {type(error).__name__}: {text:.300} ({frame.filename}:{frame.lineno})"
 
 
-def _check_arguments(function: Callable[..., Any], name: str, field: str, takes: Sequence[str]) -> None:
+def _check_arguments(
+    function: Callable[..., Any], name: str, field: str, takes: Sequence[str], may_be_async: bool
+) -> None:
     wanted = f"({', '.join(takes)})"
     for is_another, what in (
         (inspect.iscoroutinefunction, "a coroutine function"),
         (inspect.isgeneratorfunction, "a generator function"),
         (inspect.isasyncgenfunction, "an asynchronous generator function"),
     ):
-        if is_another(function):
+        if is_another(function) and not (may_be_async and is_another is inspect.iscoroutinefunction):
             raise ConfigError(f"{name!r} is {what}", field=field, hint=f"make it a plain function{wanted}")
     try:
         signature = inspect.signature(function)

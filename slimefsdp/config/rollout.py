@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -13,6 +14,10 @@ def _filter_name(value: str) -> str:
     if value != "mixed_groups" and ":" not in value:
         raise broken_rule("is no filter", "write mixed_groups, or a function of your own as module:function")
     return value if value == "mixed_groups" else function_name(value)
+
+
+def _reward_name(value: str) -> str:
+    return value if re.fullmatch(r"https?://[^\s/]+\S*", value) else function_name(value)
 
 
 class DataSettings(Settings):
@@ -47,8 +52,26 @@ class RolloutSettings(Settings):
     sync_interval_steps: PositiveInt = Field(
         1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
     )
-    reward: Annotated[str, AfterValidator(function_name)] | None = Field(
-        None, description="reward function as `module:function`"
+    reward: Annotated[str, AfterValidator(_reward_name)] | None = Field(
+        None, description="reward function as `module:function`, or the URL of a server that answers as one would"
+    )
+    reward_workers: int = Field(
+        1,
+        ge=0,
+        le=4096,
+        description="processes that call the reward function, on any node; 0: the driver calls a plain one itself, "
+        "without a deadline",
+    )
+    reward_timeout_s: float = Field(
+        60.0, gt=0, le=LARGEST, description="for the reward of one response; a process that takes longer is replaced"
+    )
+    reward_concurrency: PositiveInt = Field(
+        32, description="calls of an async reward function, or requests to a URL, under way at once in each process"
+    )
+    reward_failure: Literal["error", "skip"] = Field(
+        "error",
+        description="a reward that raises, does not return in time or returns no number: error ends the run; skip "
+        "leaves out the response's group and counts it in rollout/reward_failures",
     )
     filter: Annotated[str, AfterValidator(_filter_name)] | None = Field(
         None,

@@ -38,7 +38,8 @@ from pathlib import Path
 
 def variety(record, response, finished):
     """Counts its calls in a file, and stands still at one of them if asked to."""
-    calls = Path(os.environ["JUDGE_CALLS"])
+    # a worker in a cluster that was there before the test does not have the variable
+    calls = Path(os.environ.get("JUDGE_CALLS", Path(__file__).with_name("here.calls")))
     with calls.open("a") as file:
         file.write(".")
     if str(calls.stat().st_size) == os.environ.get("JUDGE_STOPS_AT"):
@@ -95,7 +96,6 @@ def runs(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathFacto
     with pytest.MonkeyPatch.context() as patch:
         runs = Runs(tmp_path_factory.mktemp("resume"), make_config, example)
         patch.syspath_prepend(str(runs.folder))
-        patch.setenv("JUDGE_CALLS", str(runs.folder / "here.calls"))
         yield runs
 
 

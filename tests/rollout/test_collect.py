@@ -16,6 +16,7 @@ from actors.rollout.collect import Collector, overlong_penalty
 from actors.rollout.engine import Sampled
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record
+from actors.rollout.rewards import Outcome, Response, failed_reward
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -331,6 +332,76 @@ def test_a_reward_or_filter_that_fails_is_named_with_record_step_and_the_way_to_
         with pytest.raises(BatchError) as evaluated:
             collector.evaluate(5)
         assert evaluated.value.call == "step 5" and "heldout.jsonl:" in evaluated.value.message
+
+
+class Failing:
+    """Rewards of which some fail: of all responses to these prompts the first."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+
+    def score(self, responses: Sequence[Response]) -> list[Outcome]:
+        failed: set[int] = set()
+        outcomes: list[Outcome] = []
+        for one in responses:
+            number = one.record["number"]
+            if number in self.numbers and number not in failed:
+                failed.add(number)
+                outcomes.append(failed_reward("it failed", one.record, "mend it"))
+            else:
+                outcomes.append(last_token(Record(one.record, ""), one.text, one.finished))
+        return outcomes
+
+
+def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: Any) -> None:
+    config = make(rollout={"reward_failure": "skip"})
+    drawn = drawn_by_hand(config, [(3, 1, 5)])
+    lost = [drawn[1][0]["number"], drawn[2][0]["number"]]
+    left = [group for group in drawn if group[0]["number"] not in lost]
+    collector = Collector(config, Engines(), rewards=Failing(lost))  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=f"train.jsonl:{lost[0] + 1}$"):
+        batch, metrics = collector.collect(5, VERSION, {})
+    assert_holds(batch, left)
+    assert metrics["rollout/reward_failures"] == 2 / (PROMPTS_PER_STEP * GROUP)
+    rewards = [sampled.text[0] == "0" for _, group in left for sampled in group]
+    assert metrics["rollout/reward"] == pytest.approx(np.mean(rewards))
+    assert metrics["rollout/response_length"] == pytest.approx(
+        np.mean([sampled.response_length for _, group in left for sampled in group])
+    )
+    with pytest.warns(UserWarning):
+        evaluated = collector.evaluate(5)
+    assert evaluated["eval/reward_failures"] == 2 / NUM_PROMPTS
+    whole, metrics = Collector(config, Engines()).collect(5, VERSION, {})  # type: ignore[arg-type]
+    assert_holds(whole, drawn)
+    assert metrics["rollout/reward_failures"] == 0
+    with pytest.raises(BatchError) as caught:
+        Collector(make(), Engines(), rewards=Failing(lost)).collect(5, VERSION, {})  # type: ignore[arg-type]
+    assert caught.value.message.endswith(f"train.jsonl:{lost[0] + 1}") and caught.value.call == "step 6"
+
+
+@pytest.mark.parametrize("sections", [{}, {"advantage": {"estimator": "remax"}}])
+def test_where_every_group_failed_the_run_ends_all_the_same(make: Any, sections: dict[str, Any]) -> None:
+    config = make(rollout={"reward_failure": "skip"}, **sections)
+    with pytest.raises(BatchError) as caught:
+        Collector(config, Engines(), rewards=Failing(range(NUM_PROMPTS))).collect(0, VERSION, {})  # type: ignore[arg-type]
+    assert caught.value.field == "rollout.reward"
+
+
+def test_a_greedy_response_whose_reward_failed_takes_its_group_along(make: Any) -> None:
+    config = make(rollout={"reward_failure": "skip"}, advantage={"estimator": "remax"})
+    drawn = drawn_by_hand(config, [(3, 1, 0)])
+
+    class FailingLater(Failing):
+        calls = 0
+
+        def score(self, responses: Sequence[Response]) -> list[Outcome]:
+            self.calls += 1
+            return super().score(responses) if self.calls == 2 else Failing([]).score(responses)
+
+    rewards = FailingLater([drawn[0][0]["number"]])
+    with pytest.warns(UserWarning):
+        batch, _ = Collector(config, Engines(), rewards=rewards).collect(0, VERSION, {})  # type: ignore[arg-type]
+    assert_holds(batch, drawn[1:])
 
 
 def test_an_overlong_response_loses_reward_as_the_paper_says() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.prompts import Record
-from actors.rollout.rewards import exact_match, load_reward, sorted_digits
+from actors.rollout.rewards import Response, RewardScorer, exact_match, load_reward, sorted_digits
 from slimefsdp.errors import BatchError, ConfigError
 from tests.support.refusals import refused
 
@@ -117,7 +120,8 @@ def test_what_a_reward_raises_is_an_error_about_the_record_with_it_as_its_cause(
         "def f(record, response, finished, more): ...",
         "def f(*, record, response, finished): ...",
         "f = lambda: 0",
-        "async def f(record, response, finished): ...",
+        "async def f(record, response): ...",
+        "async def f(record, response, finished): yield",
     ],
 )
 def test_a_function_that_cannot_be_called_as_a_reward_is_refused_before_it_is(user_module, source):
@@ -173,3 +177,88 @@ def test_padding_a_right_answer_never_pays(answer, more):
 def test_a_record_without_an_answer_is_refused_by_its_prompt(reward):
     with refused(BatchError, "answer", "'sort 1'"):
         reward({"prompt": "sort 1"}, "1", True)
+
+
+def test_async_calls_overlap_and_one_that_does_not_return_costs_itself(user_module):
+    name = user_module(
+        "import asyncio\n"
+        "inside = most = 0\n"
+        "async def f(record, response, finished):\n"
+        "    global inside, most\n"
+        "    inside += 1\n"
+        "    most = max(most, inside)\n"
+        "    if response == 'fail': raise TimeoutError('of its own')\n"
+        "    await asyncio.sleep(600 if response == 'wait' else 0.01)\n"
+        "    inside -= 1\n"
+        "    return {'reward': record['number'], 'most': most}\n"
+    )
+    scorer = RewardScorer(f"{name}:f", timeout_s=2.0)
+    texts = ["", "wait", "", "fail", ""]
+    asked = [Response(Record({"number": n}, f"train.jsonl:{n}"), text, True) for n, text in enumerate(texts)]
+    outcomes = scorer.score(asked)
+    assert [outcomes[n] for n in (0, 2, 4)] == [{"reward": n, "most": 5} for n in (0, 2, 4)]
+    for number, word in ((1, "2 s"), (3, "of its own")):
+        assert isinstance(outcomes[number], BatchError) and word in outcomes[number].message
+        assert f"train.jsonl:{number}" in outcomes[number].message
+    assert scorer.is_async and scorer.score(asked[:1])[0]["reward"] == 0, "the loop goes on"
+
+
+@pytest.fixture
+def judge():
+    """A server that answers as the response asks, and is busy at the first request about each record."""
+    asked = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self):  # the name that http.server calls
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append(body)
+            is_busy = sum(other == body for other in asked) == 1
+            status = 503 if is_busy else 400 if body["response"] == "refuse" else 200
+            answer = "no JSON" if body["response"] == "babble" else json.dumps({"reward": body["record"]["number"]})
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_):
+            """Nothing on the terminal."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/score", asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_url_is_asked_until_it_answers_and_answers_with_numbers(judge):
+    url, requests = judge
+    texts = ["right", "refuse", "babble", "wrong"]
+    asked = [Response(Record({"prompt": "p", "number": n}, f"train.jsonl:{n}"), t, n > 1) for n, t in enumerate(texts)]
+    outcomes = RewardScorer(url, timeout_s=60, concurrency=4).score(asked)
+    assert [outcomes[0], outcomes[3]] == [{"reward": 0.0}, {"reward": 3.0}]
+    for number, word in ((1, "400"), (2, "JSON")):
+        assert isinstance(outcomes[number], BatchError) and outcomes[number].field == "rollout.reward"
+        assert f"train.jsonl:{number}" in outcomes[number].message and word in outcomes[number].message
+    wanted = [{"record": dict(one.record), "response": one.text, "finished": one.finished} for one in asked]
+    assert len(requests) == 8 and all(requests.count(one) == 2 for one in wanted)
+
+
+def test_a_url_that_nobody_answers_at_is_an_error_within_the_time():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    url = f"http://127.0.0.1:{server.server_port}/"
+    server.server_close()
+    (outcome,) = RewardScorer(url, timeout_s=1).score([Response({"prompt": "p"}, "r", True)])
+    assert isinstance(outcome, BatchError) and outcome.field == "rollout.reward" and "'p'" in outcome.message
+
+
+def test_an_interrupt_passes_a_function_through(user_module):
+    name = user_module("def f(record, response, finished):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_reward(f"{name}:f")({"prompt": "p"}, "r", True)
+
+
+@pytest.mark.parametrize("form", ["def", "async def"])
+def test_a_function_that_was_cancelled_is_an_error_of_its_own(user_module, form):
+    name = user_module(f"import asyncio\n{form} f(record, response, finished):\n    raise asyncio.CancelledError\n")
+    (outcome,) = RewardScorer(f"{name}:f").score([Response({"prompt": "p"}, "r", True)])
+    assert isinstance(outcome, BatchError) and outcome.field == "rollout.reward" and "'p'" in outcome.message
