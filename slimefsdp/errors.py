@@ -141,6 +141,13 @@ class SyncError(SlimeError):
     exit_code = 11
 
 
+class EngineError(SlimeError):
+    """A rollout engine that cannot do what it is asked, or did something else."""
+
+    code = "engine"
+    exit_code = 12
+
+
 class Interrupted(SlimeError):
     """The run was asked to end by SIGTERM or SIGINT, and can be gone on with."""
 

@@ -9,6 +9,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
 
+ENGINES = ("embedded", "vllm")
+SERVED_ENGINES = ("vllm",)  # which are servers in an environment of their own
+
 
 def _filter_name(value: str) -> str:
     if value != "mixed_groups" and ":" not in value:
@@ -18,6 +21,18 @@ def _filter_name(value: str) -> str:
 
 def _reward_name(value: str) -> str:
     return value if re.fullmatch(r"https?://[^\s/]+\S*", value) else function_name(value)
+
+
+def _engine_name(value: str) -> str:
+    if value not in ENGINES and ":" not in value:
+        raise broken_rule("is no engine", f"write {', '.join(ENGINES)}, or a class of your own as module:Class")
+    return value if value in ENGINES else function_name(value)
+
+
+def _url(value: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+/?", value):
+        raise broken_rule("must be the address of a server", "write it like http://127.0.0.1:8000")
+    return value.rstrip("/")
 
 
 class DataSettings(Settings):
@@ -48,7 +63,27 @@ class RolloutSettings(Settings):
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response")
-    engines: RankCount = Field(1, description="embedded engine processes")
+    engine: Annotated[str, AfterValidator(_engine_name)] = Field(
+        "embedded",
+        description="what samples: embedded, vllm, or a class of your own as `module:Class` (docs/engines.md)",
+    )
+    engines: RankCount = Field(1, description="engines, each a process, or a server and the process that speaks to it")
+    engine_python: PathSetting | None = Field(
+        None, description="the interpreter whose environment has the engine (vllm), for servers that the run starts"
+    )
+    engine_args: tuple[str, ...] = Field(
+        (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
+    )
+    engine_urls: tuple[Annotated[str, AfterValidator(_url)], ...] | None = Field(
+        None, description="servers that are there already, one for each of rollout.engines; null: the run starts them"
+    )
+    engine_logprob_bound: float = Field(
+        0.02,
+        gt=0,
+        le=LARGEST,
+        description="largest difference of a sampled token's log-prob between an engine and the trainer, which is "
+        "looked at after the first weights; beyond, the run ends",
+    )
     sync_interval_steps: PositiveInt = Field(
         1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
     )
@@ -91,6 +126,32 @@ class RolloutSettings(Settings):
     mask_truncated: bool = Field(
         False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
     )
+
+    @model_validator(mode="after")
+    def check_engine_servers(self) -> RolloutSettings:
+        is_served = self.engine in SERVED_ENGINES
+        for name in ("engine_python", "engine_args", "engine_urls"):
+            if getattr(self, name) and not is_served:
+                raise ValueError(
+                    f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none; remove "
+                    "it, or set rollout.engine=vllm"
+                )
+        if is_served and (self.engine_python is None) == (self.engine_urls is None):
+            raise ValueError(
+                f"rollout.engine={self.engine} needs either rollout.engine_python, to start servers, or "
+                "rollout.engine_urls, where they are there already; set one of them"
+            )
+        if self.engine_urls is not None and len(set(self.engine_urls)) != self.engines:
+            raise ValueError(
+                f"rollout.engines={self.engines} is not the number of different rollout.engine_urls="
+                f"{list(self.engine_urls)}; set it to that"
+            )
+        if self.engine_urls is not None and self.engine_args:
+            raise ValueError(
+                "rollout.engine_args are for servers that the run starts, and rollout.engine_urls names such as are "
+                "there already; remove one of them"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_filter_rounds(self) -> RolloutSettings:

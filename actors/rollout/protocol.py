@@ -1,0 +1,174 @@
+"""What a run and its rollout engines say to each other, whichever engine it is: requests, samples, and new weights.
+
+An engine is a Ray actor of a class made from `Engine`. `rollout.engine` names one that comes with the project, or a
+class of one's own as `module:Class`. Importing this file costs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from actors.rollout.prompts import encode_prompt
+from actors.rollout.tokenizer import end_token_ids, load_tokenizer
+from actors.workers.watchdog import Watched
+from slimefsdp.config import RunConfig
+from slimefsdp.sampling.params import SamplingParams
+
+Manifest = dict[str, tuple[int, ...]]
+"""Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
+FinishReason = Literal["stop", "length", "abort"]
+"""How a sample ended: by an end token or a stop text, cut at max_new_tokens, or because the engine was told to abort."""
+
+Transport = Literal["object_store", "broadcast"]
+"""How weights travel: as `receive` has them from Ray's object store, or in a group that trainer and engines form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Samples that are wanted of one prompt.
+
+    `params.seed` and a sample's number decide what is drawn for it, so requests of one run have seeds of their own.
+    """
+
+    prompt: Sequence[int]  # token ids
+    samples: int
+    params: SamplingParams
+
+
+class VersionSpan(NamedTuple):
+    """Tokens `start` to `end` of a response, the last one not included, were drawn from these weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+
+    request: int  # its place among the requests of the call
+    number: int  # among the samples of the request
+    tokens: list[int]  # of the response
+    log_probs: list[float]  # as the request's `tempered` asks
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]  # one after another, over all tokens
+    text: str  # of the response without special tokens, stripped
+
+
+class TensorInfo(NamedTuple):
+    """A tensor of a bucket."""
+
+    name: str  # as in the Hugging Face folder
+    dtype: str  # such as "float32"
+    shape: tuple[int, ...]
+
+
+class EngineInfo(NamedTuple):
+    """What an engine says of itself before it is used."""
+
+    name: str  # such as "vllm 0.32.0"
+    vocab_size: int  # of its model
+    dtype: str  # of its weights, such as "float32"
+    max_tokens: int | None  # of a prompt and its response; None: as many as memory holds
+    transports: tuple[Transport, ...]  # by which it takes weights, the one it takes best first
+    processes: int = 1  # that join a group for the broadcast of weights
+
+
+class Engine(Watched):
+    """Base of the Ray actors that sample.
+
+    Several calls of `generate` run at once, and `abort` and new weights come beside them, each on a thread of its own. Weights come by `begin`, `receive` as often as
+    needed, and `commit`; whatever is being sampled at `begin` goes on after `commit` with the new weights, its context
+    read anew, and without committed weights an engine samples nothing.
+
+    Args:
+        config: of the run.
+        index: of this engine among `rollout.engines`.
+    """
+
+    def __init__(self, config: RunConfig, index: int) -> None:
+        self.config = config
+        self.index = index
+        self.tokenizer = load_tokenizer(str(config.model.path))
+        self._end_token_ids = frozenset(end_token_ids(str(config.model.path), self.tokenizer.eos_token_id))
+
+    def info(self) -> EngineInfo:
+        """What this engine is, once it is ready for weights.
+
+        Raises:
+            EngineError: it is not one that the run can use.
+        """
+        raise NotImplementedError
+
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end a response: the tokenizer's, and those of generation_config.json."""
+        return self._end_token_ids
+
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Token ids of texts or lists of chat messages.
+
+        Raises:
+            ConfigError: as `encode_prompt`.
+        """
+        return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        """Yields samples as they end, some at a time and in no order; each sample of each request once.
+
+        Raises:
+            StateError: no weights are committed, or their logits are not finite.
+            EngineError: the engine cannot do what a request asks, or did not do what it was asked.
+        """
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Ends all samples that are running or wait, as they are: their `finish_reason` is "abort"."""
+        raise NotImplementedError
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`."""
+        raise NotImplementedError
+
+    def receive(self, bucket: Any) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`, of a bucket from the object store."""
+        raise NotImplementedError
+
+    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        """Joins the group in which rank 0 broadcasts weights, and leaves the one before; returns when all are in it.
+
+        Args:
+            rank: of the engine's first process; the others follow it.
+            backend: gloo or nccl.
+            timeout_s: for this call, and for each broadcast.
+
+        Raises:
+            SyncError: the others did not come.
+        """
+        raise NotImplementedError
+
+    def receive_broadcast(self, tensors: Sequence[TensorInfo]) -> None:
+        """As `receive`, of a bucket that rank 0 of the group broadcasts now: one tensor of bytes, one after another."""
+        raise NotImplementedError
+
+    def commit(self, version: int) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`."""
+        raise NotImplementedError
+
+    def sleep(self) -> None:
+        """Frees the device until `wake_up`; what is being sampled is aborted, and the weights have to be sent again."""
+        raise NotImplementedError
+
+    def wake_up(self) -> None:
+        """Takes the device's memory again; new weights have to be sent before anything is sampled."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """Ends what the engine has started besides its own process."""
+
+    def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of responses without special tokens, stripped: what reward functions are given."""
+        texts = self.tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)
+        return [text.strip() for text in texts]

@@ -1,0 +1,34 @@
+"""How the samples of a request are drawn, whichever engine draws them. Importing this file costs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slimefsdp.errors import BatchError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the samples of a request are drawn.
+
+    Raises:
+        BatchError: naming the value that none can have.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    greedy: bool = False  # the likeliest token each time; log-probs are as of any other
+    tempered: bool = True  # log-probs are of log_softmax(logits / temperature), what was drawn from; else without it
+    end_token_ids: frozenset[int] = frozenset()  # one of these ends a sample, and belongs to it
+    stop: tuple[str, ...] = ()  # so does the token that completes one of these texts in the response
+    seed: tuple[int, ...] = ()  # what the draws depend on, beside the number of the sample; of integers from 0
+
+    def __post_init__(self) -> None:
+        for name, value, is_valid in (
+            ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1),
+            ("temperature", self.temperature, 0 < self.temperature < float("inf")),
+            ("stop", self.stop, all(self.stop)),
+            ("seed", self.seed, all(number >= 0 for number in self.seed)),
+        ):
+            if not is_valid:
+                raise BatchError(f"{name}={value!r} cannot be sampled with", field=name, hint="give a valid one")
