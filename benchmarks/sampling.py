@@ -32,7 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.record import ROOT, write_record
 from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.models.policy import PolicyModel
-from slimefsdp.sampling.sampler import SamplingParams, sample
+from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.sampler import sample
 
 WHAT = "tokens sampled per CPU-second, float32, one thread; ratios are of rounds, with the smallest and the largest"
 BEFORE = "5c00431"  # the last commit whose sampler let rows leave the batch, but filled none

@@ -12,7 +12,8 @@ import torch
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.models.build import build_for_sampling
-from slimefsdp.sampling.sampler import SamplingParams, sample
+from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.sampler import sample
 from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync.receive import WeightReceiver
 

@@ -14,13 +14,10 @@ from actors.rollout.prompts import encode_prompt
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.workers.watchdog import Watched
 from slimefsdp.config import RunConfig
-from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
 Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
-FinishReason = Literal["stop", "length", "abort"]
-"""How a sample ended: by an end token or a stop text, cut at max_new_tokens, or because the engine was told to abort."""
-
 Transport = Literal["object_store", "broadcast"]
 """How weights travel: as `receive` has them from Ray's object store, or in a group that trainer and engines form."""
 
@@ -35,14 +32,6 @@ class Request:
     prompt: Sequence[int]  # token ids
     samples: int
     params: SamplingParams
-
-
-class VersionSpan(NamedTuple):
-    """Tokens `start` to `end` of a response, the last one not included, were drawn from these weights."""
-
-    version: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +69,9 @@ class EngineInfo(NamedTuple):
 class Engine(Watched):
     """Base of the Ray actors that sample.
 
-    Several calls of `generate` run at once, and `abort` and new weights come beside them, each on a thread of its own. Weights come by `begin`, `receive` as often as
-    needed, and `commit`; whatever is being sampled at `begin` goes on after `commit` with the new weights, its context
-    read anew, and without committed weights an engine samples nothing.
+    Several calls of `generate` run at once, and `abort` and new weights come beside them, each on a thread of its own.
+    Weights come by `begin`, `receive` as often as needed, and `commit`; whatever is being sampled at `begin` goes on
+    after `commit` with the new weights, its context read anew, and without committed weights nothing is sampled.
 
     Args:
         config: of the run.

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from slimefsdp.errors import BatchError
+
+FinishReason = Literal["stop", "length", "abort"]
+"""How a sample ended: by an end token or a stop text, cut at max_new_tokens, or since the engine was told to abort."""
+
+
+class VersionSpan(NamedTuple):
+    """Tokens `start` to `end` of a response, the last one not included, were drawn from these weights."""
+
+    version: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)

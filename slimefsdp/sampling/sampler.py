@@ -19,7 +19,7 @@ from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.errors import BatchError, StateError
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
-from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
 _DRAWS = 64  # random numbers of a row that are made at once
 _BELOW_ONE = 1 - 2.0**-40
@@ -30,27 +30,35 @@ class Completion:
     """One sampled response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
 
     tokens: list[int]
-    log_probs: list[float]  # of the tempered distribution log_softmax(logits / temperature), in float32
-    finished: bool  # by an end token or a stop text; False: cut at max_new_tokens
+    log_probs: list[float]  # of log_softmax(logits / temperature), or of log_softmax(logits), in float32
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...]  # one after another, over all tokens
+
+    @property
+    def finished(self) -> bool:
+        """By an end token or a stop text."""
+        return self.finish_reason == "stop"
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    prompt: Sequence[int]
-    params: SamplingParams
+    context: Sequence[int]  # the prompt, and of a sample that goes on after an update what it has drawn
     samples: list[_Sample]
-    cached: list[KeysValues] = field(default_factory=list)  # of the prompt, a pair a layer
-    logits: torch.Tensor | None = None  # [vocab], after the prompt
+    cached: list[KeysValues] = field(default_factory=list)  # of the context, a pair a layer
+    logits: torch.Tensor | None = None  # [vocab], after the context
 
 
 @dataclass(slots=True, eq=False)
 class _Sample:
     place: tuple[int, int]
+    prompt: Sequence[int]
     params: SamplingParams
     rng: np.random.Generator
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # that tokens were drawn from, and of each the first token
+    firsts: list[int] = field(default_factory=list)
 
     def next_number(self) -> float:
         """Uniform in [0, 1)."""
@@ -58,12 +66,25 @@ class _Sample:
             self.drawn = self.rng.random(_DRAWS).tolist()
         return self.drawn.pop()
 
+    def add(self, token: int, log_prob: float, version: int) -> None:
+        """A token that was drawn from weights of this version."""
+        if not self.versions or self.versions[-1] != version:
+            self.versions.append(version)
+            self.firsts.append(len(self.tokens))
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+
+    def completion(self, finish_reason: FinishReason) -> tuple[int, int, Completion]:
+        """What is handed over of it."""
+        spans = map(VersionSpan, self.versions, self.firsts, [*self.firsts[1:], len(self.tokens)])
+        return *self.place, Completion(self.tokens, self.log_probs, finish_reason, tuple(spans))
+
 
 class Sampler:
     """A model's batch of rows and the samples that wait for one.
 
     Args:
-        policy: in eval mode, its weights whole; it may change between steps only while nothing is being sampled.
+        policy: in eval mode, its weights whole; between steps they may change, if `take_new_weights` is called then.
         max_rows: the most samples decoded at once, which bounds the cache.
         prompt_tokens: of how many tokens prompts are read at once, or of one prompt.
         decode: the text of token ids, for requests with stop texts.
@@ -96,6 +117,7 @@ class Sampler:
         self._last: list[int] = []  # the token each row has drawn last
         self._cache = RowCache(max_rows)
         self._next_request = 0
+        self._version = 0  # of the weights
 
     @property
     def is_idle(self) -> bool:
@@ -114,7 +136,7 @@ class Sampler:
             the request's number, from 0.
 
         Raises:
-                BatchError: the prompt has no tokens, no sample is asked for, or a stop text without a `decode`.
+            BatchError: the prompt has no tokens, no sample is asked for, or a stop text without a `decode`.
         """
         if len(prompt) == 0:
             problem = f"prompt {self._next_request} has no tokens"
@@ -125,13 +147,27 @@ class Sampler:
             raise BatchError("stop texts need a tokenizer", field="stop", hint="give the sampler its decode function")
         number = self._next_request
         self._next_request += 1
-        drawn = [_Sample((number, index), params, _generator(params.seed, index)) for index in range(samples)]
-        self._waiting.append(_Request(prompt, params, drawn))
+        drawn = [_Sample((number, index), prompt, params, _generator(params.seed, index)) for index in range(samples)]
+        self._waiting.append(_Request(prompt, drawn))
         return number
 
-    def forget_all(self) -> None:
-        """Drops what is being sampled and what waits."""
+    def take_new_weights(self, version: int) -> None:
+        """The weights are others now: what is being sampled goes on with them, its context read anew."""
+        self._version = version
+        running = [_Request([*sample.prompt, *sample.tokens], [sample]) for sample in self._rows]
+        for request in self._waiting:
+            request.cached, request.logits = [], None
+        self._waiting.extendleft(reversed(running))
+        self._forget_rows()
+
+    def abort(self) -> list[tuple[int, int, Completion]]:
+        """Ends what is being sampled and what waits, as it is; returned as by `step`."""
+        samples = [*self._rows, *(sample for request in self._waiting for sample in request.samples)]
         self._waiting.clear()
+        self._forget_rows()
+        return [sample.completion("abort") for sample in samples]
+
+    def _forget_rows(self) -> None:
         self._rows, self._last = [], []
         self._cache = RowCache(self._max_rows)  # another one, in whatever state an error left this
 
@@ -154,7 +190,7 @@ class Sampler:
                 hidden = self._policy.hidden_states(tokens, positions, self._cache)
                 ended += self._draw(self._rows, self._logits(hidden), first_row=0)
         except BaseException:
-            self.forget_all()
+            self.abort()
             raise
         heartbeat.tick()
         return ended
@@ -183,18 +219,18 @@ class Sampler:
         requests: list[_Request] = []
         rows = tokens = 0
         for request in self._waiting:
-            tokens += len(request.prompt)
+            tokens += len(request.context)
             if requests and (rows >= self._max_rows - len(self._rows) or tokens > self._prompt_tokens):
                 break
             requests.append(request)
             rows += len(request.samples)
         device = next(self._policy.parameters()).device
-        lengths = [len(request.prompt) for request in requests]
+        lengths = [len(request.context) for request in requests]
         ends = np.cumsum(lengths).tolist()
         starts = [end - length for end, length in zip(ends, lengths, strict=True)]
         attention = PromptAttention(self._policy.attention.for_pack(zigzag_layout([0, *ends], 1), device))
         hidden = self._policy.hidden_states(
-            torch.tensor([token for request in requests for token in request.prompt], device=device),
+            torch.tensor([token for request in requests for token in request.context], device=device),
             torch.cat([torch.arange(length) for length in lengths]).to(device),
             attention,
         )
@@ -220,15 +256,15 @@ class Sampler:
             temperature=[sample.params.temperature for sample in samples],
             # the likeliest is asked for by a number that no sample draws
             numbers=[-1.0 if sample.params.greedy else sample.next_number() for sample in samples],
+            tempered=[sample.params.tempered for sample in samples],
         )
         ended, gone = [], []
         for row, (sample, token, log_prob) in enumerate(zip(samples, tokens, log_probs, strict=True), first_row):
-            sample.tokens.append(token)
-            sample.log_probs.append(log_prob)
+            sample.add(token, log_prob, self._version)
             self._last[row] = token
             finished = token in sample.params.end_token_ids or self._completes_a_stop(sample)
             if finished or len(sample.tokens) == sample.params.max_new_tokens:
-                ended.append((*sample.place, Completion(sample.tokens, sample.log_probs, finished)))
+                ended.append(sample.completion("stop" if finished else "length"))
                 gone.append(row)
         if gone:
             self._remove(gone)
@@ -251,7 +287,7 @@ class Sampler:
 
 
 def draw(
-    logits: torch.Tensor, *, temperature: Sequence[float], numbers: Sequence[float]
+    logits: torch.Tensor, *, temperature: Sequence[float], numbers: Sequence[float], tempered: Sequence[bool]
 ) -> tuple[list[int], list[float]]:
     """One token of each row and its log-prob.
 
@@ -260,10 +296,13 @@ def draw(
         temperature: [rows].
         numbers: [rows] uniform in [0, 1), each of which chooses a token by where it falls among the tokens' summed
             probabilities; a negative one chooses the likeliest token.
+        tempered: [rows], whether a log-prob is that of the distribution that was drawn from, or that without the
+            temperature.
 
     Raises:
         StateError: logits are not finite.
     """
+    untempered = logits
     if any(value != 1.0 for value in temperature):
         logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1)
@@ -285,7 +324,16 @@ def draw(
         if any(number < 0 for number in numbers):
             greedy = torch.tensor([number < 0 for number in numbers], device=logits.device)
             chosen = torch.where(greedy, log_probs.argmax(-1), chosen)
-    return chosen.tolist(), log_probs.gather(1, chosen[:, None])[:, 0].tolist()
+    of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
+    others = [
+        row
+        for row, (is_tempered, value) in enumerate(zip(tempered, temperature, strict=True))
+        if not is_tempered and value != 1.0
+    ]
+    if others:
+        rows = torch.tensor(others, device=logits.device)
+        of_chosen[rows] = untempered[rows].log_softmax(-1).gather(1, chosen[rows, None])[:, 0]
+    return chosen.tolist(), of_chosen.tolist()
 
 
 def sample(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slimefsdp.sampling.sampler import SamplingParams, sample
+from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.sampler import sample
 from tests.support.tiny_models import ARCHITECTURES, tiny_model, to_sample_from
 
 PROMPTS = {0: [5, 6, 7], 1: [9] * 12, 2: [3, 4]}  # the windows of 8 are shorter than the longest

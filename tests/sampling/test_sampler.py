@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from functools import cache
 
@@ -21,7 +22,8 @@ from transformers import (
 )
 
 from slimefsdp.errors import BatchError, ModelError, StateError
-from slimefsdp.sampling.sampler import Completion, Sampler, SamplingParams, draw, sample
+from slimefsdp.sampling.params import SamplingParams, VersionSpan
+from slimefsdp.sampling.sampler import Completion, Sampler, draw, sample
 from tests.support.refusals import refused
 from tests.support.tiny_models import to_sample_from
 
@@ -129,7 +131,8 @@ def test_two_sampled_tokens_follow_the_tempered_joint_distribution(family):
 def test_a_number_chooses_the_token_where_it_falls_among_the_summed_probabilities():
     logits = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.25, 0.0]).log()  # tokens 0, 2 and 5 have no chance at all
     for number, token in [(0.0, 1), (0.499, 1), (0.501, 3), (0.749, 3), (0.751, 4), (1 - 2**-53, 4), (-1.0, 1)]:
-        tokens, log_probs = draw(logits.expand(3, -1), temperature=[1.0] * 3, numbers=[0.6, number, -1.0])
+        numbers = [0.6, number, -1.0]
+        tokens, log_probs = draw(logits.expand(3, -1), temperature=[1.0] * 3, numbers=numbers, tempered=[True] * 3)
         assert tokens == [3, token, 1]
         assert log_probs == pytest.approx([logits[3].item(), logits[token].item(), logits[1].item()])
 
@@ -257,8 +260,72 @@ def test_a_sampler_that_is_idle_does_nothing_and_holds_no_cache():
     sampler.add([1, 2], 3, SamplingParams(5))
     sampler.step()
     assert sampler.cache_bytes >= 2 * 2 * (3 * 2 * 3 * 8) * 4  # layers, keys and values, rows x kv_heads x tokens
-    sampler.forget_all()
+    sampler.abort()
     assert sampler.is_idle and sampler.step() == [] and sampler.cache_bytes == 0
+
+
+def test_untempered_log_probs_are_asked_for_by_request():
+    model = tiny("qwen3")
+    sampler, found = Sampler(to_sample_from(model)), {}
+    for prompt, tempered in itertools.product(PROMPTS, (True, False)):
+        sampler.add(prompt, 2, SamplingParams(6, 0.6, tempered=tempered, seed=(4,)))
+    while not sampler.is_idle:
+        found |= {(request, number): completion for request, number, completion in sampler.step()}
+    for (request, number), completion in found.items():
+        temperature = 0.6 if request % 2 == 0 else 1.0
+        expected = full_forward_log_probs(model, PROMPTS[request // 2], completion.tokens, temperature)
+        assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+        assert completion.tokens == found[request - request % 2, number].tokens, "it changes nothing about the draws"
+
+
+def test_what_is_aborted_is_handed_over_as_far_as_it_came():
+    sampler = Sampler(to_sample_from(tiny("qwen3")), max_rows=3)
+    whole = {index: c.tokens for index, c in enumerate(drawn(tiny("qwen3"), PROMPTS[:1], 2, seed=(1,)))}
+    sampler.add(PROMPTS[0], 2, SamplingParams(9, seed=(1, 0)))
+    sampler.add(PROMPTS[1], 2, SamplingParams(9, seed=(2,)))
+    for _ in range(4):
+        sampler.step()
+    ended = {(request, number): completion for request, number, completion in sampler.abort()}
+    assert sampler.is_idle and sampler.cache_bytes == 0
+    assert sorted(ended) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {completion.finish_reason for completion in ended.values()} == {"abort"}
+    assert all(ended[0, number].tokens == whole[number][:5] for number in (0, 1)), "two in the first step"
+    assert ended[1, 1].tokens == [] and ended[1, 1].versions == (), "it waited for a row"
+    sampler.add(PROMPTS[0], 1, SamplingParams(9, seed=(1, 0)))
+    completions = [completion for _ in range(9) for _, _, completion in sampler.step()]
+    assert [completion.tokens for completion in completions] == [whole[0]]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_samples_go_on_with_new_weights_and_each_token_is_that_of_its_version(family):
+    models = [copy.deepcopy(tiny(family)) for _ in range(3)]
+    torch.manual_seed(9)
+    with torch.no_grad():
+        for model, scale in zip(models[1:], (0.05, 0.2), strict=True):
+            for parameter in model.parameters():
+                parameter.add_(scale * torch.randn_like(parameter))
+    policy = to_sample_from(copy.deepcopy(models[0]))
+    sampler, found = Sampler(policy, max_rows=5), {}
+    sampler.take_new_weights(7)
+    ends = frozenset(range(0, VOCAB, 9))
+    for place, prompt in enumerate(PROMPTS):
+        sampler.add(prompt, 3, SamplingParams(12, 0.8, seed=(place,), end_token_ids=ends))
+    for step in itertools.count(1):
+        found |= {(request, number): completion for request, number, completion in sampler.step()}
+        if step in (3, 8):
+            policy.hf.load_state_dict(models[1 if step == 3 else 2].state_dict())
+            sampler.take_new_weights(7 + step)
+        if sampler.is_idle:
+            break
+    of_version = {7: models[0], 10: models[1], 15: models[2]}
+    assert {len(completion.versions) for completion in found.values()} >= {1, 2, 3} and len(found) == 12
+    for (request, _), completion in found.items():
+        assert [span.start for span in completion.versions] == [0, *(s.end for s in completion.versions[:-1])]
+        assert completion.versions[-1].end == len(completion.tokens) == len(completion.log_probs)
+        for version, start, end in completion.versions:
+            expected = full_forward_log_probs(of_version[version], PROMPTS[request], completion.tokens, 0.8)
+            assert completion.log_probs[start:end] == pytest.approx(expected[start:end].tolist(), abs=1e-4)
+    assert found[0, 0].versions[0] == VersionSpan(7, 0, found[0, 0].versions[0].end)
 
 
 def test_no_prompts_give_no_completions():
