@@ -1,29 +1,32 @@
-"""The embedded rollout engine: Ray actors that sample from a Hugging Face model, fed like any other engine.
-
-An engine loads the model's architecture and tokenizer from the folder, never its weights: those come through
-`begin / receive / commit`, and without a committed version it refuses to sample.
-"""
+"""The rollout engines of a run, as the driver has them: requests are split over them, samples come as they end."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster
-from actors.rollout.tokenizer import encode_records, end_token_ids, load_tokenizer
+from actors.fault_tolerance.restarts import LOST
+from actors.rollout.protocol import Engine, Request, Sample, VersionSpan
+from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
-from actors.workers.futures import CallFuture
-from actors.workers.watchdog import Limits, Watchdog, Watched, remote_class
-from slimefsdp import heartbeat
+from actors.workers.futures import SLICE_S, CallFuture, meaning_of
+from actors.workers.watchdog import Limits, Waiting, Watchdog, remote_class
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import BatchError, StateError, WorkerDied, WorkerHung
+from slimefsdp.config.callables import load_function
+from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError, WorkerDied, WorkerHung
+from slimefsdp.sampling.params import SamplingParams
+
+_HOMES = {"embedded": "actors.rollout.embedded:EmbeddedEngine", "vllm": "actors.rollout.vllm_engine:VllmEngine"}
+_GET_S = 10.0  # for samples that Ray says are here
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,93 +39,19 @@ class Sampled:
     log_probs: list[float]  # [response_length], at the sampling temperature
     text: str  # the response without special tokens, stripped
     finished: bool  # ended by an end token
-
-
-class EmbeddedEngine(Watched):
-    """One engine process; a Ray actor."""
-
-    def __init__(self, model_path: str, compute_dtype: str, device: str) -> None:
-        import torch
-
-        from slimefsdp.models.build import build_for_sampling
-        from slimefsdp.weight_sync.receive import WeightReceiver
-
-        on_cuda = device != "cpu" and torch.cuda.is_available()
-        if not on_cuda:
-            torch.set_num_threads(1)
-        self._tokenizer = load_tokenizer(model_path)
-        self._policy = build_for_sampling(
-            Path(model_path), getattr(torch, compute_dtype), torch.device("cuda" if on_cuda else "cpu")
-        )
-        self._receiver = WeightReceiver(self._policy.named_weights())
-        self._end_token_ids = frozenset(end_token_ids(model_path, self._tokenizer.eos_token_id))
-        heartbeat.enter(heartbeat.IDLE)
-
-    def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`."""
-        self._receiver.begin(version, manifest)
-
-    def receive(self, bucket: Any) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`, from the object store."""
-        from actors.workers.weight_transport import unpack_bucket
-
-        self._receiver.receive(unpack_bucket(bucket))
-
-    def commit(self, version: int) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`."""
-        self._receiver.commit(version)
-
-    @heartbeat.during("generate")
-    def generate(
-        self,
-        prompts: dict[int, Any],
-        samples_per_prompt: int,
-        max_new_tokens: int,
-        temperature: float,
-        seed: tuple[int, ...],
-        greedy: bool = False,
-    ) -> tuple[int, list[Sampled]]:
-        """Samples from the committed weights; returns their version and the samples, prompt-major.
-
-        Args:
-            prompts: texts or lists of chat messages, by their places among all prompts of the call.
-            seed: equal seeds, places and prompts give equal samples.
-            greedy: take the likeliest token each time.
-
-        Raises:
-            StateError: no weights are committed.
-        """
-        import torch
-
-        from actors.rollout.prompts import encode_prompt
-        from slimefsdp.sampling.sampler import SamplingParams, sample
-
-        version = self._receiver.version
-        if version is None:
-            raise StateError(
-                "the engine has no committed weights", field="update_weights", hint="call update_weights first"
-            )
-        if next(self._policy.parameters()).device.type == "cpu":
-            torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
-        encoded = {place: encode_prompt(self._tokenizer, prompt) for place, prompt in prompts.items()}
-        ends = self._end_token_ids
-        params = SamplingParams(max_new_tokens, temperature, greedy=greedy, end_token_ids=ends, seed=seed)
-        completions = sample(self._policy, encoded, samples_per_prompt, params)
-        texts = self._tokenizer.batch_decode([c.tokens for _, c in completions], skip_special_tokens=True)
-        return version, [
-            Sampled(place, [*encoded[place], *c.tokens], len(c.tokens), c.log_probs, text.strip(), c.finished)
-            for (place, c), text in zip(completions, texts, strict=True)
-        ]
+    versions: tuple[VersionSpan, ...]  # of the weights that drew the response
 
 
 class EnginePool:
-    """The driver's handle on the embedded engines of a run."""
+    """The driver's handle on the rollout engines of a run."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
+        self._class: Any = engine_class(config)
         self._engines: list[Any] = []
         self._places = PlacementGroups()
         self._watchdog: Watchdog | None = None
+        self._end_token_ids: frozenset[int] = frozenset()
 
     @classmethod
     def launch(cls, config: RunConfig) -> EnginePool:
@@ -130,51 +59,62 @@ class EnginePool:
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
+            EngineError: one is of no use to this run.
         """
         pool = cls(config)
         try:
-            pool._start()
+            pool._start(range(config.rollout.engines))
         except BaseException:  # Ctrl-C too: in a notebook the driver lives on
             pool.shutdown()
             raise
         return pool
 
-    def _start(self) -> None:
+    def _start(self, indices: Sequence[int]) -> None:
+        """Starts the engines of these indices, in place of those that are there."""
         require_cluster()
         config, began = self._config, time.monotonic()
         timeout_s = config.cluster.launch_timeout_s
         gpus = gpus_per_rank(config.mesh.device)
         placement = self._places.reserve("engine", config.rollout.engines, gpus_per_rank=gpus, timeout_s=timeout_s)
-        engine_class = remote_class(EmbeddedEngine)
-        self._engines = [
-            engine_class.options(**actor_options(placement, index, gpus)).remote(
-                str(config.model.path), config.precision.compute_dtype, config.mesh.device
-            )
-            for index in range(config.rollout.engines)
-        ]
-        self._watchdog = Watchdog(self._engines, Limits.of(config), kind="engine")
-        ready = [one.keep_stacks.remote(config.run.dir, f"engine_{i}") for i, one in enumerate(self._engines)]
-        with stage(f"starting {len(ready)} engines", answered(ready)):
-            self._wait(ready, "launch", timeout_s, began)
+        actor_class = remote_class(self._class)
+        engines = list(self._engines) or [None] * config.rollout.engines
+        for index in indices:
+            engines[index] = actor_class.options(**actor_options(placement, index, gpus)).remote(config, index)
+        self._engines = engines
+        self._watchdog = Watchdog(engines, Limits.of(config), kind="engine")
+        ready = [engines[index].keep_stacks.remote(config.run.dir, f"engine_{index}") for index in indices]
+        infos = [engines[index].info.remote() for index in indices]
+        with stage(f"starting {len(ready)} engines", answered(infos)):
+            for index, *refs in zip(indices, ready, infos, strict=True):
+                for ref in refs:
+                    self._wait([ref], "launch", timeout_s, began, first_rank=index)
+        (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", timeout_s, began)
 
-    def relaunch(self) -> None:
-        """Ends all engines as they are and starts others in their places, or in new ones if those are gone.
+    def relaunch(self, indices: Sequence[int] | None = None) -> None:
+        """Ends engines as they are and starts others in their places, or in new ones if those are gone.
 
         They hold no weights yet.
+
+        Args:
+            indices: of them; None: all.
 
         Raises:
             ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.
         """
-        end_processes(self._engines)
-        self._start()
+        indices = range(len(self._engines)) if indices is None else indices
+        end_processes([self._engines[index] for index in indices])
+        self._start(indices)
 
-    def are_alive(self) -> bool:
-        """Whether every engine answers, once it has done what it was asked before."""
-        try:
-            self._wait([e.__ray_ready__.remote() for e in self._engines], "check", self._config.cluster.sync_timeout_s)
-        except (WorkerDied, WorkerHung):
-            return False
-        return True
+    def dead(self) -> list[int]:
+        """The indices of engines that do not answer, once they have done what they were asked before."""
+        refs = [engine.__ray_ready__.remote() for engine in self._engines]
+        found = []
+        for index, ref in enumerate(refs):
+            try:
+                self._wait([ref], "check", self._config.cluster.sync_timeout_s, first_rank=index)
+            except (WorkerDied, WorkerHung):
+                found.append(index)
+        return found
 
     def update_from(self, group: Any) -> int:
         """Takes the weights of a trainer group; returns their version.
@@ -182,7 +122,10 @@ class EnginePool:
         Raises:
             SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s.
         """
-        version: int = group.update_weights(self.receivers).version
+        return self._update(group, range(len(self._engines)))
+
+    def _update(self, group: Any, indices: Sequence[int]) -> int:
+        version: int = group.update_weights([self._engines[index] for index in indices]).version
         return version
 
     @property
@@ -190,13 +133,28 @@ class EnginePool:
         """What `WorkerGroup.update_weights` sends to."""
         return list(self._engines)
 
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """Token ids of texts, lists of chat messages, or token ids.
+
+        Raises:
+            ConfigError: as `actors.rollout.prompts.encode_prompt`.
+        """
+        encoded = {place: list(prompt) for place, prompt in enumerate(prompts) if _is_encoded(prompt)}
+        others = [place for place in range(len(prompts)) if place not in encoded]
+        if others:
+            require_cluster()
+            ref = self._engines[0].encode.remote([prompts[place] for place in others])
+            (found,) = self._wait([ref], "generate", self._config.cluster.call_timeout_s)
+            encoded |= dict(zip(others, found, strict=True))
+        return [encoded[place] for place in range(len(prompts))]
+
     def generate(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
     ) -> tuple[int, list[Sampled]]:
         """Samples for all prompts, split evenly over the engines; prompt-major.
 
         Args:
-            prompts: texts or lists of chat messages.
+            prompts: texts, lists of chat messages, or token ids.
             seed: what the draws depend on, e.g. (run seed, step).
             greedy: take the likeliest token each time, whatever the seed.
 
@@ -206,7 +164,27 @@ class EnginePool:
         Raises:
             BatchError: no prompt, or no sample of one, is asked for.
             StateError: an engine has no committed weights, or engines hold different versions.
+            EngineError: an engine cannot do this, or did not do it.
             WorkerDied, WorkerHung: an engine ended or did not answer.
+        """
+        requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
+        found = sorted(self.stream(requests), key=lambda sample: (sample.request, sample.number))
+        versions = {span.version for sample in found for span in sample.versions}
+        if len(versions) != 1:
+            raise StateError(
+                f"engines hold different weights: versions {sorted(versions)}",
+                field="update_weights",
+                hint="call update_weights",
+            )
+        return versions.pop(), [sampled(requests[sample.request], sample) for sample in found]
+
+    def requests(
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+    ) -> list[Request]:
+        """What `generate` has the engines asked for: one request a prompt, with the settings of the run.
+
+        Raises:
+            BatchError: no prompt, or no sample of one, is asked for.
         """
         if not prompts:
             raise BatchError("there are no prompts to sample for", field="prompts", hint="give one or more")
@@ -216,30 +194,97 @@ class EnginePool:
                 field="samples_per_prompt",
                 hint="raise it",
             )
-        require_cluster()
         settings = self._config.rollout
-        shares = [part.tolist() for part in np.array_split(np.arange(len(prompts)), len(self._engines))]
-        refs = [
-            engine.generate.remote(
-                {place: prompts[place] for place in share},
-                samples_per_prompt,
-                settings.max_new_tokens,
-                settings.temperature,
-                tuple(seed),
-                greedy,
-            )
-            for engine, share in zip(self._engines, shares, strict=True)
-            if share
+        params = functools.partial(
+            SamplingParams, settings.max_new_tokens, settings.temperature, greedy, end_token_ids=self._end_token_ids
+        )
+        return [
+            Request(prompt, samples_per_prompt, params(seed=(*seed, place)))
+            for place, prompt in enumerate(self.encode(prompts))
         ]
-        answers = self._wait(refs, "generate", self._config.cluster.call_timeout_s)
-        versions = {version for version, _ in answers}
-        if len(versions) != 1:
-            raise StateError(
-                f"engines hold different weights: versions {sorted(versions)}",
-                field="update_weights",
-                hint="call update_weights",
-            )
-        return versions.pop(), [sample for _, samples in answers for sample in samples]
+
+    def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
+        """The samples of all requests as they end, in no order; requests are split evenly over the engines.
+
+        Raises:
+            As `generate`.
+        """
+        require_cluster()
+        places = np.array_split(np.arange(len(requests)), len(self._engines))
+        shares = {index: part.tolist() for index, part in enumerate(places) if len(part)}
+        yield from self._stream(requests, shares)
+
+    def _stream(self, requests: Sequence[Request], shares: dict[int, list[int]]) -> Iterator[Sample]:
+        """As `stream`; `shares` are the places of requests by engine."""
+        streams: dict[Any, int] = {
+            self._asked(index, [requests[place] for place in share]): index for index, share in shares.items()
+        }
+        given: set[tuple[int, int]] = set()
+        timeout_s, began = self._config.cluster.call_timeout_s, time.monotonic()
+        try:
+            while streams:
+                require_cluster()
+                ready, _ = ray.wait(list(streams), num_returns=1, timeout=SLICE_S, fetch_local=False)
+                lost: dict[int, SlimeError] = {}
+                for stream in ready:
+                    index = streams[stream]
+                    try:
+                        samples = _next_item(stream, index)
+                    except LOST as error:
+                        lost[index] = error
+                        continue
+                    if samples is None:
+                        del streams[stream]
+                        continue
+                    began = time.monotonic()
+                    for sample in samples:
+                        place = shares[index][sample.request]
+                        if (place, sample.number) not in given:
+                            given.add((place, sample.number))
+                            yield replace(sample, request=place)
+                if not ready:
+                    lost = self._found_hanging(sorted(streams.values()), began, timeout_s)
+                for index, loss in lost.items():
+                    self._after_loss(index, loss)
+                    streams = {stream: other for stream, other in streams.items() if other != index}
+                    # the whole of what is not complete, since it is drawn as it was; what was given is not given twice
+                    left = [place for place in shares[index] if not _is_complete(place, requests[place], given)]
+                    shares[index] = left
+                    streams[self._asked(index, [requests[place] for place in left])] = index
+                    began = time.monotonic()
+        finally:
+            for stream in streams:  # what else was asked for is of no use to anybody
+                ray.cancel(stream)
+
+    def _asked(self, index: int, requests: Sequence[Request]) -> Any:
+        """What an engine hands over from now on, of these requests."""
+        call = self._engines[index].generate.options(num_returns="streaming", concurrency_group="generate")
+        return call.remote(list(requests))
+
+    def _found_hanging(self, indices: Sequence[int], began: float, timeout_s: float) -> dict[int, SlimeError]:
+        """The engine that hangs, if one of these does."""
+        assert self._watchdog is not None
+        waiting = Waiting("generate", indices, began)
+        try:
+            self._watchdog.look(waiting)
+            if time.monotonic() - began > timeout_s:
+                raise self._watchdog.overdue(waiting, timeout_s)
+        except WorkerHung as error:
+            return {error.rank or 0: error}
+        return {}
+
+    def _after_loss(self, index: int, error: SlimeError) -> None:
+        """Replaces an engine that was lost while it sampled; here nothing does."""
+        raise error
+
+    def abort(self) -> None:
+        """Has all samples end that are running or wait, as they are.
+
+        Raises:
+            WorkerDied, WorkerHung: an engine ended or did not answer.
+        """
+        abort = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
+        self._wait(abort, "abort", self._config.cluster.call_timeout_s)
 
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""
@@ -247,10 +292,66 @@ class EnginePool:
         self._engines = []
         self._places.release()
 
-    def _wait(self, refs: Sequence[Any], name: str, timeout_s: float, began: float | None = None) -> Any:
+    def _wait(
+        self, refs: Sequence[Any], name: str, timeout_s: float, began: float | None = None, first_rank: int = 0
+    ) -> Any:
         return CallFuture(
-            refs, name=name, timeout_s=timeout_s, first_only=False, watchdog=self._watchdog, began=began
+            refs,
+            name=name,
+            timeout_s=timeout_s,
+            first_only=False,
+            first_rank=first_rank,
+            watchdog=self._watchdog,
+            began=began,
         ).result()
+
+
+def engine_class(config: RunConfig) -> type[Engine]:
+    """The class that `rollout.engine` names.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no `Engine`.
+    """
+    name = config.rollout.engine
+    found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        hint = "name a class made from actors.rollout.protocol.Engine"
+        raise ConfigError(f"{name} is no engine", field="rollout.engine", hint=hint)
+    return found
+
+
+def sampled(request: Request, sample: Sample) -> Sampled:
+    """A sample with its prompt."""
+    return Sampled(
+        sample.request,
+        [*request.prompt, *sample.tokens],
+        len(sample.tokens),
+        sample.log_probs,
+        sample.text,
+        sample.finish_reason == "stop",
+        sample.versions,
+    )
+
+
+def _next_item(stream: Any, index: int) -> list[Sample] | None:
+    """What an engine hands over next, of a stream that has something; None at its end."""
+    try:
+        ref = next(stream)
+    except StopIteration:
+        return None
+    try:
+        samples: list[Sample] = ray.get(ref, timeout=_GET_S)
+    except RayError as error:
+        raise meaning_of(error, index, "generate") from error
+    return samples
+
+
+def _is_complete(place: int, request: Request, given: set[tuple[int, int]]) -> bool:
+    return all((place, number) in given for number in range(request.samples))
+
+
+def _is_encoded(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt)
 
 
 def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:

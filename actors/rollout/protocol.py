@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from actors.rollout.prompts import encode_prompt
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
@@ -77,6 +77,8 @@ class Engine(Watched):
         config: of the run.
         index: of this engine among `rollout.engines`.
     """
+
+    CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2, "generate": 16}
 
     def __init__(self, config: RunConfig, index: int) -> None:
         self.config = config

@@ -8,55 +8,66 @@ from typing import Any
 from actors.fault_tolerance.restarts import LOST, Restarts
 from actors.rollout.engine import EnginePool, Sampled
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import SlimeError, SyncError
+from slimefsdp.errors import SlimeError, StateError, SyncError
 
 
 class RestartingEngines(EnginePool):
-    """An `EnginePool` that starts all its engines anew after a loss, at most cluster.max_restarts times.
+    """An `EnginePool` that starts an engine anew when it is lost, at most cluster.max_restarts times in all.
 
-    What they draw follows from the seed and the weights, so a call that is made again draws the same; with
-    rollout.sync_interval_steps > 1 the weights may be newer than those of the engines that were lost.
+    What engines draw follows from the seed and the weights, so what was lost is drawn again as it was. Where the policy
+    has gone on since the engines had its weights (rollout.sync_interval_steps above 1), all of them get its present
+    ones, and all samples of the call are drawn from these.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self._group: Any = None  # that the weights come from
+        self._version: int | None = None  # of the engines' weights
         self._restarts = Restarts(config.cluster.max_restarts, "engines")
 
     def update_from(self, group: Any) -> int:
         """As of `EnginePool`."""
         self._group = group
-        while True:
-            try:
-                version = super().update_from(group)
-            except SyncError as error:
-                if self.are_alive():
-                    raise
-                self._replace(error)
-                continue
-            return version
+        self._version = super().update_from(group)
+        return self._version
 
     def generate(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
     ) -> tuple[int, list[Sampled]]:
         """As of `EnginePool`."""
         while True:
+            version = self._version
             try:
                 drawn = super().generate(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
-            except LOST as error:
-                if self._group is None:
+            except StateError:
+                if self._version == version:
                     raise
-                self._replace(error)
-                self.update_from(self._group)
-                continue
+                continue  # other weights came meanwhile
             self._restarts.progress()
             return drawn
 
-    def _replace(self, error: SlimeError) -> None:
+    def _update(self, group: Any, indices: Sequence[int]) -> int:
+        while True:
+            try:
+                return super()._update(group, indices)
+            except SyncError as error:
+                lost = self.dead()
+                if not lost:
+                    raise
+                self._replace(lost, error)
+
+    def _after_loss(self, index: int, error: SlimeError) -> None:
+        if self._group is None:
+            raise error
+        self._replace([index], error)
+        if self._update(self._group, [index]) != self._version:
+            self.update_from(self._group)
+
+    def _replace(self, indices: Sequence[int], error: SlimeError) -> None:
         while True:
             self._restarts.spend(error)
             try:
-                self.relaunch()
+                self.relaunch(indices)
                 return
             except LOST as another:
                 error = another

@@ -84,7 +84,7 @@ class CallFuture:
                     if isinstance(error, GetTimeoutError) and not isinstance(error, RayTaskError):
                         late.append(ref)
                         continue
-                    failure = self._meaning_of(error, self._ranks[ref])
+                    failure = meaning_of(error, self._ranks[ref], self.running.name)
                     failures.append((self._ranks[ref], failure))
                     # nothing explains an end but the end itself
                     grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
@@ -106,12 +106,13 @@ class CallFuture:
         self.running.pending = {}
         return values[self._refs[0]] if self._first_only else [values[ref] for ref in self._refs]
 
-    def _meaning_of(self, error: RayError, rank: int) -> Exception:
-        """What a rank raised, or what Ray's own error says of it."""
-        cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
-        if isinstance(cause, RayError) and type(cause) is not RayTaskError:
-            return explained(cause, rank, self.running.name)
-        return cause
+
+def meaning_of(error: RayError, rank: int, call: str) -> Exception:
+    """What a rank raised, or what Ray's own error says of it."""
+    cause = error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+    if isinstance(cause, RayError) and type(cause) is not RayTaskError:
+        return explained(cause, rank, call)
+    return cause
 
 
 class Running:

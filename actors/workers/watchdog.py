@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import ray
 from ray.exceptions import RayError
@@ -64,6 +64,7 @@ class Pulse:
 class Watched:
     """Base of Ray actors that a Watchdog looks after; one of their concurrency groups is called `control`."""
 
+    CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 1}  # threads of each
     _stacks: TextIO | None = None
 
     def keep_stacks(self, run_dir: Path | None, name: str) -> None:
@@ -97,7 +98,7 @@ class Watched:
 @functools.cache
 def remote_class(kind: type[Watched]) -> Any:
     """The class as Ray actors, with a thread that answers; made once, because Ray keeps each that is made for good."""
-    return ray.remote(concurrency_groups={"control": 1})(kind)  # type: ignore[call-overload]
+    return ray.remote(concurrency_groups=kind.CONCURRENCY_GROUPS)(kind)  # type: ignore[call-overload]
 
 
 @dataclass(slots=True)

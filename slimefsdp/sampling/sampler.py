@@ -8,7 +8,7 @@ and rows are decoded as packs of single tokens, by the model that is trained (`s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -160,11 +160,24 @@ class Sampler:
         self._waiting.extendleft(reversed(running))
         self._forget_rows()
 
-    def abort(self) -> list[tuple[int, int, Completion]]:
-        """Ends what is being sampled and what waits, as it is; returned as by `step`."""
-        samples = [*self._rows, *(sample for request in self._waiting for sample in request.samples)]
-        self._waiting.clear()
-        self._forget_rows()
+    def abort(self, requests: Collection[int] | None = None) -> list[tuple[int, int, Completion]]:
+        """Ends what is being sampled and what waits, as it is; returned as by `step`.
+
+        Args:
+            requests: numbers of those to end; None: all.
+        """
+        rows = [row for row, sample in enumerate(self._rows) if requests is None or sample.place[0] in requests]
+        samples = [self._rows[row] for row in rows]
+        if len(rows) == len(self._rows):
+            self._forget_rows()
+        else:
+            self._remove(rows)
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if requests is None or request.samples[0].place[0] in requests:
+                samples += request.samples
+            else:
+                self._waiting.append(request)
         return [sample.completion("abort") for sample in samples]
 
     def _forget_rows(self) -> None:

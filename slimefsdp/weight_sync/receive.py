@@ -86,6 +86,10 @@ class WeightReceiver:
                 parameter.copy_(tensor)
             self._missing.discard(name)
 
+    def forget(self) -> None:
+        """The weights are gone, and a new update has to be begun."""
+        self._incoming, self.version = None, None
+
     def commit(self, version: int) -> None:
         """Ends the update; the model may be used again.
 

@@ -45,7 +45,7 @@ def test_engines_whose_places_are_gone_come_up_in_others(cluster: None, make_con
         (lost,) = pool._places._groups.values()
         remove_placement_group(lost)
         pool.relaunch()
-        assert pool.are_alive()
+        assert pool.dead() == []
         (place,) = pool._places._groups.values()
         assert is_alive(place) and not is_alive(lost)
     finally:

@@ -1,70 +1,137 @@
-"""How often lost engines are replaced: also when others are lost while they start, and within the budget."""
+"""Engines of one's own in a pool, and lost ones: replaced alone, with the others' weights, within the budget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from actors.fault_tolerance.restarts import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
-from slimefsdp.errors import WorkerDied, WorkerHung
+from slimefsdp.errors import ConfigError, WorkerDied
+from tests.support.refusals import refused
+from tests.support.waiting import PATIENCE_S
 
-LOSSES: list[Exception] = [WorkerDied("an engine ended", rank=0, call="launch"), WorkerHung("one does not come up")]
-
-
-class Scripted:
-    """What engines do: launches fail as told, and sampling fails until a launch has succeeded."""
-
-    def __init__(self, failures: list[Exception]) -> None:
-        self.failures = failures
-        self.launches = 0
-        self.is_up = False
-        self.updated_after = -1  # so many launches
-
-    def update_from(self, pool: Any, group: Any) -> int:
-        self.updated_after = self.launches
-        return 7
-
-    def relaunch(self, pool: Any) -> None:
-        self.launches += 1
-        if self.failures:
-            raise self.failures.pop(0)
-        self.is_up = True
-
-    def generate(self, pool: Any, prompts: Any, **options: Any) -> tuple[int, list[Any]]:
-        if not self.is_up:
-            raise WorkerDied("the first loss")
-        assert self.updated_after == self.launches, "these engines have the policy's weights"
-        return 7, []
+PROMPTS = [[1] * length for length in (3, 1, 4, 2, 5, 6)]
+WHOLE = [(place, [*prompt, len(prompt), number]) for place, prompt in enumerate(PROMPTS) for number in range(2)]
+Launch = Callable[..., RestartingEngines]
 
 
-def scripted_engines(
-    monkeypatch: pytest.MonkeyPatch, make_config: Any, failures: list[Exception], max_restarts: int
-) -> tuple[Scripted, RestartingEngines]:
-    script = Scripted(failures)
-    for name in ("relaunch", "generate", "update_from"):
-        method = getattr(script, name)
-        monkeypatch.setattr(EnginePool, name, lambda pool, *args, method=method, **kw: method(pool, *args, **kw))
-    engines = RestartingEngines(make_config(cluster={"max_restarts": max_restarts}))
-    engines.update_from(object())
-    return script, engines
+class Policy:
+    """Stands for a trainer group, whose weights are a version alone."""
+
+    version = 7
+
+    def __init__(self) -> None:
+        self.sent_to: list[int] = []  # how many receivers, by update
+
+    def update_weights(self, receivers: list[Any]) -> Any:
+        self.sent_to.append(len(receivers))
+        for receiver in receivers:
+            ray.get([receiver.begin.remote(self.version, {}), receiver.commit.remote(self.version)], timeout=PATIENCE_S)
+        return SimpleNamespace(version=self.version)
 
 
-def test_engines_that_are_lost_while_they_start_are_replaced_too(
-    monkeypatch: pytest.MonkeyPatch, make_config: Any
+@pytest.fixture
+def launch(cluster: None, make_config: Any, tmp_path: Path) -> Iterator[Launch]:
+    pools = []
+
+    def launched(**cluster_settings: Any) -> RestartingEngines:
+        settings = {"engine": "tests.support.own_engine:TellingEngine", "engines": 2}
+        config = make_config(run={"dir": str(tmp_path)}, rollout=settings, cluster=cluster_settings)
+        pools.append(RestartingEngines.launch(config))
+        return pools[-1]
+
+    yield launched
+    for pool in pools:
+        pool.shutdown()
+
+
+def pids(pool: EnginePool) -> list[int]:
+    return ray.get([engine.pid.remote() for engine in pool.receivers], timeout=PATIENCE_S)
+
+
+def whole(samples: list[Any]) -> list[tuple[int, list[int]]]:
+    return [(sample.prompt, sample.tokens) for sample in samples]
+
+
+def test_a_lost_engine_is_replaced_alone_and_every_sample_comes_once(launch: Launch, tmp_path: Path) -> None:
+    engines, policy = launch(), Policy()
+    assert engines.update_from(policy) == 7
+    first, second = pids(engines)
+    (tmp_path / "ends_at_generate").write_text("engine 1\n")
+    version, samples = engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
+    assert (version, whole(samples)) == (7, WHOLE)
+    assert pids(engines)[0] == first and pids(engines)[1] != second
+    assert policy.sent_to == [2, 1], "the other one has its weights"
+
+
+def test_where_the_policy_has_gone_on_all_engines_get_its_weights_and_all_is_drawn_from_them(
+    launch: Launch, tmp_path: Path
 ) -> None:
-    script, engines = scripted_engines(monkeypatch, make_config, list(LOSSES), max_restarts=3)
-    assert engines.generate(["a"], samples_per_prompt=1, seed=(0,)) == (7, [])
-    assert script.launches == 3
+    engines, policy = launch(), Policy()
+    engines.update_from(policy)
+    policy.version = 8
+    (tmp_path / "ends_at_generate").write_text("engine 0\n")
+    version, samples = engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
+    assert (version, whole(samples)) == (8, WHOLE)
+    assert {span.version for sample in samples for span in sample.versions} == {8}
 
 
-@pytest.mark.parametrize(("max_restarts", "launches"), [(0, 0), (2, 2), (10, MAX_WITHOUT_PROGRESS)])
+def test_an_engine_that_is_lost_in_an_update_is_replaced_and_all_get_the_weights(launch: Launch) -> None:
+    engines, policy = launch(), Policy()
+    first, _ = pids(engines)
+
+    def fails_once(receivers: list[Any]) -> Any:
+        from slimefsdp.errors import SyncError
+
+        del policy.update_weights  # type: ignore[attr-defined]
+        ray.kill(receivers[1])
+        raise SyncError("one has gone")
+
+    policy.update_weights = fails_once  # type: ignore[method-assign]
+    assert engines.update_from(policy) == 7
+    assert pids(engines)[0] == first and policy.sent_to == [2]
+    assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
+
+
+@pytest.mark.parametrize(("max_restarts", "starts"), [(0, 0), (2, 2), (10, MAX_WITHOUT_PROGRESS)])
 def test_losses_beyond_the_budget_or_without_progress_end_the_run(
-    monkeypatch: pytest.MonkeyPatch, make_config: Any, max_restarts: int, launches: int
+    launch: Launch, tmp_path: Path, max_restarts: int, starts: int
 ) -> None:
-    script, engines = scripted_engines(monkeypatch, make_config, 9 * LOSSES, max_restarts)
-    with pytest.raises((WorkerDied, WorkerHung)):
-        engines.generate(["a"], samples_per_prompt=1, seed=(0,))
-    assert script.launches == launches
+    engines = launch(max_restarts=max_restarts)
+    engines.update_from(Policy())
+    (tmp_path / "ends_at_generate").write_text("engine 1\n")
+    (tmp_path / "ends_at_start").write_text(9 * "engine 1\n")
+    with pytest.raises(WorkerDied):
+        engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
+    assert (tmp_path / "starts").read_text().count("engine 1\n") == 1 + starts
+
+
+def test_engines_that_are_lost_while_they_start_are_replaced_too(launch: Launch, tmp_path: Path) -> None:
+    engines = launch(max_restarts=3)
+    engines.update_from(Policy())
+    (tmp_path / "ends_at_generate").write_text("engine 1\n")
+    (tmp_path / "ends_at_start").write_text(2 * "engine 1\n")
+    assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
+    assert (tmp_path / "starts").read_text().count("engine 1\n") == 4
+
+
+def test_without_restarts_a_lost_engine_is_an_error_that_names_it(launch: Launch, tmp_path: Path) -> None:
+    engines = launch()
+    Policy().update_weights(engines.receivers)
+    (tmp_path / "ends_at_generate").write_text("engine 1\n")
+    with pytest.raises(WorkerDied) as lost:  # nobody said where weights come from
+        engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
+    assert (lost.value.rank, lost.value.call) == (1, "generate")
+
+
+@pytest.mark.parametrize("name", ["tests.support.own_engine:Path", "tests.support.own_engine:absent", "absent:Engine"])
+def test_what_is_no_engine_is_refused_before_a_process_starts(make_config: Any, name: str) -> None:
+    with refused(ConfigError, "rollout.engine", name.partition(":")[2]):
+        EnginePool(make_config(rollout={"engine": name}))

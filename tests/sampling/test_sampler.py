@@ -283,14 +283,17 @@ def test_what_is_aborted_is_handed_over_as_far_as_it_came():
     whole = {index: c.tokens for index, c in enumerate(drawn(tiny("qwen3"), PROMPTS[:1], 2, seed=(1,)))}
     sampler.add(PROMPTS[0], 2, SamplingParams(9, seed=(1, 0)))
     sampler.add(PROMPTS[1], 2, SamplingParams(9, seed=(2,)))
+    sampler.add(PROMPTS[2], 1, SamplingParams(9, seed=(3,)))
     for _ in range(4):
         sampler.step()
+    given_up = {(request, number): completion for request, number, completion in sampler.abort({1, 2})}
+    assert sorted(given_up) == [(1, 0), (1, 1), (2, 0)] and len(given_up[1, 0].tokens) == 5
+    assert given_up[1, 1].tokens == [] and given_up[1, 1].versions == (), "it waited for a row"
     ended = {(request, number): completion for request, number, completion in sampler.abort()}
     assert sampler.is_idle and sampler.cache_bytes == 0
-    assert sorted(ended) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(ended) == [(0, 0), (0, 1)]
     assert {completion.finish_reason for completion in ended.values()} == {"abort"}
     assert all(ended[0, number].tokens == whole[number][:5] for number in (0, 1)), "two in the first step"
-    assert ended[1, 1].tokens == [] and ended[1, 1].versions == (), "it waited for a row"
     sampler.add(PROMPTS[0], 1, SamplingParams(9, seed=(1, 0)))
     completions = [completion for _ in range(9) for _, _, completion in sampler.step()]
     assert [completion.tokens for completion in completions] == [whole[0]]

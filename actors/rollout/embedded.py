@@ -1,0 +1,208 @@
+"""The embedded rollout engine: samples from a Hugging Face model in its own process, on this project's own sampler.
+
+It loads the model's architecture and tokenizer from the folder, never its weights: those come from the trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample
+from slimefsdp import heartbeat
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import StateError
+
+if TYPE_CHECKING:  # finding an engine's class costs no torch
+    from slimefsdp.sampling.sampler import Completion
+
+_LOOK_S = 1.0  # of a call that waits for weights
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of `generate` that has not ended."""
+
+    left: int  # samples
+    ended: list[tuple[int, int, Completion]] = field(default_factory=list)  # that are to be handed over
+    error: BaseException | None = None
+
+
+class EmbeddedEngine(Engine):
+    """One engine process; a Ray actor. Its calls sample together: whichever has its turn draws a token for all."""
+
+    def __init__(self, config: RunConfig, index: int) -> None:
+        super().__init__(config, index)
+        import torch
+
+        from slimefsdp.models.build import build_for_sampling
+        from slimefsdp.sampling.sampler import Sampler
+        from slimefsdp.weight_sync.receive import WeightReceiver
+
+        self._is_on_cuda = config.mesh.device != "cpu" and torch.cuda.is_available()
+        self._use_one_thread()
+        device = torch.device("cuda" if self._is_on_cuda else "cpu")
+        dtype = getattr(torch, config.precision.compute_dtype)
+        self._policy = build_for_sampling(Path(config.model.path), dtype, device)
+        self._receiver = WeightReceiver(self._policy.named_weights())
+        self._sampler = Sampler(self._policy, decode=self.tokenizer.decode)
+        self._changed = threading.Condition()  # holds the lock of all of the following, and of the model
+        self._calls: dict[int, tuple[_Call, int]] = {}  # by number of the sampler's request: whose, and its place there
+        self._num_running = 0
+        self._activity = heartbeat.during("generate")  # of all that run
+        self._others: deque[None] = deque()  # one for each thread that wants the lock for something else than a token
+        self._bytes: dict[Any, int] = {}  # of parameters while asleep
+        heartbeat.enter(heartbeat.IDLE)
+
+    def info(self) -> EngineInfo:
+        """As `Engine`."""
+        config = self._policy.hf.config
+        positions = getattr(config, "n_positions", None)  # learned ones; others have no end
+        return EngineInfo(
+            "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, ("object_store",)
+        )
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        """As `Engine`."""
+        self._use_one_thread()
+        call = _Call(sum(request.samples for request in requests))
+        with self._before_the_next_token():
+            if self._receiver.version is None:
+                raise StateError(
+                    "the engine has no committed weights", field="update_weights", hint="call update_weights first"
+                )
+            for place, request in enumerate(requests):
+                self._calls[self._sampler.add(request.prompt, request.samples, request.params)] = (call, place)
+            self._num_running += 1
+            if self._num_running == 1:
+                self._activity = heartbeat.during("generate")
+                self._activity.__enter__()
+        try:
+            while call.left:
+                ended = self._next(call)
+                call.left -= len(ended)
+                if ended:
+                    yield self._samples(ended)
+        finally:
+            with self._before_the_next_token():
+                given_up = {number for number, (owner, _) in self._calls.items() if owner is call}
+                if call.left:
+                    self._sampler.abort(given_up)
+                for number in given_up:
+                    del self._calls[number]
+                self._num_running -= 1
+                if self._num_running == 0:
+                    self._activity.__exit__(*sys.exc_info())
+
+    def _next(self, call: _Call) -> list[tuple[int, int, Completion]]:
+        """What has ended of a call since it last had a turn; draws a token for all calls where nothing has."""
+        with self._changed:
+            while self._others:
+                self._changed.wait(_LOOK_S)
+            self._wait_for_weights(call)
+            if call.error is not None:
+                raise call.error
+            if not call.ended:
+                try:
+                    self._hand_out(self._sampler.step())
+                except BaseException as error:  # the sampler holds nothing any more, of no call
+                    for other, _ in self._calls.values():
+                        other.error = error
+                    raise
+            ended, call.ended = call.ended, []
+            return ended
+
+    def _wait_for_weights(self, call: _Call) -> None:
+        """A call that began before an update goes on after it; what was aborted meanwhile need not wait."""
+        deadline = time.monotonic() + self.config.cluster.sync_timeout_s
+        while self._receiver.version is None and not call.ended:
+            if time.monotonic() > deadline:
+                raise StateError(
+                    f"no weights were committed within cluster.sync_timeout_s={self.config.cluster.sync_timeout_s:g} "
+                    "of the beginning of an update",
+                    field="update_weights",
+                    hint="call update_weights, and generate again",
+                )
+            heartbeat.tick()
+            self._changed.wait(_LOOK_S)
+
+    def _hand_out(self, ended: Sequence[tuple[int, int, Completion]]) -> None:
+        for request, number, completion in ended:
+            call, place = self._calls[request]
+            call.ended.append((place, number, completion))
+
+    def _samples(self, ended: Sequence[tuple[int, int, Completion]]) -> list[Sample]:
+        texts = self.decode([completion.tokens for _, _, completion in ended])
+        return [
+            Sample(place, number, one.tokens, one.log_probs, one.finish_reason, one.versions, text)
+            for (place, number, one), text in zip(ended, texts, strict=True)
+        ]
+
+    def abort(self) -> None:
+        """As `Engine`."""
+        with self._before_the_next_token():
+            self._hand_out(self._sampler.abort())
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """As `Engine`."""
+        with self._before_the_next_token():
+            if self._bytes:
+                raise StateError("the engine is asleep", field="update_weights", hint="call wake_up() first")
+            self._receiver.begin(version, manifest)
+
+    def receive(self, bucket: Any) -> None:
+        """As `Engine`."""
+        from actors.workers.weight_transport import unpack_bucket
+
+        self._receiver.receive(unpack_bucket(bucket))
+
+    def commit(self, version: int) -> None:
+        """As `Engine`."""
+        with self._before_the_next_token():
+            self._receiver.commit(version)
+            self._sampler.take_new_weights(version)
+
+    def sleep(self) -> None:
+        """As `Engine`."""
+        self.abort()
+        with self._before_the_next_token():
+            self._receiver.forget()
+            for _, parameter in () if self._bytes else self._policy.named_weights():
+                storage = parameter.untyped_storage()
+                self._bytes[parameter] = storage.nbytes()
+                storage.resize_(0)
+            if self._is_on_cuda:
+                import torch
+
+                torch.cuda.empty_cache()
+
+    def wake_up(self) -> None:
+        """As `Engine`."""
+        with self._before_the_next_token():
+            for parameter, size in self._bytes.items():
+                parameter.untyped_storage().resize_(size)
+            self._bytes = {}
+
+    @contextmanager
+    def _before_the_next_token(self) -> Iterator[None]:
+        """The lock, at the next opportunity: a thread that draws token after token would hardly ever leave it."""
+        self._others.append(None)
+        with self._changed:
+            self._others.pop()
+            try:
+                yield
+            finally:
+                self._changed.notify_all()
+
+    def _use_one_thread(self) -> None:
+        import torch
+
+        if not self._is_on_cuda:
+            torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
