@@ -33,6 +33,7 @@ from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, SFT_COLUMNS, Progr
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup
+_CHECKED_PROMPTS = 4  # whose samples are looked at before a run with engines of another code
 
 
 def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prompts | None = None) -> str:
@@ -182,6 +183,9 @@ class RolloutLoop:
         self.rest_critic()
         with stage("sending the first weights to the engines"):
             self._update_engines()
+        if self._config.rollout.engine != "embedded":  # whose code is the trainer's
+            with stage("comparing log-probs of engines and trainer", is_short=True):
+                self._engines.check_log_probs(self._group, self._collector.first_prompts(_CHECKED_PROMPTS))
         if not evaluates or self._config.evaluation.interval_steps is None:
             return {}
         with stage(f"evaluating before the first step, {len(self._collector.heldout)} prompts"):

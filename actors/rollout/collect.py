@@ -35,8 +35,11 @@ _DECIDING: Any = {
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
-# which engine draws a sample, and which process rewards it, makes no difference to it
-_NOT_DECIDING = {"engines", "reward_workers", "reward_timeout_s", "reward_concurrency"}
+# where a sample is drawn and rewarded, and how weights got there, makes no difference to it
+_NOT_DECIDING = {
+    *("engines", "engine_python", "engine_args", "engine_urls", "engine_logprob_bound", "weight_transport"),
+    *("reward_workers", "reward_timeout_s", "reward_concurrency"),
+}
 
 
 @dataclass(slots=True)
@@ -71,7 +74,12 @@ class Collector:
         self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
         prompts = prompts or read_prompts(config)
         self.prompts = PromptStream(prompts.train, config.run.seed)
+        self._train = prompts.train
         self.heldout = prompts.heldout
+
+    def first_prompts(self, count: int) -> list[Any]:
+        """Of the training file; they are not taken."""
+        return [record["prompt"] for record in self._train[:count]]
 
     def collect(self, step: int, version: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step and the metrics of its samples; None where nothing is left to train on.

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample
+from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample, TensorInfo
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import StateError
+from slimefsdp.errors import StateError, SyncError
 
 if TYPE_CHECKING:  # finding an engine's class costs no torch
     from slimefsdp.sampling.sampler import Completion
+    from slimefsdp.weight_sync.broadcast import BroadcastGroup
 
 _LOOK_S = 1.0  # of a call that waits for weights
 
@@ -58,6 +59,7 @@ class EmbeddedEngine(Engine):
         self._num_running = 0
         self._activity = heartbeat.during("generate")  # of all that run
         self._others: deque[None] = deque()  # one for each thread that wants the lock for something else than a token
+        self._group: BroadcastGroup | None = None  # that weights are broadcast in
         self._bytes: dict[Any, int] = {}  # of parameters while asleep
         heartbeat.enter(heartbeat.IDLE)
 
@@ -66,7 +68,7 @@ class EmbeddedEngine(Engine):
         config = self._policy.hf.config
         positions = getattr(config, "n_positions", None)  # learned ones; others have no end
         return EngineInfo(
-            "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, ("object_store",)
+            "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, ("object_store", "broadcast")
         )
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
@@ -163,6 +165,33 @@ class EmbeddedEngine(Engine):
 
         self._receiver.receive(unpack_bucket(bucket))
 
+    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        """As `Engine`."""
+        from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
+
+        if self._group is not None:
+            self._group.close()
+        try:
+            self._group = BroadcastGroup(address, port, rank, world_size, backend, timeout_s)
+        except BroadcastError as error:
+            raise _not_arrived(error) from error
+
+    def receive_broadcast(self, tensors: Sequence[TensorInfo]) -> None:
+        """As `Engine`."""
+        import torch
+
+        from slimefsdp.weight_sync.broadcast import BroadcastError, packed_bytes, unpack
+
+        if self._group is None:
+            raise StateError("receive_broadcast() before join()", field="update_weights", hint="call join first")
+        device = next(self._policy.parameters()).device
+        flat = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=device)
+        try:
+            self._group.broadcast(flat)
+        except BroadcastError as error:
+            raise _not_arrived(error) from error
+        self._receiver.receive(unpack(flat, tensors))
+
     def commit(self, version: int) -> None:
         """As `Engine`."""
         with self._before_the_next_token():
@@ -206,3 +235,11 @@ class EmbeddedEngine(Engine):
 
         if not self._is_on_cuda:
             torch.set_num_threads(1)  # per thread, and Ray runs methods on threads of its own
+
+
+def _not_arrived(error: Exception) -> SyncError:
+    return SyncError(
+        f"weights did not arrive: {error}",
+        field="update_weights",
+        hint="send the update again; where the sender has ended, start it first",
+    )

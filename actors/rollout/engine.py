@@ -15,17 +15,21 @@ from ray.exceptions import RayError
 from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.fault_tolerance.restarts import LOST
-from actors.rollout.protocol import Engine, Request, Sample, VersionSpan
+from actors.rollout.protocol import Engine, EngineInfo, Request, Sample, VersionSpan
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
 from actors.workers.watchdog import Limits, Waiting, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
-from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError, WorkerDied, WorkerHung
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import BatchError, ConfigError, EngineError, SlimeError, StateError, WorkerDied, WorkerHung
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams
 
 _HOMES = {"embedded": "actors.rollout.embedded:EmbeddedEngine", "vllm": "actors.rollout.vllm_engine:VllmEngine"}
+_CHECK = 4  # first number of a seed: what is drawn for the check is drawn for nothing else
+_CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine
 _GET_S = 10.0  # for samples that Ray says are here
 
 
@@ -39,7 +43,7 @@ class Sampled:
     log_probs: list[float]  # [response_length], at the sampling temperature
     text: str  # the response without special tokens, stripped
     finished: bool  # ended by an end token
-    versions: tuple[VersionSpan, ...]  # of the weights that drew the response
+    versions: tuple[VersionSpan, ...] = ()  # of the weights that drew the response
 
 
 class EnginePool:
@@ -86,9 +90,83 @@ class EnginePool:
         infos = [engines[index].info.remote() for index in indices]
         with stage(f"starting {len(ready)} engines", answered(infos)):
             for index, *refs in zip(indices, ready, infos, strict=True):
-                for ref in refs:
-                    self._wait([ref], "launch", timeout_s, began, first_rank=index)
+                found = [self._wait([ref], "launch", timeout_s, began, first_rank=index)[0] for ref in refs]
+                self._require_fit(index, found[1])
         (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", timeout_s, began)
+
+    def _require_fit(self, index: int, info: EngineInfo) -> None:
+        """
+        Raises:
+            EngineError: the run cannot use such an engine.
+        """
+        config = self._config
+        vocabulary = read_model_folder(config.model.path, with_weights=False).vocab_size
+        for what, found, wanted, field in (
+            ("a vocabulary", info.vocab_size, vocabulary, "model.path"),
+            ("weights in", info.dtype, config.precision.compute_dtype, "precision.compute_dtype"),
+        ):
+            if found != wanted:
+                raise EngineError(
+                    f"engine {index} ({info.name}) has {what} of {found}, and the trainer of {wanted}",
+                    field=field,
+                    hint="start the engine with the model and the dtype of the run",
+                    rank=index,
+                )
+        if config.rollout.transport not in info.transports:
+            raise EngineError(
+                f"engine {index} ({info.name}) takes weights by {' or '.join(info.transports)}, not by "
+                f"{config.rollout.transport}",
+                field="rollout.weight_transport",
+                hint=f"set it to {info.transports[0]}",
+                rank=index,
+            )
+
+    def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
+        """Compares log-probs of a few sampled tokens with the trainer's; by engine, the mean difference.
+
+        Every engine samples for all prompts, from the weights that it has; they must be the trainer's present ones.
+
+        Args:
+            group: the trainer's.
+            prompts: as `generate`.
+
+        Raises:
+            EngineError: a mean is above rollout.engine_logprob_bound; it names the engine and the likely cause.
+        """
+        few = self.requests(prompts, samples_per_prompt=_CHECKED_SAMPLES, seed=(_CHECK,))
+        few = [
+            replace(one, params=replace(one.params, max_new_tokens=min(_CHECKED_TOKENS, one.params.max_new_tokens)))
+            for one in few
+        ]
+        count = len(self._engines)
+        shares = {index: list(range(index * len(few), (index + 1) * len(few))) for index in range(count)}
+        found = sorted(self._stream(few * count, shares), key=lambda sample: (sample.request, sample.number))
+        settings = self._config.rollout
+        samples = [sampled(few[sample.request % len(few)], sample) for sample in found]
+        drawn = np.concatenate([sample.log_probs for sample in samples])
+        owners = np.concatenate([[one.request // len(few)] * len(one.tokens) for one in found]).astype(int)
+
+        batch = RolloutBatch.from_samples(
+            [{"tokens": one.tokens, "response_length": one.response_length} for one in samples],
+            temperature=settings.temperature,
+        )
+        apart = np.abs(group.compute_log_probs(batch).log_probs - drawn)
+        means = [float(apart[owners == index].mean()) for index in range(count)]
+        is_float32 = self._config.precision.compute_dtype == "float32"
+        bound = settings.engine_logprob_bound or (0.001 if is_float32 else 0.05)
+        worst = int(np.argmax(means))
+        if means[worst] > bound:
+            cause = "its weights are not those that were sent, or it computes otherwise than the trainer"
+            if settings.temperature != 1:
+                cause += ", or they are those without the temperature (vLLM: --logprobs-mode processed_logprobs)"
+            raise EngineError(
+                f"log-probs of what engine {worst} sampled differ from the trainer's by {means[worst]:.3g} in the mean "
+                f"of {int((owners == worst).sum())} tokens, more than {bound:g}: {cause}",
+                field="rollout.engine_logprob_bound",
+                hint="correct the engine, or raise the bound where its arithmetic is coarser",
+                rank=worst,
+            )
+        return means
 
     def relaunch(self, indices: Sequence[int] | None = None) -> None:
         """Ends engines as they are and starts others in their places, or in new ones if those are gone.

@@ -27,6 +27,7 @@ class TrainWorker(Watched):
         self.rank = rank
         self.world_size = world_size
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
+        self._broadcast: Any = None  # the sender that engines have formed a group with
         self._listener: socket.socket | None = None  # of rank 0, until its process group has it
 
     def free_address(self) -> tuple[str, int]:
@@ -109,11 +110,23 @@ class TrainWorker(Watched):
         return result if request.of_all_ranks or self.rank == 0 else None
 
     def update_weights(self, receivers: list[Any], timeout_s: float, role: str = "actor") -> Any:
-        """The Trainer's `update_weights` over Ray's object store."""
-        from actors.workers.weight_transport import ObjectStoreReceiver
-
-        targets = [ObjectStoreReceiver(receivers, timeout_s)] if self.rank == 0 else []
+        """The Trainer's `update_weights`, by the transport of the settings where receivers are engines."""
+        targets = [self._sender(receivers, timeout_s, role)] if self.rank == 0 and receivers else []
         return self.call(Request("update_weights", (targets,)), role)
+
+    def _sender(self, receivers: list[Any], timeout_s: float, role: str) -> Any:
+        from actors.workers.weight_transport import BroadcastReceiver, ObjectStoreReceiver
+
+        trainer = self.trainers[role]
+        is_of_engines = all(hasattr(receiver, "join") for receiver in receivers)
+        if not is_of_engines or trainer.config.rollout.transport == "object_store":
+            return ObjectStoreReceiver(receivers, timeout_s)
+        if self._broadcast is None or not self._broadcast.serves(receivers):
+            if self._broadcast is not None:
+                self._broadcast.close()
+            address, device = ray.util.get_node_ip_address(), trainer.mesh.device
+            self._broadcast = BroadcastReceiver(receivers, timeout_s, address=address, device=device)
+        return self._broadcast
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weight_sync.receive.Receiver`; for a reference group."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
 
@@ -29,10 +29,17 @@ def _engine_name(value: str) -> str:
     return value if value in ENGINES else function_name(value)
 
 
-def _url(value: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/]+/?", value):
-        raise broken_rule("must be the address of a server", "write it like http://127.0.0.1:8000")
-    return value.rstrip("/")
+def _arguments(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise broken_rule("must be a list of arguments", "write it like ['--max-num-seqs=64']")
+    return tuple(value)
+
+
+def _urls(value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) and re.fullmatch(r"https?://[^\s/]+/?", item) for item in value):
+        raise broken_rule("must be a list of servers' addresses", "write it like ['http://127.0.0.1:8000']")
+    return tuple(item.rstrip("/") for item in value)
 
 
 class DataSettings(Settings):
@@ -71,18 +78,23 @@ class RolloutSettings(Settings):
     engine_python: PathSetting | None = Field(
         None, description="the interpreter whose environment has the engine (vllm), for servers that the run starts"
     )
-    engine_args: tuple[str, ...] = Field(
+    engine_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
     )
-    engine_urls: tuple[Annotated[str, AfterValidator(_url)], ...] | None = Field(
+    engine_urls: Annotated[tuple[str, ...], BeforeValidator(_urls)] | None = Field(
         None, description="servers that are there already, one for each of rollout.engines; null: the run starts them"
     )
-    engine_logprob_bound: float = Field(
-        0.02,
+    engine_logprob_bound: float | None = Field(
+        None,
         gt=0,
         le=LARGEST,
-        description="largest difference of a sampled token's log-prob between an engine and the trainer, which is "
-        "looked at after the first weights; beyond, the run ends",
+        description="largest mean difference of sampled tokens' log-probs between an engine that is not embedded and "
+        "the trainer, looked at after the first weights; beyond, the run ends; null: 0.001 under float32, else 0.05",
+    )
+    weight_transport: Literal["auto", "object_store", "broadcast"] = Field(
+        "auto",
+        description="how weights reach the engines: through Ray's object store, or broadcast in a group of trainer and "
+        "engines (gloo on CPU, NCCL on CUDA); auto: broadcast to engines that are servers, else the object store",
     )
     sync_interval_steps: PositiveInt = Field(
         1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
@@ -126,6 +138,13 @@ class RolloutSettings(Settings):
     mask_truncated: bool = Field(
         False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
     )
+
+    @property
+    def transport(self) -> Literal["object_store", "broadcast"]:
+        """What `weight_transport` stands for."""
+        if self.weight_transport == "auto":
+            return "broadcast" if self.engine in SERVED_ENGINES else "object_store"
+        return self.weight_transport
 
     @model_validator(mode="after")
     def check_engine_servers(self) -> RolloutSettings:

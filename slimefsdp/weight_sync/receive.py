@@ -21,7 +21,7 @@ Manifest = dict[str, tuple[int, ...]]  # name -> full shape
 
 
 class Receiver(Protocol):
-    """Anything that new weights can be sent to."""
+    """Anything that new weights can be sent to: tensors on the host, or where `takes_device_tensors`, as they are."""
 
     def begin(self, version: int, manifest: Manifest) -> None: ...
 

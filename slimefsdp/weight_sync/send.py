@@ -42,8 +42,12 @@ def stream_weights(
         for receiver in receivers:
             receiver.begin(version, manifest)
         for bucket in buckets:
-            on_host = [(name, tensor.cpu()) for name, tensor in bucket]
+            on_host = None
             for receiver in receivers:
+                if getattr(receiver, "takes_device_tensors", False):
+                    receiver.receive(bucket)
+                    continue
+                on_host = on_host or [(name, tensor.cpu()) for name, tensor in bucket]
                 receiver.receive(on_host)
         for receiver in receivers:
             receiver.commit(version)

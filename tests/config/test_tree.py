@@ -637,6 +637,30 @@ RULES = [
         ["run.steps=11", "optim.total_updates=11"],
     ),
     (
+        "check_engine_servers",
+        {"rollout__engine": "vllm", "rollout__engine_python": "venv/bin/python"},
+        {"rollout__engine_python": "venv/bin/python"},
+        ["rollout.engine_python", "rollout.engine=embedded", "rollout.engine=vllm"],
+    ),
+    (
+        "check_engine_servers",
+        {"rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1"]},
+        {"rollout__engine": "vllm"},
+        ["rollout.engine=vllm", "rollout.engine_python", "rollout.engine_urls"],
+    ),
+    (
+        "check_engine_servers",
+        {"rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1", "http://b:1"], "rollout__engines": 2},
+        {"rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1", "http://a:1/"], "rollout__engines": 2},
+        ["rollout.engines=2", "rollout.engine_urls", "http://a:1"],
+    ),
+    (
+        "check_engine_servers",
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__engine_args": ["--max-num-seqs=4"]},
+        {"rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1"], "rollout__engine_args": ["--x"]},
+        ["rollout.engine_args", "rollout.engine_urls"],
+    ),
+    (
         "check_filter_rounds",
         {"rollout__max_rounds": 3, "rollout__filter": "mixed_groups"},
         {"rollout__max_rounds": 3},

@@ -1,0 +1,62 @@
+"""Weights by every transport, from two ranks to real engines: equal log-probs, and engines that are lost meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from actors.rollout.engine import EnginePool
+from actors.rollout.supervised import RestartingEngines
+from actors.workers.worker_group import WorkerGroup
+from slimefsdp.errors import EngineError, SyncError
+from tests.support.refusals import refused
+from tests.support.waiting import PATIENCE_S
+
+PROMPTS = ["sort 31", "sort 2718", "sort 90210"]
+
+
+@pytest.fixture(scope="module")
+def broadcasting(cluster: None, make_config: Any) -> Iterator[tuple[Any, RestartingEngines]]:
+    """Two ranks that broadcast, and two engines."""
+    config = make_config(rollout={"weight_transport": "broadcast"}, cluster={"max_restarts": 2})
+    group = WorkerGroup.launch(config)
+    engines = RestartingEngines.launch(config)
+    yield group, engines
+    engines.shutdown()
+    group.shutdown()
+
+
+def pids(engines: EnginePool) -> list[int]:
+    return [ray.get(engine.progress.remote(), timeout=PATIENCE_S).pid for engine in engines.receivers]
+
+
+def test_engines_compute_the_trainers_log_probs_after_every_broadcast(
+    broadcasting: tuple[Any, RestartingEngines], small_batch: Any
+) -> None:
+    group, engines = broadcasting
+    for version in range(3):
+        assert engines.update_from(group) == version
+        assert max(engines.check_log_probs(group, PROMPTS)) < 1e-5
+        group.train_step(small_batch)
+    with refused(EngineError, "rollout.engine_logprob_bound", "engine 0"):
+        engines.check_log_probs(group, PROMPTS)
+
+
+def test_an_engine_that_is_killed_between_updates_is_replaced_and_another_group_forms(
+    broadcasting: tuple[Any, RestartingEngines],
+) -> None:
+    group, engines = broadcasting
+    engines.update_from(group)
+    first, second = pids(engines)
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(SyncError):
+        group.update_weights(engines.receivers)
+    version = engines.update_from(group)
+    assert pids(engines)[0] == first and pids(engines)[1] != second
+    assert max(engines.check_log_probs(group, PROMPTS)) < 1e-5
+    assert engines.generate(PROMPTS, samples_per_prompt=2, seed=(1,))[0] == version
