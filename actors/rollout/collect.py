@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from actors.rollout.engine import EnginePool
+from actors.rollout.engine import EnginePool, Sampled
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
@@ -196,18 +196,27 @@ class Collector:
         self, records: Sequence[Record], per_prompt: int, purpose: Sequence[int], seconds: Metrics, greedy: bool = False
     ) -> tuple[int, list[_Group]]:
         """The weight version that sampled, and scored responses to each record."""
+        scoring = self._rewards.scoring()
+        added: list[tuple[int, int]] = []  # prompt and number of each sample; a sample may have been drawn again
+
+        def score(sample: Sampled) -> None:
+            added.append((sample.prompt, sample.number))
+            scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
+
         with timed(seconds, "generate"):
             version, samples = self._engines.generate(
                 [record["prompt"] for record in records],
                 samples_per_prompt=per_prompt,
                 seed=(self._config.run.seed, *purpose),
                 greedy=greedy,
+                each=score,
             )
         groups = [_Group(record, []) for record in records]
         failures: list[SlimeError] = []
-        with timed(seconds, "reward"):
-            responses = [Response(records[sample.prompt], sample.text, sample.finished) for sample in samples]
-            for sample, outcome in zip(samples, self._rewards.score(responses), strict=True):
+        with timed(seconds, "reward"):  # what generation did not hide
+            outcomes = dict(zip(added, scoring.finish(), strict=True))
+            for sample in samples:
+                outcome = outcomes[sample.prompt, sample.number]
                 group = groups[sample.prompt]
                 if isinstance(outcome, SlimeError):
                     failures.append(outcome)

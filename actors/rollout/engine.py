@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class Sampled:
     """One response to one prompt."""
 
     prompt: int  # the place of its prompt among those of the call
+    number: int  # among the samples of that prompt
     tokens: list[int]  # prompt and response
     response_length: int
     log_probs: list[float]  # [response_length], at the sampling temperature
@@ -227,7 +228,13 @@ class EnginePool:
         return [encoded[place] for place in range(len(prompts))]
 
     def generate(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Any],
+        *,
+        samples_per_prompt: int,
+        seed: Sequence[int],
+        greedy: bool = False,
+        each: Callable[[Sampled], None] | None = None,
     ) -> tuple[int, list[Sampled]]:
         """Samples for all prompts, split evenly over the engines; prompt-major.
 
@@ -235,6 +242,7 @@ class EnginePool:
             prompts: texts, lists of chat messages, or token ids.
             seed: what the draws depend on, e.g. (run seed, step).
             greedy: take the likeliest token each time, whatever the seed.
+            each: called with a sample when it has ended, while others have not.
 
         Returns:
             The weight version that sampled, and the samples.
@@ -246,15 +254,19 @@ class EnginePool:
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
         requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
-        found = sorted(self.stream(requests), key=lambda sample: (sample.request, sample.number))
-        versions = {span.version for sample in found for span in sample.versions}
+        found: dict[tuple[int, int], Sampled] = {}
+        for sample in self.stream(requests):
+            one = found[sample.request, sample.number] = sampled(requests[sample.request], sample)
+            if each is not None:
+                each(one)
+        versions = {span.version for one in found.values() for span in one.versions}
         if len(versions) != 1:
             raise StateError(
                 f"engines hold different weights: versions {sorted(versions)}",
                 field="update_weights",
                 hint="call update_weights",
             )
-        return versions.pop(), [sampled(requests[sample.request], sample) for sample in found]
+        return versions.pop(), [found[place] for place in sorted(found)]
 
     def requests(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
@@ -402,6 +414,7 @@ def sampled(request: Request, sample: Sample) -> Sampled:
     """A sample with its prompt."""
     return Sampled(
         sample.request,
+        sample.number,
         [*request.prompt, *sample.tokens],
         len(sample.tokens),
         sample.log_probs,

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from actors.cluster.ray_errors import end_processes, require_cluster
-from actors.rollout.rewards import Outcome, Response, RewardScorer, driver_scorer, failed_reward, overdue
+from actors.rollout.rewards import Outcome, Response, RewardScorer, Scoring, driver_scorer, failed_reward, overdue
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S
 from slimefsdp.config import RunConfig
@@ -50,6 +50,7 @@ class _Worker:
     actor: Any
     ref: Any  # of what it does: coming up, or a call
     places: list[int] = field(default_factory=list)  # of the responses that it was given
+    scoring: Any = None  # whose responses these are
     began: float = field(default_factory=time.monotonic)
 
 
@@ -91,79 +92,29 @@ class RewardWorkers:
     def score(self, responses: Sequence[Response]) -> list[Outcome]:
         """What the reward function returned for each response, in their order, or the error that it is instead.
 
+        Raises:
+            ResourceError: as `scoring`.
+        """
+        scoring = self.scoring()
+        for response in responses:
+            scoring.add(response)
+        return scoring.finish()
+
+    def scoring(self) -> Scoring:
+        """For responses that come one after another: workers score the first while others are still sampled.
+
         A process that ends or does not return in time is replaced. What it had been given is then asked for one by one,
         so that the error names the response at fault.
 
         Raises:
-            ResourceError: a process that was to replace another did not come up, or Ray is gone.
+            ResourceError: of its methods: a process that was to replace another did not come up, or Ray is gone.
         """
-        if not self._workers:
-            return self._scorer.score(responses)
-        require_cluster()
-        waiting = deque(range(len(responses)))
-        alone: set[int] = set()  # of these one is at fault
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(responses):
-            for worker in self._workers:
-                if worker.ref is None and waiting:
-                    worker.places, worker.began = self._next_places(waiting, alone), time.monotonic()
-                    worker.ref = worker.actor.score.remote([responses[place] for place in worker.places])
-            busy = {worker.ref: worker for worker in self._workers if worker.ref is not None}
-            for ref in ray.wait(list(busy), num_returns=1, timeout=SLICE_S)[0]:
-                worker = busy[ref]
-                places = worker.places
-                worker.ref, worker.places = None, []
-                try:
-                    found = ray.get(ref, timeout=_GET_S)
-                except RayError as error:
-                    require_cluster()
-                    if not places:
-                        raise self._did_not_come_up(f"({_said(error)})") from error
-                    self._replace(worker)
-                    if not self._asks_one_by_one(places, waiting, alone):
-                        problem = f"{self._name} ended its process ({_said(error)})"
-                        hint = "correct the function, or look at the memory of its node"
-                        outcomes[places[0]] = failed_reward(problem, responses[places[0]].record, hint)
-                    continue
-                if places:
-                    outcomes.update(zip(places, found, strict=False))
-                    waiting.extendleft(reversed(places[len(found) :]))
-            require_cluster()
-            for worker in self._workers:
-                if worker.ref is None or time.monotonic() - worker.began <= self._allowed_s(worker):
-                    continue
-                if not worker.places:
-                    raise self._did_not_come_up(f"within {self._launch_timeout_s:g} s")
-                places = worker.places
-                self._replace(worker)
-                if not self._asks_one_by_one(places, waiting, alone):
-                    outcomes[places[0]] = overdue(self._name, responses[places[0]], self._timeout_s)
-        return [outcomes[place] for place in range(len(responses))]
+        return _Scoring(self) if self._workers else self._scorer.scoring()
 
     def shutdown(self) -> None:
         """Ends the processes; idempotent."""
         end_processes([worker.actor for worker in self._workers])
         self._workers = []
-
-    def _next_places(self, waiting: deque[int], alone: set[int]) -> list[int]:
-        """What a worker is given now: less and less, so that all of them have something to do until the end."""
-        if waiting[0] in alone:
-            return [waiting.popleft()]
-        share = -(-len(waiting) // len(self._workers))
-        share = min(share, self._concurrency) if self._scorer.is_async else -(-share // 2)
-        places = [waiting.popleft()]
-        while len(places) < share and waiting[0] not in alone:
-            places.append(waiting.popleft())
-        return places
-
-    @staticmethod
-    def _asks_one_by_one(places: list[int], waiting: deque[int], alone: set[int]) -> bool:
-        """Whether one of several responses was at fault, each of which is to be scored by itself now."""
-        if len(places) == 1:
-            return False
-        waiting.extendleft(reversed(places))
-        alone.update(places)
-        return True
 
     def _allowed_s(self, worker: _Worker) -> float:
         return self._timeout_s + TURN_S + LATE_S if worker.places else self._launch_timeout_s
@@ -199,6 +150,98 @@ class RewardWorkers:
             f"a process that calls {self._name} did not come up {how}",
             field="rollout.reward_workers",
             hint="look at its log; module, data and packages of the function must be there on every node",
+        )
+
+
+class _Scoring:
+    """Responses that the workers score; one at a time has them."""
+
+    def __init__(self, workers: RewardWorkers) -> None:
+        self._all = workers
+        self._responses: list[Response] = []
+        self._waiting: deque[int] = deque()  # places of responses that no worker has
+        self._alone: set[int] = set()  # of these one is at fault
+        self._outcomes: dict[int, Outcome] = {}
+        self._is_complete = False
+
+    def add(self, response: Response) -> None:
+        """As `Scoring`."""
+        self._waiting.append(len(self._responses))
+        self._responses.append(response)
+        self._advance(0.0)
+
+    def finish(self) -> list[Outcome]:
+        """As `Scoring`."""
+        self._is_complete = True
+        while len(self._outcomes) < len(self._responses):
+            self._advance(SLICE_S)
+        return [self._outcomes[place] for place in range(len(self._responses))]
+
+    def _advance(self, wait_s: float) -> None:
+        """Takes in what workers have done, waiting so long for something, and gives them more to do."""
+        require_cluster()
+        workers = self._all._workers
+        for worker in workers:
+            if worker.ref is None and self._waiting:
+                worker.places, worker.began, worker.scoring = self._next_places(), time.monotonic(), self
+                worker.ref = worker.actor.score.remote([self._responses[place] for place in worker.places])
+        busy = {worker.ref: worker for worker in workers if worker.ref is not None}
+        if not busy:
+            return
+        for ref in ray.wait(list(busy), num_returns=1, timeout=wait_s)[0]:
+            worker = busy[ref]
+            places = worker.places
+            worker.ref, worker.places = None, []
+            try:
+                found = ray.get(ref, timeout=_GET_S)
+            except RayError as error:
+                require_cluster()
+                if not places:
+                    raise self._all._did_not_come_up(f"({_said(error)})") from error
+                self._after_loss(worker, places, f"ended its process ({_said(error)})")
+                continue
+            if places and worker.scoring is self:  # one before it may have been given up
+                self._outcomes.update(zip(places, found, strict=False))
+                self._waiting.extendleft(reversed(places[len(found) :]))
+        for worker in workers:
+            if worker.ref is None or time.monotonic() - worker.began <= self._all._allowed_s(worker):
+                continue
+            if not worker.places:
+                raise self._all._did_not_come_up(f"within {self._all._launch_timeout_s:g} s")
+            self._after_loss(worker, worker.places, None)
+
+    def _next_places(self) -> list[int]:
+        """What a worker is given now: less and less, so that all of them have something to do until the end."""
+        if self._waiting[0] in self._alone:
+            return [self._waiting.popleft()]
+        share = -(-len(self._waiting) // len(self._all._workers))
+        if self._all._scorer.is_async:
+            share = min(share, self._all._concurrency)
+        elif self._is_complete:
+            share = -(-share // 2)
+        places = [self._waiting.popleft()]
+        while len(places) < share and self._waiting[0] not in self._alone:
+            places.append(self._waiting.popleft())
+        return places
+
+    def _after_loss(self, worker: _Worker, places: list[int], how: str | None) -> None:
+        """Replaces a worker. Of several responses one was at fault: they are asked one by one.
+
+        Args:
+            how: it was lost; None: it did not return in time.
+        """
+        self._all._replace(worker)
+        if worker.scoring is not self:
+            return
+        if len(places) > 1:
+            self._waiting.extendleft(reversed(places))
+            self._alone.update(places)
+            return
+        name, response = self._all._name, self._responses[places[0]]
+        self._outcomes[places[0]] = (
+            overdue(name, response, self._all._timeout_s)
+            if how is None
+            else failed_reward(f"{name} {how}", response.record, "correct it, or look at the memory of its node")
         )
 
 

@@ -50,12 +50,44 @@ class Response:
     finished: bool
 
 
+class Scoring(Protocol):
+    """Responses that are scored as they come."""
+
+    def add(self, response: Response) -> None:
+        """Has one more scored; does not wait for it."""
+        ...
+
+    def finish(self) -> list[Outcome]:
+        """Waits for all; the outcomes in the order in which responses were added."""
+        ...
+
+
 class Rewards(Protocol):
     """Whatever scores responses for a `Collector`."""
 
-    def score(self, responses: Sequence[Response]) -> list[Outcome]:
-        """The outcome of each response, in their order."""
+    def scoring(self) -> Scoring:
+        """For the responses of one call of the engines."""
         ...
+
+
+class ScoringAtTheEnd:
+    """Scores all responses once the last one is there.
+
+    Args:
+        score: the outcome of each response, in their order.
+    """
+
+    def __init__(self, score: Callable[[Sequence[Response]], list[Outcome]]) -> None:
+        self._score = score
+        self._responses: list[Response] = []
+
+    def add(self, response: Response) -> None:
+        """As `Scoring`."""
+        self._responses.append(response)
+
+    def finish(self) -> list[Outcome]:
+        """As `Scoring`."""
+        return self._score(self._responses)
 
 
 class RewardScorer:
@@ -78,6 +110,10 @@ class RewardScorer:
         self.is_async = inspect.iscoroutinefunction(self._reward)
         # one loop for good: clients that a module keeps belong to the loop in which they were first used
         self._runner = asyncio.Runner() if self.is_async else None
+
+    def scoring(self) -> ScoringAtTheEnd:
+        """As `Rewards`: this process has nothing to score beside."""
+        return ScoringAtTheEnd(self.score)
 
     def score(self, responses: Sequence[Response], until: float = math.inf) -> list[Outcome]:
         """The outcomes of the first responses: of all, but for a plain function when the time is over.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.fault_tolerance.restarts import LOST, Restarts
@@ -32,13 +32,21 @@ class RestartingEngines(EnginePool):
         return self._version
 
     def generate(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Any],
+        *,
+        samples_per_prompt: int,
+        seed: Sequence[int],
+        greedy: bool = False,
+        each: Callable[[Sampled], None] | None = None,
     ) -> tuple[int, list[Sampled]]:
-        """As of `EnginePool`."""
+        """As of `EnginePool`; `each` is called again for what has to be drawn again."""
         while True:
             version = self._version
             try:
-                drawn = super().generate(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
+                drawn = super().generate(
+                    prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy, each=each
+                )
             except StateError:
                 if self._version == version:
                     raise

@@ -33,13 +33,15 @@ class Engines:
         return self.version
 
     def generate(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False, each: Any
     ) -> tuple[int, list[Sampled]]:
         samples = [
-            Sampled(index, [5, 6, 7], 2, [-1.0, -1.0], "x" * number, True)
+            Sampled(index, number, [5, 6, 7], 2, [-1.0, -1.0], "x" * number, True)
             for index in range(len(prompts))
             for number in range(samples_per_prompt)
         ]
+        for sample in samples:
+            each(sample)
         return self.version, samples
 
 

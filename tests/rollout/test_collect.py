@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from actors.rollout.collect import Collector, overlong_penalty
 from actors.rollout.engine import Sampled
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record
-from actors.rollout.rewards import Outcome, Response, failed_reward
+from actors.rollout.rewards import Outcome, Response, ScoringAtTheEnd, failed_reward
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -39,18 +40,28 @@ class Engines:
         return int(group.update_weights([]).version)
 
     def generate(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Any],
+        *,
+        samples_per_prompt: int,
+        seed: Sequence[int],
+        greedy: bool = False,
+        each: Callable[[Sampled], None] = lambda sample: None,
     ) -> tuple[int, list[Sampled]]:
         self.calls.append((list(prompts), samples_per_prompt, tuple(seed), greedy))
         rng = np.random.default_rng([0] if greedy else list(seed))
         samples = []
         for index, prompt in enumerate(prompts):
-            for _ in range(samples_per_prompt):
+            for number in range(samples_per_prompt):
                 length = int(rng.integers(1, LONGEST + 1))
                 tokens = [5, int(prompt.split()[1]) + 10, *rng.integers(0, 3, length).tolist()]
                 finished = length < LONGEST or bool(rng.integers(2))
                 text = f"{tokens[-1]}{length}"
-                samples.append(Sampled(index, tokens, length, rng.normal(-2, 0.5, length).tolist(), text, finished))
+                samples.append(
+                    Sampled(index, number, tokens, length, rng.normal(-2, 0.5, length).tolist(), text, finished)
+                )
+        for place in np.random.default_rng(1).permutation(len(samples)):  # as they end
+            each(samples[place])
         return VERSION, samples
 
 
@@ -340,6 +351,9 @@ class Failing:
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers
 
+    def scoring(self) -> ScoringAtTheEnd:
+        return ScoringAtTheEnd(self.score)
+
     def score(self, responses: Sequence[Response]) -> list[Outcome]:
         failed: set[int] = set()
         outcomes: list[Outcome] = []
@@ -446,7 +460,7 @@ class EndlessEngines(Engines):
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple[int, list[Sampled]]:
         version, samples = super().generate(*args, **kwargs)
-        return version, [Sampled(s.prompt, s.tokens, s.response_length, s.log_probs, s.text, False) for s in samples]
+        return version, [replace(sample, finished=False) for sample in samples]
 
 
 def test_a_step_whose_responses_are_all_truncated_and_masked_has_no_batch(make: Any) -> None:

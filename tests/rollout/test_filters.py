@@ -19,7 +19,7 @@ answer: Any = None
 
 
 def group(*rewards: float, trained: float = 0.0) -> list[ScoredSample]:
-    sample = Sampled(0, [1, 2], 1, [-0.5], "2", True)
+    sample = Sampled(0, 0, [1, 2], 1, [-0.5], "2", True)
     return [ScoredSample(sample, {"reward": reward}, trained) for reward in rewards]
 
 
