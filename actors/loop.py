@@ -6,12 +6,15 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
@@ -33,6 +36,7 @@ from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, SFT_COLUMNS, Progr
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup
+_CLOSE_S = 10.0  # for a batch that is being collected to end without its engines
 _CHECKED_PROMPTS = 4  # whose samples are looked at before a run with engines of another code
 
 
@@ -91,6 +95,7 @@ class Run:
             stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None
             self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
+            stack.callback(self._loop.close)
         self._log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
 
     def begin(self) -> int:
@@ -131,6 +136,7 @@ class Run:
         if ends_here or (self._keeps and (is_last or _is_due(done, config.checkpoint.interval_steps))):
             _save(done, self._group, self._loop, self._folder)
         if ends_here:
+            self._loop.settle()
             self._group.finish_save()
             self._interrupts.done()
             raise Interrupted(
@@ -173,10 +179,27 @@ class RolloutLoop:
         self._collector = Collector(config, engines, recorded, prompts, rewards)
         self._version = -1  # of the engines' weights
         self._engines_are_behind = True
+        self._ahead: AheadCollector | None = None  # once the first step has begun
+        self._prompts_behind: dict[str, Any] | None = None  # of the batch that was trained on last
 
     @property
     def prompts(self) -> PromptStream:
         return self._collector.prompts
+
+    def prompts_state(self) -> dict[str, Any]:
+        """Where the prompts stand behind what was trained on: the stream itself may be further."""
+        return self.prompts.state() if self._prompts_behind is None else self._prompts_behind
+
+    def settle(self) -> None:
+        """Has the batch that was drawn beside the last step recorded, for a run that goes on after this one."""
+        if self._ahead is not None:
+            self._ahead.settle(_CLOSE_S)
+
+    def close(self) -> None:
+        """Ends what is collected for steps to come, and the engines with it."""
+        if self._ahead is not None:
+            self._engines.shutdown()
+            self._ahead.close(_CLOSE_S)
 
     def before_training(self, *, evaluates: bool) -> Metrics:
         """First weights to the engines; held-out metrics of the policy as it is, if asked for."""
@@ -197,9 +220,10 @@ class RolloutLoop:
         A batch with nothing to train on leaves the weights as they are.
         """
         seconds: Metrics = {"generate": 0.0, "reward": 0.0, "train": 0.0, "sync": 0.0}
-        batch, scores = self._collector.collect(step, self._version, seconds)
+        batch, scores = self._collected(step, seconds)
         metrics: Metrics = {"updates": 0.0}
         if batch is not None:
+            metrics |= self._staleness(batch)
             metrics |= self._trained(step, batch, seconds)
         self._engines_are_behind |= metrics["updates"] > 0
         interval = self._config.evaluation.interval_steps
@@ -208,12 +232,39 @@ class RolloutLoop:
         if self._engines_are_behind and (evaluates or _is_due(step + 1, self._config.rollout.sync_interval_steps)):
             with timed(seconds, "sync"):
                 self._update_engines()
+        if self._ahead is not None:
+            self._ahead.weights_are_of(step + 1)
         metrics |= scores
         metrics["weight_version"] = float(self._version)
         if evaluates:
             with timed(seconds, "evaluate"):
                 metrics |= self._collector.evaluate(step + 1)
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
+
+    def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
+        """The batch of a step: drawn now, or by a thread that is ahead as far as rollout.max_staleness allows."""
+        settings = self._config.rollout
+        if not settings.max_staleness:
+            return self._collector.collect(step, self._version, seconds)
+        if self._ahead is None:
+            assert self._config.run.steps is not None
+            self._ahead = AheadCollector(
+                self._collector, first_step=step, steps=self._config.run.steps, max_staleness=settings.max_staleness
+            )
+        with timed(seconds, "wait"):
+            found = self._ahead.next()
+        assert found.step == step
+        seconds |= found.seconds
+        self._prompts_behind = found.prompts
+        return found.batch, found.metrics
+
+    def _staleness(self, batch: RolloutBatch) -> Metrics:
+        """How many updates older than the present weights those are that drew the tokens."""
+        if not self._config.rollout.max_staleness:
+            return {}
+        versions = batch.weight_versions
+        ages = self._version - np.asarray(batch.weight_version if versions is None else versions)
+        return {"rollout/staleness": float(ages.mean()), "rollout/staleness_max": float(ages.max())}
 
     def _trained(self, step: int, batch: RolloutBatch, seconds: Metrics) -> Metrics:
         """The metrics of what a step trains: the policy, and under PPO the critic, which may be alone at first."""
@@ -247,7 +298,10 @@ class RolloutLoop:
         return batch.replace(old_log_probs=old, ref_log_probs=reference)
 
     def _update_engines(self) -> None:
-        self._version = self._engines.update_from(self._group)
+        """As rollout.on_update says of samples that are being drawn meanwhile."""
+        on_update = self._config.rollout.on_update
+        with self._collector.engines_at_rest() if on_update == "wait" else nullcontext():
+            self._version = self._engines.update_from(self._group, aborts=on_update == "abort")
         self._engines_are_behind = False
 
     def rest_critic(self) -> None:
@@ -288,6 +342,13 @@ class SftLoop:
         encoded = encode_demonstrations(config, prompts.train)
         demonstrations = [{"tokens": tokens, "response_length": length} for tokens, length in encoded]
         self.prompts = PromptStream(demonstrations, config.run.seed, digest=digest_of(prompts.train))
+
+    def prompts_state(self) -> dict[str, Any]:
+        """Where the demonstrations stand behind what was trained on."""
+        return self.prompts.state()
+
+    def settle(self) -> None:
+        """Nothing: no batch is made beside the training of another."""
 
     def before_training(self, *, evaluates: bool) -> Metrics:
         """Nothing: there is no one to send weights to."""
@@ -410,7 +471,7 @@ def _save(step: int, group: Group, loop: RolloutLoop | SftLoop, folder: RunFolde
         group.critic.finish_save()  # so that no step of the policy is on disk without the critic's
         if isinstance(loop, RolloutLoop):
             loop.rest_critic()
-    group.save(step, {"step": step, "prompts": loop.prompts.state()})
+    group.save(step, {"step": step, "prompts": loop.prompts_state()})
     folder.forget_old_batches()
 
 

@@ -6,6 +6,7 @@ repeated: from its record if there is one, else by drawing it anew.
 
 from __future__ import annotations
 
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,24 +76,29 @@ class Collector:
         prompts = prompts or read_prompts(config)
         self.prompts = PromptStream(prompts.train, config.run.seed)
         self._train = prompts.train
+        self._follows_records = True  # each batch so far was recorded by the run that is gone on with
+        self._gate = threading.Condition()
+        self._drawing = 0  # calls of the engines under way
+        self._closed = 0  # to more of them
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
         """Of the training file; they are not taken."""
         return [record["prompt"] for record in self._train[:count]]
 
-    def collect(self, step: int, version: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
+    def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step and the metrics of its samples; None where nothing is left to train on.
 
         A step that an earlier process had begun gets the batch it had recorded, and no engine is asked for samples.
 
         Args:
-            version: of the weights that the engines hold.
+            version: of the weights that a recorded batch must be of; None: those before it tell (`max_staleness`).
             seconds: what drawing and rewarding took is added here, as `generate` and `reward`.
         """
         recorded = self._recorded(step, version)
         if recorded is not None:
             return recorded
+        self._follows_records = False
         with self._function_named(step + 1):
             batch, metrics = self._drawn(step, seconds)
         if batch is not None and self._recorded_batches is not None:
@@ -124,7 +130,34 @@ class Collector:
                 )
             raise
 
-    def _recorded(self, step: int, version: int) -> tuple[RolloutBatch, Metrics] | None:
+    @contextmanager
+    def engines_at_rest(self) -> Iterator[None]:
+        """Inside, no engine draws samples for this collector: what it has begun has ended, and nothing else begins."""
+        with self._gate:
+            self._closed += 1
+            while self._drawing:
+                self._gate.wait()
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._closed -= 1
+                self._gate.notify_all()
+
+    @contextmanager
+    def _drawing_samples(self) -> Iterator[None]:
+        with self._gate:
+            while self._closed:
+                self._gate.wait()
+            self._drawing += 1
+        try:
+            yield
+        finally:
+            with self._gate:
+                self._drawing -= 1
+                self._gate.notify_all()
+
+    def _recorded(self, step: int, version: int | None) -> tuple[RolloutBatch, Metrics] | None:
         """What was recorded of this step, if it can stand for sampling anew from the weights as they are."""
         if self._recorded_batches is None or not self._config.checkpoint.resume:
             return None
@@ -134,7 +167,8 @@ class Collector:
         batch, notes = found
         is_of_these = self.prompts.has_records_of(notes["prompts"])
         noted = self._with_defaults(notes["settings"])
-        if not is_of_these or (batch.weight_version, noted) != (version, self._deciding_settings()):
+        is_of_weights = self._follows_records if version is None else batch.weight_version == version
+        if not (is_of_these and is_of_weights and noted == self._deciding_settings()):
             warnings.warn(
                 f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights, settings or "
                 "prompts",
@@ -203,13 +237,14 @@ class Collector:
             added.append((sample.prompt, sample.number))
             scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
 
-        with timed(seconds, "generate"):
+        with self._drawing_samples(), timed(seconds, "generate"):
             version, samples = self._engines.generate(
                 [record["prompt"] for record in records],
                 samples_per_prompt=per_prompt,
                 seed=(self._config.run.seed, *purpose),
                 greedy=greedy,
                 each=score,
+                may_mix=self._config.rollout.max_staleness > 0,
             )
         groups = [_Group(record, []) for record in records]
         failures: list[SlimeError] = []
@@ -282,6 +317,10 @@ class Collector:
     def _batch(self, groups: Sequence[_Group], baselines: Sequence[float] | None, version: int) -> RolloutBatch:
         settings = self._config.rollout
         samples = []
+        spans = [one.sample.versions for group in groups for one in group.samples]
+        is_mixed = len({span.version for of_sample in spans for span in of_sample}) > 1
+        if settings.max_staleness:  # of those that are trained on, and not of all that were drawn
+            version = min(span.version for of_sample in spans for span in of_sample)
         for group_id, group in enumerate(groups):
             for scored in group.samples:
                 sampled = scored.sample
@@ -292,6 +331,10 @@ class Collector:
                     "reward": scored.reward,
                     "group_id": group_id,
                 }
+                if is_mixed:
+                    fields["weight_versions"] = [
+                        span.version for span in sampled.versions for _ in range(span.start, span.end)
+                    ]
                 if settings.mask_truncated:
                     fields["loss_mask"] = [sampled.finished] * sampled.response_length
                 if baselines is not None:

@@ -76,7 +76,7 @@ class EmbeddedEngine(Engine):
         self._use_one_thread()
         call = _Call(sum(request.samples for request in requests))
         with self._before_the_next_token():
-            if self._receiver.version is None:
+            if self._receiver.version is None and not self._receiver.is_receiving:
                 raise StateError(
                     "the engine has no committed weights", field="update_weights", hint="call update_weights first"
                 )
@@ -122,7 +122,7 @@ class EmbeddedEngine(Engine):
             return ended
 
     def _wait_for_weights(self, call: _Call) -> None:
-        """A call that began before an update goes on after it; what was aborted meanwhile need not wait."""
+        """A call goes on after an update, whether it began before or meanwhile; what was aborted need not wait."""
         deadline = time.monotonic() + self.config.cluster.sync_timeout_s
         while self._receiver.version is None and not call.ended:
             if time.monotonic() > deadline:

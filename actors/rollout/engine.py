@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +58,8 @@ class EnginePool:
         self._places = PlacementGroups()
         self._watchdog: Watchdog | None = None
         self._end_token_ids: frozenset[int] = frozenset()
+        self._may_ask = threading.Event()  # not, while what was aborted is to wait for new weights
+        self._may_ask.set()
 
     @classmethod
     def launch(cls, config: RunConfig) -> EnginePool:
@@ -195,13 +198,23 @@ class EnginePool:
                 found.append(index)
         return found
 
-    def update_from(self, group: Any) -> int:
+    def update_from(self, group: Any, *, aborts: bool = False) -> int:
         """Takes the weights of a trainer group; returns their version.
+
+        Args:
+            aborts: what is being sampled is aborted, and drawn anew from the new weights; else it goes on with them.
 
         Raises:
             SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s.
         """
-        return self._update(group, range(len(self._engines)))
+        if not aborts:
+            return self._update(group, range(len(self._engines)))
+        self._may_ask.clear()
+        try:
+            self.abort()
+            return self._update(group, range(len(self._engines)))
+        finally:
+            self._may_ask.set()
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
         version: int = group.update_weights([self._engines[index] for index in indices]).version
@@ -235,17 +248,19 @@ class EnginePool:
         seed: Sequence[int],
         greedy: bool = False,
         each: Callable[[Sampled], None] | None = None,
+        may_mix: bool = False,
     ) -> tuple[int, list[Sampled]]:
-        """Samples for all prompts, split evenly over the engines; prompt-major.
+        """Samples for all prompts, split evenly over the engines; prompt-major. What is aborted is drawn anew.
 
         Args:
             prompts: texts, lists of chat messages, or token ids.
             seed: what the draws depend on, e.g. (run seed, step).
             greedy: take the likeliest token each time, whatever the seed.
             each: called with a sample when it has ended, while others have not.
+            may_mix: new weights may come meanwhile.
 
         Returns:
-            The weight version that sampled, and the samples.
+            The weight version that sampled, the oldest where there are several, and the samples.
 
         Raises:
             BatchError: no prompt, or no sample of one, is asked for.
@@ -255,18 +270,24 @@ class EnginePool:
         """
         requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
         found: dict[tuple[int, int], Sampled] = {}
-        for sample in self.stream(requests):
-            one = found[sample.request, sample.number] = sampled(requests[sample.request], sample)
-            if each is not None:
-                each(one)
+        left = list(range(len(requests)))
+        while left:
+            for sample in self.stream([requests[place] for place in left]):
+                place = left[sample.request]
+                if sample.finish_reason == "abort" or (place, sample.number) in found:
+                    continue
+                one = found[place, sample.number] = sampled(requests[place], replace(sample, request=place))
+                if each is not None:
+                    each(one)
+            left = [place for place in left if not _is_complete(place, requests[place], found)]
         versions = {span.version for one in found.values() for span in one.versions}
-        if len(versions) != 1:
+        if len(versions) != 1 and not may_mix:
             raise StateError(
                 f"engines hold different weights: versions {sorted(versions)}",
                 field="update_weights",
                 hint="call update_weights",
             )
-        return versions.pop(), [found[place] for place in sorted(found)]
+        return min(versions), [found[place] for place in sorted(found)]
 
     def requests(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
@@ -348,6 +369,7 @@ class EnginePool:
 
     def _asked(self, index: int, requests: Sequence[Request]) -> Any:
         """What an engine hands over from now on, of these requests."""
+        self._may_ask.wait()
         call = self._engines[index].generate.options(num_returns="streaming", concurrency_group="generate")
         return call.remote(list(requests))
 
@@ -437,7 +459,7 @@ def _next_item(stream: Any, index: int) -> list[Sample] | None:
     return samples
 
 
-def _is_complete(place: int, request: Request, given: set[tuple[int, int]]) -> bool:
+def _is_complete(place: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
     return all((place, number) in given for number in range(request.samples))
 
 

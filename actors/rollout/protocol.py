@@ -70,8 +70,9 @@ class Engine(Watched):
     """Base of the Ray actors that sample.
 
     Several calls of `generate` run at once, and `abort` and new weights come beside them, each on a thread of its own.
-    Weights come by `begin`, `receive` as often as needed, and `commit`; whatever is being sampled at `begin` goes on
-    after `commit` with the new weights, its context read anew, and without committed weights nothing is sampled.
+    Weights come by `begin`, `receive` as often as needed, and `commit`; whatever is being sampled at `begin`, or asked
+    for until `commit`, goes on after it with the new weights, its context read anew. Without committed weights nothing
+    is sampled.
 
     Args:
         config: of the run.

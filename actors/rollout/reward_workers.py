@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from actors.rollout.rewards import Outcome, Response, RewardScorer, Scoring, dri
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ResourceError, SlimeError, portable
+from slimefsdp.errors import ResourceError, SlimeError, StateError, portable
 
 # A plain function is called for one response after another until so long has passed; then the worker hands over what it
 # has. Short enough that workers end a step together, long enough that a cheap function is not one message a response.
@@ -70,6 +71,7 @@ class RewardWorkers:
         # also where workers call it: a name that leads nowhere is an error here, and not in each of them
         self._scorer = driver_scorer(settings)
         self._workers = [self._started() for _ in range(settings.reward_workers)]
+        self._lock = threading.Lock()  # of what workers are known to do
 
     @classmethod
     def launch(cls, config: RunConfig) -> RewardWorkers:
@@ -154,7 +156,7 @@ class RewardWorkers:
 
 
 class _Scoring:
-    """Responses that the workers score; one at a time has them."""
+    """Responses that the workers score, beside those of other scorings."""
 
     def __init__(self, workers: RewardWorkers) -> None:
         self._all = workers
@@ -174,41 +176,55 @@ class _Scoring:
         """As `Scoring`."""
         self._is_complete = True
         while len(self._outcomes) < len(self._responses):
+            if not self._all._workers:
+                raise StateError(
+                    "the reward workers were shut down", field="rollout.reward_workers", hint="launch others"
+                )
             self._advance(SLICE_S)
         return [self._outcomes[place] for place in range(len(self._responses))]
 
     def _advance(self, wait_s: float) -> None:
-        """Takes in what workers have done, waiting so long for something, and gives them more to do."""
+        """Takes in what workers have done, waiting so long for something, and gives them more to do.
+
+        What belongs to another scoring is handed over to that one, which may wait on another thread.
+        """
         require_cluster()
         workers = self._all._workers
-        for worker in workers:
-            if worker.ref is None and self._waiting:
-                worker.places, worker.began, worker.scoring = self._next_places(), time.monotonic(), self
-                worker.ref = worker.actor.score.remote([self._responses[place] for place in worker.places])
-        busy = {worker.ref: worker for worker in workers if worker.ref is not None}
-        if not busy:
+        with self._all._lock:
+            for worker in workers:
+                if worker.ref is None and self._waiting:
+                    worker.places, worker.began, worker.scoring = self._next_places(), time.monotonic(), self
+                    worker.ref = worker.actor.score.remote([self._responses[place] for place in worker.places])
+            busy = [worker.ref for worker in workers if worker.ref is not None]
+        done = ray.wait(busy, num_returns=1, timeout=wait_s)[0] if busy else []
+        with self._all._lock:
+            for worker in workers:
+                if worker.ref is not None and worker.ref in done:
+                    self._take_in(worker)
+            for worker in workers:
+                if worker.ref is None or time.monotonic() - worker.began <= self._all._allowed_s(worker):
+                    continue
+                if not worker.places:
+                    raise self._all._did_not_come_up(f"within {self._all._launch_timeout_s:g} s")
+                places = worker.places
+                self._all._replace(worker)
+                worker.scoring._is_lost(places, None)
+
+    def _take_in(self, worker: _Worker) -> None:
+        ref, places = worker.ref, worker.places
+        worker.ref, worker.places = None, []
+        try:
+            found = ray.get(ref, timeout=_GET_S)
+        except RayError as error:
+            require_cluster()
+            if not places:
+                raise self._all._did_not_come_up(f"({_said(error)})") from error
+            self._all._replace(worker)
+            worker.scoring._is_lost(places, f"ended its process ({_said(error)})")
             return
-        for ref in ray.wait(list(busy), num_returns=1, timeout=wait_s)[0]:
-            worker = busy[ref]
-            places = worker.places
-            worker.ref, worker.places = None, []
-            try:
-                found = ray.get(ref, timeout=_GET_S)
-            except RayError as error:
-                require_cluster()
-                if not places:
-                    raise self._all._did_not_come_up(f"({_said(error)})") from error
-                self._after_loss(worker, places, f"ended its process ({_said(error)})")
-                continue
-            if places and worker.scoring is self:  # one before it may have been given up
-                self._outcomes.update(zip(places, found, strict=False))
-                self._waiting.extendleft(reversed(places[len(found) :]))
-        for worker in workers:
-            if worker.ref is None or time.monotonic() - worker.began <= self._all._allowed_s(worker):
-                continue
-            if not worker.places:
-                raise self._all._did_not_come_up(f"within {self._all._launch_timeout_s:g} s")
-            self._after_loss(worker, worker.places, None)
+        if places:
+            worker.scoring._outcomes.update(zip(places, found, strict=False))
+            worker.scoring._waiting.extendleft(reversed(places[len(found) :]))
 
     def _next_places(self) -> list[int]:
         """What a worker is given now: less and less, so that all of them have something to do until the end."""
@@ -224,15 +240,12 @@ class _Scoring:
             places.append(self._waiting.popleft())
         return places
 
-    def _after_loss(self, worker: _Worker, places: list[int], how: str | None) -> None:
-        """Replaces a worker. Of several responses one was at fault: they are asked one by one.
+    def _is_lost(self, places: list[int], how: str | None) -> None:
+        """A worker has not come back with these. Of several responses one was at fault: they are asked one by one.
 
         Args:
             how: it was lost; None: it did not return in time.
         """
-        self._all._replace(worker)
-        if worker.scoring is not self:
-            return
         if len(places) > 1:
             self._waiting.extendleft(reversed(places))
             self._alone.update(places)

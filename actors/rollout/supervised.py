@@ -16,7 +16,7 @@ class RestartingEngines(EnginePool):
 
     What engines draw follows from the seed and the weights, so what was lost is drawn again as it was. Where the policy
     has gone on since the engines had its weights (rollout.sync_interval_steps above 1), all of them get its present
-    ones, and all samples of the call are drawn from these.
+    ones, and all samples of the call are drawn from these; under rollout.max_staleness the new engine alone does.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -25,10 +25,10 @@ class RestartingEngines(EnginePool):
         self._version: int | None = None  # of the engines' weights
         self._restarts = Restarts(config.cluster.max_restarts, "engines")
 
-    def update_from(self, group: Any) -> int:
+    def update_from(self, group: Any, *, aborts: bool = False) -> int:
         """As of `EnginePool`."""
         self._group = group
-        self._version = super().update_from(group)
+        self._version = super().update_from(group, aborts=aborts)
         return self._version
 
     def generate(
@@ -39,13 +39,19 @@ class RestartingEngines(EnginePool):
         seed: Sequence[int],
         greedy: bool = False,
         each: Callable[[Sampled], None] | None = None,
+        may_mix: bool = False,
     ) -> tuple[int, list[Sampled]]:
         """As of `EnginePool`; `each` is called again for what has to be drawn again."""
         while True:
             version = self._version
             try:
                 drawn = super().generate(
-                    prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy, each=each
+                    prompts,
+                    samples_per_prompt=samples_per_prompt,
+                    seed=seed,
+                    greedy=greedy,
+                    each=each,
+                    may_mix=may_mix,
                 )
             except StateError:
                 if self._version == version:
@@ -68,7 +74,7 @@ class RestartingEngines(EnginePool):
         if self._group is None:
             raise error
         self._replace([index], error)
-        if self._update(self._group, [index]) != self._version:
+        if self._update(self._group, [index]) != self._version and not self._config.rollout.max_staleness:
             self.update_from(self._group)
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:

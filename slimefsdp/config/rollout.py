@@ -99,6 +99,18 @@ class RolloutSettings(Settings):
     sync_interval_steps: PositiveInt = Field(
         1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
     )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="how many steps of training the engines' weights may be behind when a batch begins to be drawn, "
+        "beside the training of the batches before it; 0: each batch is drawn from the weights that it trains",
+    )
+    on_update: Literal["wait", "continue", "abort"] = Field(
+        "wait",
+        description="under max_staleness, samples that are being drawn when new weights come: wait for them; let them "
+        "continue with the new weights; or abort them and draw them anew",
+    )
     reward: Annotated[str, AfterValidator(_reward_name)] | None = Field(
         None, description="reward function as `module:function`, or the URL of a server that answers as one would"
     )
@@ -169,6 +181,20 @@ class RolloutSettings(Settings):
             raise ValueError(
                 "rollout.engine_args are for servers that the run starts, and rollout.engine_urls names such as are "
                 "there already; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_staleness(self) -> RolloutSettings:
+        if self.max_staleness and self.sync_interval_steps > 1:
+            raise ValueError(
+                f"rollout.sync_interval_steps={self.sync_interval_steps} makes samples older than "
+                f"rollout.max_staleness={self.max_staleness} says; set one of them to its default"
+            )
+        if self.on_update != "wait" and not self.max_staleness:
+            raise ValueError(
+                f"rollout.on_update={self.on_update} does nothing under rollout.max_staleness=0, where no sample is "
+                "being drawn when new weights come; remove it, or raise that"
             )
         return self
 

@@ -12,10 +12,12 @@ import numpy.typing as npt
 from slimefsdp.errors import BatchError, short_repr
 
 REQUIRED = ("tokens", "lengths", "response_lengths")
-INTEGERS = ("tokens", "lengths", "response_lengths", "group_ids")
+INTEGERS = ("tokens", "lengths", "response_lengths", "group_ids", "weight_versions")
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 PER_SAMPLE = ("lengths", "response_lengths", "rewards", "group_ids", "baseline_rewards")
-PER_RESPONSE_TOKEN = ("loss_mask", *LOG_PROBS, "advantages", "returns", "values", "token_rewards")
+PER_RESPONSE_TOKEN = (
+    *("loss_mask", *LOG_PROBS, "advantages", "returns", "values", "token_rewards", "weight_versions"),
+)
 ARRAYS = ("tokens", *PER_SAMPLE, *PER_RESPONSE_TOKEN)
 FLOATS = tuple(name for name in ARRAYS if name not in (*INTEGERS, "loss_mask"))
 SCALARS = ("temperature", "weight_version")

@@ -77,8 +77,9 @@ class RolloutBatch:
     ref_log_probs: Float32 | None = None  # [R]
     token_rewards: Float32 | None = None  # [R]
     baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
+    weight_versions: Int64 | None = None  # [R] which weights drew each token, where they are not all the same
     temperature: float | None = None  # the sampling temperature
-    weight_version: int | None = None  # which weights sampled it
+    weight_version: int | None = None  # which weights sampled it; the oldest, where tokens are of several
 
     def __new__(cls, *values: Any, **fields: Any) -> RolloutBatch:
         """Refuses what `__init__` could only raise a TypeError for."""

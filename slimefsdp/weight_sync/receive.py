@@ -86,6 +86,11 @@ class WeightReceiver:
                 parameter.copy_(tensor)
             self._missing.discard(name)
 
+    @property
+    def is_receiving(self) -> bool:
+        """Whether an update was begun and not committed."""
+        return self._incoming is not None
+
     def forget(self) -> None:
         """The weights are gone, and a new update has to be begun."""
         self._incoming, self.version = None, None

@@ -28,12 +28,12 @@ class Engines:
 
     version = -1
 
-    def update_from(self, group: Any) -> int:
+    def update_from(self, group: Any, *, aborts: bool = False) -> int:
         self.version = group.update_weights([]).version
         return self.version
 
     def generate(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False, each: Any
+        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False, **more: Any
     ) -> tuple[int, list[Sampled]]:
         samples = [
             Sampled(index, number, [5, 6, 7], 2, [-1.0, -1.0], "x" * number, True)
@@ -41,7 +41,7 @@ class Engines:
             for number in range(samples_per_prompt)
         ]
         for sample in samples:
-            each(sample)
+            more["each"](sample)
         return self.version, samples
 
 

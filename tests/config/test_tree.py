@@ -661,6 +661,18 @@ RULES = [
         ["rollout.engine_args", "rollout.engine_urls"],
     ),
     (
+        "check_staleness",
+        {"rollout__max_staleness": 1, "rollout__on_update": "abort"},
+        {"rollout__on_update": "abort"},
+        ["rollout.on_update=abort", "rollout.max_staleness=0"],
+    ),
+    (
+        "check_staleness",
+        {"rollout__max_staleness": 2},
+        {"rollout__max_staleness": 2, "rollout__sync_interval_steps": 2},
+        ["rollout.sync_interval_steps=2", "rollout.max_staleness=2"],
+    ),
+    (
         "check_filter_rounds",
         {"rollout__max_rounds": 3, "rollout__filter": "mixed_groups"},
         {"rollout__max_rounds": 3},

@@ -36,7 +36,7 @@ class Engines:
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], int, tuple[int, ...], bool]] = []
 
-    def update_from(self, group: Any) -> int:
+    def update_from(self, group: Any, *, aborts: bool = False) -> int:
         return int(group.update_weights([]).version)
 
     def generate(
@@ -47,6 +47,7 @@ class Engines:
         seed: Sequence[int],
         greedy: bool = False,
         each: Callable[[Sampled], None] = lambda sample: None,
+        may_mix: bool = False,
     ) -> tuple[int, list[Sampled]]:
         self.calls.append((list(prompts), samples_per_prompt, tuple(seed), greedy))
         rng = np.random.default_rng([0] if greedy else list(seed))

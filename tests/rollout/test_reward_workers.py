@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,26 @@ def test_what_hangs_or_ends_costs_its_own_response_and_its_process_is_replaced(l
     after = {one["pid"] for one in workers.score(responses(*[""] * COUNT))}
     assert not before & after
     assert wait_until(lambda: not any(Path(f"/proc/{int(pid)}").exists() for pid in before)), "they are gone"
+
+
+def test_two_threads_have_their_responses_scored_at_once(launch: Any) -> None:
+    workers = launch("as_told", reward_workers=2, reward_timeout_s=2.0)
+    told = [responses(*[""] * 30, "raise", *[""] * 9), responses(*[""] * 5, "exit", *[""] * 40)]
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(workers.score, told))
+    for asked, outcomes in zip(told, both, strict=True):
+        for number, (response, outcome) in enumerate(zip(asked, outcomes, strict=True)):
+            assert isinstance(outcome, BatchError) if response.text else outcome["reward"] == number
+
+
+def test_what_is_added_is_scored_before_the_last_one_is_there(launch: Any) -> None:
+    scoring = launch("length").scoring()
+    asked = responses("x", "xx", "xxx")
+    scoring.add(asked[0])
+    assert wait_until(lambda: scoring._advance(0.01) or 0 in scoring._outcomes)
+    for response in asked[1:]:
+        scoring.add(response)
+    assert [int(outcome["reward"]) for outcome in scoring.finish()] == [1, 2, 3]
 
 
 def test_an_async_function_that_blocks_its_process_costs_its_own_response(launch: Any) -> None:
