@@ -134,6 +134,8 @@ class RolloutBatch:
             lambda _: "must not be negative",
             "pass token ids, and unpad instead of marking padding",
         )
+        if self.weight_versions is not None:
+            self._require("weight_versions", self.weight_versions >= 0, lambda i: "must be 0 or more", "pass versions")
         for name in FLOATS:
             if (value := getattr(self, name)) is not None:
                 self._require(

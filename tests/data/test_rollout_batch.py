@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from slimefsdp.data.fields import DTYPES, PER_RESPONSE_TOKEN
+from slimefsdp.data.fields import DTYPES, FLOATS, PER_RESPONSE_TOKEN
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 from tests.support.refusals import refused
@@ -48,6 +48,7 @@ from tests.support.rollouts import LOG_PROB_KEYS, as_lists, batches, sample_list
         ({"temperature": "hot"}, "temperature", ["'hot'"]),
         ({"weight_version": -1}, "weight_version", [-1]),
         ({"weight_version": 1.0}, "weight_version", [1.0]),
+        ({"weight_versions": [0, 1, -2, 3, 4]}, "weight_versions", ["sample 1, response token 1", -2]),
         ({"weight_version": 2**63}, "weight_version", [2**63]),
     ],
 )
@@ -56,7 +57,7 @@ def test_a_broken_rule_is_refused_with_field_place_and_value(fields, field, valu
         RolloutBatch(**three_samples(**fields))
 
 
-@pytest.mark.parametrize("name", [name for name in PER_RESPONSE_TOKEN if name != "loss_mask"])
+@pytest.mark.parametrize("name", [name for name in PER_RESPONSE_TOKEN if name in FLOATS])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_each_float_per_response_token_must_be_finite(name, value):
     with refused(BatchError, name, name, "sample 1, response token 1", value):
@@ -247,7 +248,7 @@ def test_unpickling_over_shared_read_only_memory_neither_copies_nor_validates(mo
         ((), {}, "tokens"),
         (([1, 2],), {"lengths": [2]}, "response_lengths"),
         (([1, 2],), {"tokens": [1, 2], "lengths": [2], "response_lengths": [1]}, "RolloutBatch"),
-        (([1],) * 17, {}, "RolloutBatch"),
+        (([1],) * 18, {}, "RolloutBatch"),
     ],
 )
 def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field):

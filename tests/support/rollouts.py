@@ -17,6 +17,7 @@ VALUES = {
     **dict.fromkeys(["reward", *PER_RESPONSE_TOKEN], FLOAT32),
     **dict.fromkeys(LOG_PROB_KEYS, st.floats(-1024, 0, width=32)),
     "group_id": INT64,
+    "weight_versions": st.integers(0, 2**63 - 1),
     "loss_mask": st.booleans(),
 }
 
