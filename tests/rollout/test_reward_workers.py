@@ -116,6 +116,7 @@ def test_two_threads_have_their_responses_scored_at_once(launch: Any) -> None:
             assert isinstance(outcome, BatchError) if response.text else outcome["reward"] == number
 
 
+@pytest.mark.default_tier  # what it starts are processes without torch
 def test_what_is_added_is_scored_before_the_last_one_is_there(launch: Any) -> None:
     scoring = launch("length").scoring()
     asked = responses("x", "xx", "xxx")

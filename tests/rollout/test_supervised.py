@@ -113,6 +113,7 @@ def test_losses_beyond_the_budget_or_without_progress_end_the_run(
     assert (tmp_path / "starts").read_text().count("engine 1\n") == 1 + starts
 
 
+@pytest.mark.default_tier  # what it starts are processes without torch
 def test_engines_that_are_lost_while_they_start_are_replaced_too(launch: Launch, tmp_path: Path) -> None:
     engines = launch(max_restarts=3)
     engines.update_from(Policy())
