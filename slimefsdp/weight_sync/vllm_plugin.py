@@ -1,8 +1,8 @@
 """What runs inside vLLM: a weight-transfer backend called `slimefsdp`, and what a worker says of itself.
 
 vLLM imports this by `--worker-extension-cls slimefsdp.weight_sync.vllm_plugin.WorkerExtension`, in an environment where
-nothing but torch and vLLM can be counted on. Each call of vLLM's /update_weights takes one bucket from the group in which
-the trainer broadcasts.
+nothing but torch and vLLM can be counted on. Each call of vLLM's /update_weights takes one bucket from the group in
+which the trainer broadcasts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One bucket, in the order in which its tensors are packed.
 
     `parts` says of each tensor which tensors of a Hugging Face folder it holds: (name, expert or None, first row, end),
-    rows being those of the expert; a whole tensor is one part without an expert.
+    rows being those of the expert; a whole tensor is one part without an expert, and one to be left out has no part.
     """
 
     names: list[str]
@@ -102,10 +102,13 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         for name, dtype, _ in layout:
             if dtype != own:
                 raise ValueError(f"tensor {name!r} came as {dtype}, and the model's weights are {own}")
-        for (_, tensor), parts in zip(unpack(flat, layout), info.parts, strict=True):
-            self.model.load_weights(
-                [(part, tensor if expert is None else tensor[expert, start:end]) for part, expert, start, end in parts]
-            )
+        self.model.load_weights(
+            [
+                (part, tensor if expert is None else tensor[expert, start:end])
+                for (_, tensor), parts in zip(unpack(flat, layout), info.parts, strict=True)
+                for part, expert, start, end in parts
+            ]
+        )
 
     def finish_weight_update(self) -> None:
         """Arranges what came for the kernels."""
@@ -120,7 +123,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._group = None
 
     def _refresh_tied_head(self) -> None:
-        """A head that is the embedding has its own copy of it, arranged for the kernels, which vLLM leaves as it was."""
+        """A head that is the embedding has a copy of it, arranged for the kernels, which vLLM leaves as it was."""
         head = getattr(self.model, "lm_head", None)
         if head is not None and getattr(self.model.config, "tie_word_embeddings", False):
             head.quant_method.process_weights_after_loading(head)
@@ -142,7 +145,6 @@ class WorkerExtension:
             "max_model_len": int(model.max_model_len),
             "vocab_size": int(model.hf_text_config.vocab_size),
             "model_type": str(model.hf_text_config.model_type),
-            "quantization": model.quantization,
         }
 
 

@@ -1,0 +1,125 @@
+"""What is said to a server of vLLM by HTTP, and what its silence and its refusals mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import requests
+
+from actors.rollout.child_server import ChildServer
+from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
+
+_CONNECT_S = 10.0
+_ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
+_SHOWN = 400  # characters of an answer that is no error of vLLM's
+
+
+class Refusal(Exception):
+    """The server answered, with a status other than 200."""
+
+    def __init__(self, route: str, status: int, said: str) -> None:
+        super().__init__(f"{route} answered with status {status}: {said}")
+        self.status = status
+
+
+class VllmClient:
+    """One server; its methods may be called from several threads.
+
+    Args:
+        url: without a slash at its end.
+        index: of the engine.
+        child: the server, where this process has started it.
+    """
+
+    def __init__(self, url: str, index: int, child: ChildServer | None = None) -> None:
+        self.url = url
+        self._index = index
+        self._child = child
+
+    def get(self, route: str, *, timeout_s: float) -> Any:
+        """The answer, from JSON; None if there is none.
+
+        Raises:
+            Refusal: any other status than 200. WorkerDied: nobody answers. WorkerHung: not in time.
+        """
+        return self._ask("GET", route, None, timeout_s)
+
+    def post(self, route: str, body: Any = None, *, timeout_s: float) -> Any:
+        """As `get`."""
+        return self._ask("POST", route, body, timeout_s)
+
+    def lost(self, why: str) -> SlimeError:
+        """The error of a server that has ended, or cannot be reached."""
+        if self._child is None:
+            return WorkerDied(
+                f"the server of engine {self._index} at {self.url} does not answer: {why}",
+                field="rollout.engine_urls", hint="look at its log, and start it again", rank=self._index,
+            )  # fmt: skip
+        status = self._child.status()
+        how = "does not answer" if status is None else f"ended with status {status}"
+        last = " | ".join(self._child.last_lines(3))
+        return WorkerDied(
+            f"the server of engine {self._index} {how} ({why}); its log ends with: {last}",
+            field="rollout.engine", hint=f"see {self._child.log}", rank=self._index,
+        )  # fmt: skip
+
+    def has_ended(self) -> bool:
+        """Whether nobody is there to ask again, now or in a moment."""
+        if self._child is not None:
+            return self._child.ends_within(_ENDING_S)
+        try:
+            self.get("/health", timeout_s=_ENDING_S)
+        except (Refusal, SlimeError):
+            return True
+        return False
+
+    def _ask(self, method: str, route: str, body: Any, timeout_s: float) -> Any:
+        # a connection for each question: one that was kept may be closed by the server at any moment
+        with requests.Session() as session:
+            session.trust_env = False  # no proxy stands between an engine and its server
+            try:
+                answer = session.request(
+                    method, self.url + route, json=body, timeout=(_CONNECT_S, timeout_s),
+                    headers={"Connection": "close"},
+                )  # fmt: skip
+            except requests.exceptions.ConnectTimeout as error:
+                raise self.lost(f"no connection within {_CONNECT_S:g} s") from error
+            except requests.exceptions.Timeout as error:
+                raise self._late(route, timeout_s) from error
+            except requests.exceptions.RequestException as error:
+                raise self.lost(f"{route}: {_plain(error)}") from error
+        if answer.status_code != 200:
+            raise Refusal(route, answer.status_code, _said(answer))
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise Refusal(route, answer.status_code, answer.text[:_SHOWN]) from error
+
+    def _late(self, route: str, timeout_s: float) -> WorkerHung:
+        error = WorkerHung(
+            f"the server of engine {self._index} at {self.url} has not answered {route} within {timeout_s:g} s",
+            field="cluster.call_timeout_s",
+            hint="raise the timeout" if self._child is None else f"see {self._child.log}, or raise the timeout",
+            rank=self._index,
+        )
+        error.seconds = timeout_s
+        return error
+
+
+def _said(answer: requests.Response) -> str:
+    try:
+        body = json.loads(answer.text)
+        error = body.get("error", body.get("detail", body))
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:_SHOWN]
+    except (ValueError, AttributeError):
+        return answer.text[:_SHOWN]
+
+
+def _plain(error: BaseException) -> str:
+    """The innermost cause: what requests and urllib3 say around it names objects of theirs."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}"[:_SHOWN]

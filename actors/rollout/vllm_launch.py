@@ -1,0 +1,98 @@
+"""How a run starts a server of vLLM: its command, its environment, and where our end of it comes from."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import slimefsdp
+from actors.rollout.child_server import ChildServer
+from slimefsdp.config import RunConfig
+from slimefsdp.models.hf_folder import ModelFolder
+
+LOGS = "engine_logs"  # below run.dir
+SERVED_AS = "policy"
+EXTENSION = "slimefsdp.weight_sync.vllm_plugin.WorkerExtension"
+BACKEND = "slimefsdp"  # as slimefsdp.weight_sync.vllm_plugin registers it
+NEEDED = (
+    f"--worker-extension-cls={EXTENSION}",
+    f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
+    "--logprobs-mode=processed_logprobs",
+    "--enable-scale-out",
+)
+"""Arguments without which a server is of no use here, whoever starts it."""
+_LOOPBACK = "127.0.0.1"
+_ON_CPU = {
+    # threads that vLLM binds to cores of its choice would share them with the trainer's
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; else it takes a share of the machine
+}
+
+
+def start_server(config: RunConfig, folder: ModelFolder, index: int) -> tuple[ChildServer, str]:
+    """A server that has just been started, on this machine's loopback alone, and its URL."""
+    assert config.rollout.engine_python is not None
+    if config.run.dir is not None:
+        logs = config.run.dir.absolute() / LOGS
+        logs.mkdir(parents=True, exist_ok=True)
+    else:
+        logs = Path(tempfile.mkdtemp(prefix="slimefsdp_engine_"))
+    port = _free_port()
+    command = [
+        str(config.rollout.engine_python.absolute()),
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *server_arguments(config, folder),
+        *("--host", _LOOPBACK, "--port", str(port)),
+    ]
+    child = ChildServer(command, _environment(config, logs), logs / f"vllm_{index}.log", logs)
+    return child, f"http://{_LOOPBACK}:{port}"
+
+
+def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
+    """Those of vLLM's server for this run; of the user's, which come last, a later one wins."""
+    arguments = [
+        *("--model", str(folder.path)),
+        *("--served-model-name", SERVED_AS),
+        *("--dtype", config.precision.compute_dtype),
+        *("--max-model-len", str(longest_sample(config, folder))),
+        *("--load-format", "dummy"),  # its weights come from the trainer
+        "--disable-uvicorn-access-log",
+        *NEEDED,
+    ]
+    if config.mesh.device == "cpu":
+        arguments.append("--enforce-eager")  # compiling takes minutes
+    else:
+        arguments.append("--enable-sleep-mode")
+    return [*arguments, *config.rollout.engine_args]
+
+
+def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
+    """Of how many tokens a prompt with its response can be: what a pack holds and the model has positions for."""
+    pack = config.batch.max_tokens_per_rank * config.mesh.cp
+    positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
+    return pack if positions is None else min(pack, int(positions))
+
+
+def _environment(config: RunConfig, logs: Path) -> dict[str, str]:
+    """This process's, with a PYTHONPATH that has our package in it and nothing else of our environment."""
+    window = logs / "importable"
+    window.mkdir(exist_ok=True)
+    link, package = window / "slimefsdp", Path(slimefsdp.__file__).resolve().parent
+    if not link.is_symlink() or link.resolve() != package:
+        fresh = window / f"slimefsdp.{os.getpid()}"  # engines of one run start together
+        fresh.symlink_to(package, target_is_directory=True)
+        fresh.replace(link)
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    own |= {"PYTHONPATH": str(window), "VLLM_SERVER_DEV_MODE": "1"}
+    usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if config.mesh.device == "cpu" else {})}
+    return {**usual, **own}
+
+
+def _free_port() -> int:
+    """One that is free now; whoever takes it before vLLM does is told of in its log."""
+    with socket.create_server((_LOOPBACK, 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
