@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.protocol import Engine, EngineInfo, FinishReason, Manifest, Request, Sample, TensorInfo
+from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample, TensorInfo
 from actors.rollout.vllm_client import Refusal, VllmClient
 from actors.rollout.vllm_facts import ServerFacts, check_server, wait_until_ready
 from actors.rollout.vllm_launch import start_server
@@ -30,6 +30,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
+from slimefsdp.sampling.params import FinishReason
 
 _MOST_AT_ONCE = 1024  # requests under way; vLLM itself queues what is more than its --max-num-seqs
 _TICK_S = 1.0

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from actors.rollout.protocol import FinishReason, Request, VersionSpan
+from actors.rollout.protocol import Request
 from slimefsdp.errors import BatchError, EngineError, StateError
-from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
 _ROUNDING = 1e-5  # by which a log-prob may be above 0
 _NO_NUMBER = -9999.0  # what vLLM writes for one that is not finite
