@@ -348,6 +348,7 @@ class VllmEngine(Engine):
             raise StateError(
                 "receive_broadcast() before begin()", field="update_weights", hint="call begin(version, manifest)"
             )
+        tensors = [TensorInfo(*tensor) for tensor in tensors]  # plain tuples will do
         with self._updating, self._or_fail():
             for name, _, shape in tensors:
                 if self._manifest.get(name) != tuple(shape):

@@ -1,0 +1,210 @@
+"""Weights arrive in every member of a broadcast group bit by bit; one that is gone or late is an error elsewhere."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slimefsdp.weight_sync.broadcast import ALIGNMENT, BroadcastError, BroadcastGroup, pack, packed_bytes, unpack
+from tests.support.waiting import PATIENCE_S
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["slimefsdp.weight_sync.broadcast", "tests.support.waiting"])
+LATE_S = 3.0
+SLACK_S = 20.0  # of a busy machine
+LARGE = 64 * 2**20  # bytes: no socket holds them for a process that does not read
+
+
+def bucket() -> list[tuple[str, torch.Tensor]]:
+    """Tensors of several dtypes, and of sizes that leave the next one unaligned."""
+    torch.manual_seed(0)
+    shapes = {"a": (3, 5), "b": (7,), "scalar": (), "empty": (0, 4), "c": (33, 2)}
+    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float32, torch.bfloat16]
+    return [(name, torch.randn(shape).to(dtype)) for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)]
+
+
+def layout_of(tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in tensors]
+
+
+def joined(port: int, rank: int, world_size: int, timeout_s: float = 60.0, **how: Any) -> BroadcastGroup:
+    return BroadcastGroup("127.0.0.1", port, rank, world_size, "gloo", timeout_s, **how)
+
+
+def receive_a_bucket(parent: Connection, port: int, rank: int) -> None:
+    group = joined(port, rank, 3)
+    layout = layout_of(bucket())
+    for _ in range(2):
+        got = unpack(group.broadcast(torch.full((packed_bytes(layout),), 255, dtype=torch.uint8)), layout)
+        parent.send([(name, tensor.view(-1).view(torch.uint8).tolist()) for name, tensor in got])
+
+
+def take_part(parent: Connection, port: int, rank: int, world_size: int) -> None:
+    """Joins, says so, and receives when it is told to."""
+    parent.send("started")  # which takes long on a busy machine
+    group = joined(port, rank, world_size, LATE_S)
+    parent.send("joined")
+    parent.recv()
+    began = time.monotonic()
+    try:
+        group.broadcast(torch.empty(LARGE, dtype=torch.uint8))
+    except BroadcastError as error:
+        parent.send((str(error), time.monotonic() - began))
+    else:
+        parent.send(("received", 0.0))
+
+
+def join_often(parent: Connection, ports: list[int], rank: int) -> None:
+    held = []
+    for port in ports:
+        group = joined(port, rank, 2)
+        assert int(group.broadcast(torch.zeros(8, dtype=torch.uint8)).sum()) == 8
+        group.close()
+        held.append(descriptors())
+    parent.send(held)
+
+
+def descriptors() -> int:
+    """Open ones, and threads."""
+    return sum(len(list(Path("/proc/self", name).iterdir())) for name in ("fd", "task"))
+
+
+@contextmanager
+def member(function: Callable[..., None], *args: Any) -> Iterator[tuple[Connection, Any]]:
+    """A process that runs it, and the other end of its connection; it is gone afterwards."""
+    here, there = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=function, args=(there, *args))
+    process.start()
+    there.close()
+    try:
+        yield here, process
+    finally:
+        process.kill()
+        process.join()
+        here.close()
+
+
+def heard(connection: Connection) -> Any:
+    assert connection.poll(PATIENCE_S)
+    return connection.recv()
+
+
+def listening() -> tuple[socket.socket, int]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+def test_every_member_gets_every_bit() -> None:
+    listener, port = listening()
+    with member(receive_a_bucket, port, 1) as (one, _), member(receive_a_bucket, port, 2) as (two, _):
+        group = joined(port, 0, 3, listener=listener)
+        for round_ in range(2):
+            tensors = [(name, tensor + round_) for name, tensor in bucket()]
+            group.broadcast(pack([tensor for _, tensor in tensors]))
+            sent = [(name, tensor.reshape(-1).view(torch.uint8).tolist()) for name, tensor in tensors]
+            assert heard(one) == heard(two) == sent
+        group.close()
+        group.close()
+        with pytest.raises(BroadcastError):
+            group.broadcast(torch.zeros(1))
+
+
+def test_members_that_do_not_come_are_an_error_in_time_on_both_sides() -> None:
+    listener, port = listening()
+    for how in ({"rank": 0, "listener": listener}, {"rank": 1}):
+        began = time.monotonic()
+        with pytest.raises(BroadcastError) as caught:
+            joined(port, world_size=2, timeout_s=LATE_S, **how)  # type: ignore[arg-type]
+        assert time.monotonic() - began < LATE_S + SLACK_S and str(port) in str(caught.value)
+
+
+def test_a_member_that_was_killed_is_an_error_for_the_sender() -> None:
+    listener, port = listening()
+    with member(take_part, port, 1, 2) as (connection, process):
+        assert heard(connection) == "started"
+        group = joined(port, 0, 2, LATE_S, listener=listener)
+        assert heard(connection) == "joined"
+        process.kill()
+        process.join()
+        began = time.monotonic()
+        with pytest.raises(BroadcastError):
+            group.broadcast(torch.zeros(LARGE, dtype=torch.uint8))
+        assert time.monotonic() - began < LATE_S + SLACK_S
+        group.close()
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["gone", "stopped"])
+def test_a_sender_that_does_not_send_is_an_error_for_the_others(stopped: bool) -> None:
+    listener, port = listening()
+    with member(take_part, port, 1, 2) as (connection, _):
+        assert heard(connection) == "started"
+        group = joined(port, 0, 2, LATE_S, listener=listener)
+        assert heard(connection) == "joined"
+        if not stopped:
+            group.close()
+        connection.send("receive")
+        said, seconds = heard(connection)
+        assert said != "received" and seconds < LATE_S + SLACK_S
+        group.close()
+
+
+def test_a_member_that_is_stopped_is_an_error_for_the_sender() -> None:
+    listener, port = listening()
+    with member(take_part, port, 1, 2) as (connection, process):
+        assert heard(connection) == "started"
+        group = joined(port, 0, 2, LATE_S, listener=listener)
+        assert heard(connection) == "joined"
+        os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(BroadcastError):
+            group.broadcast(torch.zeros(LARGE, dtype=torch.uint8))
+        assert LATE_S / 2 < time.monotonic() - began < LATE_S + SLACK_S
+        group.close()
+
+
+def test_groups_leave_nothing_open() -> None:
+    before = descriptors()
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(50)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    with member(join_often, ports, 1) as (connection, _):
+        for listener, port in zip(listeners, ports, strict=True):
+            group = joined(port, 0, 2, listener=listener)
+            group.broadcast(torch.ones(8, dtype=torch.uint8))
+            group.close()
+        theirs = heard(connection)
+    assert descriptors() <= before + 2, "what the process that starts others keeps open"
+    assert theirs[-1] <= theirs[4]
+
+
+def test_both_sides_agree_where_a_tensor_lies() -> None:
+    tensors = bucket()
+    flat, layout = pack([tensor for _, tensor in tensors]), layout_of(tensors)
+    assert flat.numel() == packed_bytes(layout) and flat.numel() % ALIGNMENT == 0
+    for (name, tensor), (found, view) in zip(tensors, unpack(flat, layout), strict=True):
+        assert found == name and view.dtype == tensor.dtype and torch.equal(view, tensor)
+        assert view.numel() == 0 or (view.data_ptr() - flat.data_ptr()) % ALIGNMENT == 0
+    with pytest.raises(ValueError):
+        unpack(flat[:-1], layout)
+    with pytest.raises(ValueError):
+        packed_bytes([("a", "float31", (2,))])
+    with pytest.raises(ValueError):
+        BroadcastGroup("127.0.0.1", 1, 0, 1, "mpi", 1.0)
+
+
+def test_it_needs_torch_alone() -> None:
+    code = "import slimefsdp.weight_sync.broadcast, sys; print(*sys.modules)"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"pydantic", "ray", "transformers", "yaml", "slimefsdp.errors"} & set(imported)
