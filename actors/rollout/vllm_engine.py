@@ -207,10 +207,10 @@ class VllmEngine(Engine):
         drawn, params = Drawn(), request.params
         reason: FinishReason = "abort"
         while not call.is_aborted and not call.is_given_up:
+            updates, before = self._versions.updates, len(drawn.tokens)
             version = self._versions.wait(lambda: call.is_aborted or call.is_given_up)
             if version is None:
                 break
-            updates, before = self._versions.updates, len(drawn.tokens)
             piece, reason = self._ask(call, request, number, drawn, version)
             drawn.add(piece)
             if before and params.stop:
