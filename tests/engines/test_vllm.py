@@ -56,6 +56,8 @@ class Trained:
         self.info = self.engine.info()
         print(f"vLLM was ready after {time.monotonic() - began:.1f} s")
         self.model = transformers.AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+        with torch.no_grad():  # a random model's tokens are all as likely, and errors would hide
+            self.model.get_input_embeddings().weight.mul_(8 if self.model.config.tie_word_embeddings else 1)
         self.sender = WeightSender({name: parameter.detach() for name, parameter in self.model.named_parameters()})
         self.sender.join(self.engine)
 
