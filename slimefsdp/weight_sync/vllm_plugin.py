@@ -72,8 +72,8 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Makes the model ready to be loaded anew."""
         if self._is_open:
-            # vLLM counts what a layer has been given: what an update that failed had brought would count again, and a
-            # layer be taken for complete with a part of its old weights
+            # a layer that an update which failed has left half loaded counts that half, and some of its parameters have
+            # no loader any more
             finalize_layerwise_reload(self.model, self.model_config)
         self._is_open = True
         initialize_layerwise_reload(self.model)
