@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 _LOOK_EVERY_S = 0.1
 _GRACE_S = 10.0  # after SIGTERM
 _TAIL_BYTES = 20_000
@@ -98,6 +98,7 @@ def _end_with_keeper() -> None:
 def _keep(log: str, command: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     with Path(log).open("ab") as file:
         try:
             # the keeper has one thread, and lives as long as the server is to
@@ -121,7 +122,17 @@ def _keep(log: str, command: Sequence[str]) -> int:
             time.sleep(_LOOK_EVERY_S)
     _kill_group(server.pid)  # what the server itself has started may be left
     code = server.wait()
+    _reap()
     return code if code >= 0 else 128 - code
+
+
+def _reap() -> None:
+    """Takes in what the server has left behind: in a container there may be nobody else who does."""
+    deadline = time.monotonic() + 1.0
+    with suppress(ChildProcessError):  # there is none
+        while time.monotonic() < deadline:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(0.02)
 
 
 def _with_signals_as_usual() -> None:

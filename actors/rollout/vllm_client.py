@@ -12,6 +12,7 @@ from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
 
 _CONNECT_S = 10.0
 _ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
+_CUT_S = 2.0  # between the end of connections and that of the server
 _SHOWN = 400  # characters of an answer that is no error of vLLM's
 
 
@@ -56,6 +57,7 @@ class VllmClient:
                 f"the server of engine {self._index} at {self.url} does not answer: {why}",
                 field="rollout.engine_urls", hint="look at its log, and start it again", rank=self._index,
             )  # fmt: skip
+        self._child.ends_within(_CUT_S)
         status = self._child.status()
         how = "does not answer" if status is None else f"ended with status {status}"
         last = " | ".join(self._child.last_lines(3))

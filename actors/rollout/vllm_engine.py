@@ -4,8 +4,6 @@ The server has an environment of its own, and this process never imports vLLM. P
 weights come to the server in a broadcast group that the trainer's first rank and the server's workers form; what is
 being sampled when they come is aborted, and what it has so far is sent again, as part of the prompt, once they are
 committed.
-
-On CPU a server ignores `sleep`: it keeps its memory, and only stops sampling.
 """
 
 from __future__ import annotations
@@ -458,7 +456,7 @@ class VllmEngine(Engine):
     # ------------------------------------------------------------------ its life
 
     def sleep(self) -> None:
-        """As `Engine`; a server on CPU keeps its memory."""
+        """As `Engine`; only a server on GPUs that was started with --enable-sleep-mode gives its memory back."""
         self.abort()
         self._versions.fail()
         self._synced("/sleep", lambda limit_s: self._client.post("/sleep?level=2", timeout_s=limit_s), None)

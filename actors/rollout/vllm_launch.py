@@ -64,8 +64,6 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
     ]
     if config.mesh.device == "cpu":
         arguments.append("--enforce-eager")  # compiling takes minutes
-    else:
-        arguments.append("--enable-sleep-mode")
     return [*arguments, *config.rollout.engine_args]
 
 
