@@ -4,6 +4,7 @@
 #   bash scripts/test.sh         the default tier: every module of the product, in minutes
 #   bash scripts/test.sh --all   all of them, linters and the wheel included; then those that touch transformers with the
 #                                lowest version that is supported, and an audit of the packages (scripts/audit.sh)
+#   bash scripts/test.sh --engines   those against a real vLLM, in an environment that scripts/setup_vllm.sh makes (3 GB)
 #   bash scripts/test.sh ARGS    what these arguments for pytest choose, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,6 +16,11 @@ both=(-n 2 --dist loadfile --no-loadscope-reorder)
 case "$*" in
   "") exec .venv/bin/python -m pytest "${both[@]}" ;;
   --all) ;;
+  --engines)
+    bash scripts/setup_vllm.sh
+    export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
+    exec .venv/bin/python -m pytest tests/engines
+    ;;
   *) exec .venv/bin/python -m pytest "$@" ;;
 esac
 

@@ -210,13 +210,24 @@ def check_models(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports every function that the settings name as `module:function`.
+    """Imports every function and class that the settings name as `module:function`; looks for an engine's interpreter.
 
     Raises:
-        ConfigError: one of them cannot be imported.
+        ConfigError: one of them cannot be imported, or is not there.
     """
     advantages.check_functions(config)
     if config.rollout.reward is not None:
         driver_scorer(config.rollout)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
+    python = config.rollout.engine_python
+    if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(
+            f"rollout.engine_python={python} is no program",
+            field="rollout.engine_python",
+            hint="name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU",
+        )
+    if config.rollout.engine != "embedded":
+        from actors.rollout.engine import engine_class
+
+        engine_class(config)

@@ -137,6 +137,7 @@ def test_as_json_it_says_what_settings_choose(config: Path, capsys: pytest.Captu
         ("mesh.pd=2", 2, "mesh.pd"),
         ("rollout.reward=no_such_module:f", 2, "rollout.reward"),
         ("rollout.filter=actors.rollout.filters:no_such", 2, "rollout.filter"),
+        ("rollout.engine=actors.rollout.filters:FILTERS", 2, "rollout.engine"),
         ("loss.policy=no_such_module:f", 2, "loss.policy"),
         ("advantage.estimator=actors.rollout.filters:FILTERS", 2, "advantage.estimator"),
         ("mesh.dp=100000", 6, "mesh.dp"),
