@@ -83,7 +83,7 @@ class AheadCollector:
             for step in range(first_step, steps):
                 with self._changed:
                     while step > self._weights_of + self._max_staleness and not self._is_closed:
-                        self._changed.wait()
+                        self._changed.wait(_LOOK_S)
                     if self._is_closed:
                         return
                 seconds: Metrics = {"generate": 0.0, "reward": 0.0}

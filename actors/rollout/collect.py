@@ -42,6 +42,8 @@ _NOT_DECIDING = {
     *("reward_workers", "reward_timeout_s", "reward_concurrency"),
 }
 
+_LOOK_S = 1.0  # of who waits for engines: a signal to the program is handled in between
+
 
 @dataclass(slots=True)
 class _Group:
@@ -136,7 +138,7 @@ class Collector:
         with self._gate:
             self._closed += 1
             while self._drawing:
-                self._gate.wait()
+                self._gate.wait(_LOOK_S)
         try:
             yield
         finally:
@@ -148,7 +150,7 @@ class Collector:
     def _drawing_samples(self) -> Iterator[None]:
         with self._gate:
             while self._closed:
-                self._gate.wait()
+                self._gate.wait(_LOOK_S)
             self._drawing += 1
         try:
             yield

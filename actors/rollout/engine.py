@@ -369,7 +369,8 @@ class EnginePool:
 
     def _asked(self, index: int, requests: Sequence[Request]) -> Any:
         """What an engine hands over from now on, of these requests."""
-        self._may_ask.wait()
+        while not self._may_ask.wait(SLICE_S):  # an update, which has a deadline
+            pass
         call = self._engines[index].generate.options(num_returns="streaming", concurrency_group="generate")
         return call.remote(list(requests))
 

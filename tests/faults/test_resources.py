@@ -403,8 +403,10 @@ def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(m
 
     monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_errors.ray, "put", full)
+    receiver = ObjectStoreReceiver([], timeout_s=60.0)
+    receiver.receive([("head", torch.zeros(2))])
     with refused(SyncError, "weights"):
-        ObjectStoreReceiver([], timeout_s=60.0).receive([("head", torch.zeros(2))])
+        receiver.receive([("tail", torch.zeros(2))])
 
 
 def test_no_call_reaches_ray_once_the_cluster_is_gone(

@@ -13,7 +13,8 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from actors.rollout.engine import EmbeddedEngine
+from actors.rollout.embedded import EmbeddedEngine
+from actors.workers.watchdog import remote_class
 from actors.workers.weight_transport import ObjectStoreReceiver, pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
@@ -148,11 +149,7 @@ def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(
     cluster: None, make_config: Any, example: Path, small_batch: Any, tmp_path: Path
 ) -> None:
     config = make_config(precision={"compute_dtype": "bfloat16"})
-    engine = (
-        ray.remote(concurrency_groups={"control": 1})(OpenEngine)
-        .options(num_cpus=0)
-        .remote(str(config.model.path), "bfloat16", "cpu")
-    )
+    engine = remote_class(OpenEngine).options(num_cpus=0).remote(config, 0)
     group = WorkerGroup.launch(config)
     try:
         group.train_step(small_batch)
