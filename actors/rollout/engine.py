@@ -42,7 +42,7 @@ class Sampled:
     number: int  # among the samples of that prompt
     tokens: list[int]  # prompt and response
     response_length: int
-    log_probs: list[float]  # [response_length], at the sampling temperature
+    log_probs: list[float]  # [response_length], at the sampling temperature; greedy ones at temperature 1
     text: str  # the response without special tokens, stripped
     finished: bool  # ended by an end token
     versions: tuple[VersionSpan, ...] = ()  # of the weights that drew the response
@@ -307,7 +307,12 @@ class EnginePool:
             )
         settings = self._config.rollout
         params = functools.partial(
-            SamplingParams, settings.max_new_tokens, settings.temperature, greedy, end_token_ids=self._end_token_ids
+            SamplingParams,
+            settings.max_new_tokens,
+            settings.temperature,
+            greedy,
+            tempered=not greedy,  # as all engines can: no temperature takes part in their choice
+            end_token_ids=self._end_token_ids,
         )
         return [
             Request(prompt, samples_per_prompt, params(seed=(*seed, place)))

@@ -156,7 +156,13 @@ def test_the_likeliest_tokens_are_the_same_whatever_the_seed(engines: EnginePool
     for sample in engines.generate(PROMPTS, samples_per_prompt=32, seed=(7, 3))[1]:
         first_log_probs[sample.prompt].add(round(sample.log_probs[0], 5))
     assert min(map(len, first_log_probs.values())) > 1, "there was something to choose from"
-    assert all(max(first_log_probs[greedy.prompt]) <= greedy.log_probs[0] + 1e-5 for greedy in first)
+    tempered = RolloutBatch.from_samples(
+        [{"tokens": greedy.tokens, "response_length": greedy.response_length} for greedy in first],
+        temperature=group.config.rollout.temperature,
+    )
+    starts = np.cumsum([0, *(greedy.response_length for greedy in first[:-1])])
+    for greedy, log_prob in zip(first, group.compute_log_probs(tempered).log_probs[starts], strict=True):
+        assert max(first_log_probs[greedy.prompt]) <= log_prob + 1e-5
 
 
 def test_two_engines_draw_differently_for_the_same_prompt(engines: EnginePool) -> None:
