@@ -188,8 +188,8 @@ class EnginePool:
         self._start(indices)
 
     def dead(self) -> list[int]:
-        """The indices of engines that do not answer, once they have done what they were asked before."""
-        refs = [engine.__ray_ready__.remote() for engine in self._engines]
+        """The indices of engines that are of no more use, once they have done what they were asked before."""
+        refs = [engine.health.remote() for engine in self._engines]
         found = []
         for index, ref in enumerate(refs):
             try:
@@ -335,6 +335,7 @@ class EnginePool:
         streams: dict[Any, int] = {
             self._asked(index, [requests[place] for place in share]): index for index, share in shares.items()
         }
+        engines = list(self._engines)
         given: set[tuple[int, int]] = set()
         timeout_s, began = self._config.cluster.call_timeout_s, time.monotonic()
         try:
@@ -361,12 +362,14 @@ class EnginePool:
                 if not ready:
                     lost = self._found_hanging(sorted(streams.values()), began, timeout_s)
                 for index, loss in lost.items():
-                    self._after_loss(index, loss)
+                    self._after_loss(index, engines[index], loss)
+                    engines[index] = self._engines[index]
                     streams = {stream: other for stream, other in streams.items() if other != index}
                     # the whole of what is not complete, since it is drawn as it was; what was given is not given twice
-                    left = [place for place in shares[index] if not _is_complete(place, requests[place], given)]
-                    shares[index] = left
-                    streams[self._asked(index, [requests[place] for place in left])] = index
+                    places = shares.get(index, ())  # none, where an engine hangs that was asked for nothing
+                    shares[index] = left = [one for one in places if not _is_complete(one, requests[one], given)]
+                    if left:
+                        streams[self._asked(index, [requests[place] for place in left])] = index
                     began = time.monotonic()
         finally:
             for stream in streams:  # what else was asked for is of no use to anybody
@@ -391,8 +394,8 @@ class EnginePool:
             return {error.rank or 0: error}
         return {}
 
-    def _after_loss(self, index: int, error: SlimeError) -> None:
-        """Replaces an engine that was lost while it sampled; here nothing does."""
+    def _after_loss(self, index: int, engine: Any, error: SlimeError) -> None:
+        """Replaces an engine that was lost while it sampled, unless another stands in its place; here nothing does."""
         raise error
 
     def abort(self) -> None:

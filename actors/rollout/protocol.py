@@ -95,6 +95,13 @@ class Engine(Watched):
         """
         raise NotImplementedError
 
+    def health(self) -> None:
+        """Returns where the engine can be asked for more.
+
+        Raises:
+            WorkerDied, WorkerHung: what it needs beside its own process has ended, or does not answer.
+        """
+
     def end_token_ids(self) -> frozenset[int]:
         """The tokens that end a response: the tokenizer's, and those of generation_config.json."""
         return self._end_token_ids

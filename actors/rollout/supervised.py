@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ class RestartingEngines(EnginePool):
         self._group: Any = None  # that the weights come from
         self._version: int | None = None  # of the engines' weights
         self._restarts = Restarts(config.cluster.max_restarts, "engines")
+        self._lock = threading.RLock()  # of replacing: one thread may update while another samples
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
         """As of `EnginePool`."""
@@ -62,19 +64,25 @@ class RestartingEngines(EnginePool):
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
         while True:
+            engines = self.receivers
             try:
                 return super()._update(group, indices)
             except SyncError as error:
-                lost = self.dead()
-                if not lost:
-                    raise
-                self._replace(lost, error)
+                with self._lock:
+                    lost = self.dead()
+                    if lost:
+                        self._replace(lost, error)
+                    elif self.receivers == engines:  # else one was replaced while it was sent to
+                        raise
 
-    def _after_loss(self, index: int, error: SlimeError) -> None:
+    def _after_loss(self, index: int, engine: Any, error: SlimeError) -> None:
         if self._group is None:
             raise error
-        self._replace([index], error)
-        if self._update(self._group, [index]) != self._version and not self._config.rollout.max_staleness:
+        with self._lock:
+            if self._engines[index] is engine:
+                self._replace([index], error)
+            version = self._update(self._group, [index])
+        if version != self._version and not self._config.rollout.max_staleness:
             self.update_from(self._group)
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:

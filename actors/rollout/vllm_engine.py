@@ -33,6 +33,7 @@ from slimefsdp.sampling.params import FinishReason
 _MOST_AT_ONCE = 1024  # requests under way; vLLM itself queues what is more than its --max-num-seqs
 _TICK_S = 1.0
 _ABORT_AGAIN_S = 0.1
+_HEALTH_S = 10.0
 _TIED_HEAD = "lm_head.weight"
 
 
@@ -158,6 +159,13 @@ class VllmEngine(Engine):
                 wait_until_ready(self._client, self._child, self.config, self.index)
                 self._facts = check_server(self._client, self.config, self._folder)
             return self._facts
+
+    def health(self) -> None:
+        """As `Engine`: whether the server answers."""
+        try:
+            self._client.get("/health", timeout_s=_HEALTH_S)
+        except Refusal as refusal:  # its engine has ended, and it does so itself
+            raise self._client.lost(str(refusal)) from refusal
 
     # ------------------------------------------------------------------ sampling
 
