@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh --dev
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import this project: it is compiled once
 # the tests of one module stay together, and in their order
 both=(-n 2 --dist loadfile --no-loadscope-reorder)
 case "$*" in
