@@ -3,8 +3,9 @@
 #
 #   bash scripts/test.sh         the default tier: every module of the product, in minutes
 #   bash scripts/test.sh --all   all of them, linters and the wheel included; then those that touch transformers with the
-#                                lowest version that is supported, and an audit of the packages (scripts/audit.sh)
-#   bash scripts/test.sh --engines   those against a real vLLM, in an environment that scripts/setup_vllm.sh makes (3 GB)
+#                                lowest version that is supported, those of a real vLLM, where scripts/setup_vllm.sh can
+#                                install it (3 GB), and an audit of the packages (scripts/audit.sh)
+#   bash scripts/test.sh --engines   those of a real vLLM, runs that train with it included
 #   bash scripts/test.sh ARGS    what these arguments for pytest choose, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,13 +29,25 @@ esac
 audit=0
 bash scripts/audit.sh .venv/bin/python || audit=$?
 .venv/bin/python -m pytest --all "${both[@]}"
-# shown only when it fails, so that the line above with the number of passed tests stays the last one
+# shown only when they fail, so that the line above with the number of passed tests stays the last one
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-bash scripts/test_lowest_transformers.sh .venv/bin/python >"$log" 2>&1 || {
-  code=$?
-  cat "$log"
-  echo "scripts/test.sh: failed with the lowest supported transformers" >&2
-  exit "$code"
+quietly() {  # WHAT COMMAND...
+  local what=$1 code=0
+  shift
+  "$@" >"$log" 2>&1 || code=$?
+  if [ "$code" -ne 0 ]; then
+    cat "$log"
+    echo "scripts/test.sh: failed $what" >&2
+    exit "$code"
+  fi
 }
+quietly "with the lowest supported transformers" bash scripts/test_lowest_transformers.sh .venv/bin/python
+if bash scripts/setup_vllm.sh >"$log" 2>&1; then
+  export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
+  quietly "with a real vLLM" .venv/bin/python -m pytest --all tests/engines/test_vllm.py
+else
+  tail -3 "$log" >&2
+  echo "scripts/test.sh: vLLM could not be installed, and was not tested" >&2
+fi
 exit "$audit"
