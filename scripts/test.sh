@@ -43,7 +43,7 @@ quietly() {  # WHAT COMMAND...
   fi
 }
 quietly "with the lowest supported transformers" bash scripts/test_lowest_transformers.sh .venv/bin/python
-if bash scripts/setup_vllm.sh >"$log" 2>&1; then
+if timeout 900 bash scripts/setup_vllm.sh >"$log" 2>&1; then
   export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
   quietly "with a real vLLM" .venv/bin/python -m pytest --all tests/engines/test_vllm.py
 else
