@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -87,7 +89,11 @@ class EnginePool:
         actor_class = remote_class(self._class)
         engines = list(self._engines) or [None] * config.rollout.engines
         for index in indices:
-            engines[index] = actor_class.options(**actor_options(placement, index, gpus)).remote(config, index)
+            options = actor_options(placement, index, gpus)
+            if config.rollout.engine not in _HOMES:  # a class that this process finds in a folder of its own
+                variables = {**options["runtime_env"].get("env_vars", {}), "PYTHONPATH": os.pathsep.join(sys.path)}
+                options["runtime_env"] = {"env_vars": variables}
+            engines[index] = actor_class.options(**options).remote(config, index)
         self._engines = engines
         self._watchdog = Watchdog(engines, Limits.of(config), kind="engine")
         ready = [engines[index].keep_stacks.remote(config.run.dir, f"engine_{index}") for index in indices]

@@ -40,7 +40,7 @@ class TellingEngine(Engine):
             os._exit(1)
 
     def info(self) -> EngineInfo:
-        return EngineInfo("telling", 100, "float32", None, ("object_store",))
+        return EngineInfo("telling", 320, "float32", None, ("object_store",))  # as the example's model
 
     def end_token_ids(self) -> frozenset[int]:
         return frozenset({0})
