@@ -13,6 +13,7 @@ from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("slimefsdp", "actors")
+ELSEWHERE = {"slimefsdp.weight_sync.vllm_plugin"}  # is imported inside vLLM alone: tests/engines
 
 
 def imports_of(path: Path) -> set[str]:
@@ -40,7 +41,7 @@ def test_the_default_tier_touches_every_module(default_tier: list[pytest.Item]) 
     # a command is imported by the command line when it is called
     named |= {name for name in imports_of(paths["actors.cli.main"]) if name.startswith("actors.cli.")}
     touched = named | {name for module in named & paths.keys() for name in imports_of(paths[module])}
-    assert sorted(paths.keys() - touched) == []
+    assert sorted(paths.keys() - touched) == sorted(ELSEWHERE)
 
 
 class Item:
