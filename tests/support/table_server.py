@@ -66,6 +66,7 @@ class TableServer:
         self._state = threading.Condition()
         self._is_paused = False
         self._running: set[str] = set()
+        self._waiting: set[str] = set()  # of these, which came to a paused server
         self.aborted: set[str] = set()
         self._http = _Http(self)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
@@ -120,6 +121,7 @@ class TableServer:
         finally:
             with self._state:
                 self._running.discard(name)
+                self._state.notify_all()
         time.sleep(self.faults.answer_after_s)
         return piece
 
@@ -128,7 +130,10 @@ class TableServer:
         while len(piece.tokens) < most:
             with self._state:
                 while self._is_paused and not piece.tokens and name not in self.aborted:
+                    self._waiting.add(name)
+                    self._state.notify_all()
                     self._state.wait()
+                self._waiting.discard(name)
                 if name in self.aborted or self.faults.aborts_all:
                     piece.reason = "abort"
                     return piece
