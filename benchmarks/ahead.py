@@ -31,7 +31,9 @@ from slimefsdp.config import RunConfig, config_from_dict  # noqa: E402
 from slimefsdp.monitoring.metrics_log import read_metrics  # noqa: E402
 
 SIZES = {
-    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
     "layer_types": ["full_attention"] * 6,
 }
 WARM_UP = 3  # steps

@@ -30,7 +30,11 @@ from slimefsdp.errors import BatchError, ConfigError, EngineError, SlimeError, S
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams
 
-_HOMES = {"embedded": "actors.rollout.embedded:EmbeddedEngine", "vllm": "actors.rollout.vllm_engine:VllmEngine"}
+_HOMES = {
+    "embedded": "actors.rollout.embedded:EmbeddedEngine",
+    "vllm": "actors.rollout.vllm_engine:VllmEngine",
+    "sglang": "actors.rollout.sglang_engine:SglangEngine",
+}
 _CHECK = 4  # first number of a seed: what is drawn for the check is drawn for nothing else
 _CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine
 _GET_S = 10.0  # for samples that Ray says are here
@@ -168,7 +172,8 @@ class EnginePool:
         if means[worst] > bound:
             cause = "its weights are not those that were sent, or it computes otherwise than the trainer"
             if settings.temperature != 1:
-                cause += ", or they are those without the temperature (vLLM: --logprobs-mode processed_logprobs)"
+                cause += ", or they are those without the temperature (vLLM: --logprobs-mode processed_logprobs; "
+                cause += "SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)"
             raise EngineError(
                 f"log-probs of what engine {worst} sampled differ from the trainer's by {means[worst]:.3g} in the mean "
                 f"of {int((owners == worst).sum())} tokens, more than {bound:g}: {cause}",

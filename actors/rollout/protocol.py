@@ -20,6 +20,8 @@ Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
 Transport = Literal["object_store", "broadcast"]
 """How weights travel: as `receive` has them from Ray's object store, or in a group that trainer and engines form."""
+GroupKind = Literal["slimefsdp", "torch"]
+"""What such a group is: a `BroadcastGroup`, or one that the engine's workers make by torch.distributed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class EngineInfo(NamedTuple):
     max_tokens: int | None  # of a prompt and its response; None: as many as memory holds
     transports: tuple[Transport, ...]  # by which it takes weights, the one it takes best first
     processes: int = 1  # that join a group for the broadcast of weights
+    group: GroupKind = "slimefsdp"
 
 
 class Engine(Watched):

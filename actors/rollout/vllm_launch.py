@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-import tempfile
 from pathlib import Path
 
 import slimefsdp
 from actors.rollout.child_server import ChildServer
+from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, start_on_loopback
 from slimefsdp.config import RunConfig
 from slimefsdp.models.hf_folder import ModelFolder
 
-LOGS = "engine_logs"  # below run.dir
-SERVED_AS = "policy"
 EXTENSION = "slimefsdp.weight_sync.vllm_plugin.WorkerExtension"
 BACKEND = "slimefsdp"  # as slimefsdp.weight_sync.vllm_plugin registers it
 NEEDED = (
@@ -23,7 +20,6 @@ NEEDED = (
     "--enable-scale-out",
 )
 """Arguments without which a server is of no use here, whoever starts it."""
-_LOOPBACK = "127.0.0.1"
 _ON_CPU = {
     # threads that vLLM binds to cores of its choice would share them with the trainer's
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -35,20 +31,13 @@ _ON_CPU = {
 def start_server(config: RunConfig, folder: ModelFolder, index: int) -> tuple[ChildServer, str]:
     """A server that has just been started, on this machine's loopback alone, and its URL."""
     assert config.rollout.engine_python is not None
-    if config.run.dir is not None:
-        logs = config.run.dir.absolute() / LOGS
-        logs.mkdir(parents=True, exist_ok=True)
-    else:
-        logs = Path(tempfile.mkdtemp(prefix="slimefsdp_engine_"))
-    port = _free_port()
+    logs = log_folder(config)
     command = [
         str(config.rollout.engine_python.absolute()),
         *("-m", "vllm.entrypoints.openai.api_server"),
         *server_arguments(config, folder),
-        *("--host", _LOOPBACK, "--port", str(port)),
     ]
-    child = ChildServer(command, _environment(config, logs), logs / f"vllm_{index}.log", logs)
-    return child, f"http://{_LOOPBACK}:{port}"
+    return start_on_loopback("vllm", index, command, _environment(config, logs), logs)
 
 
 def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
@@ -67,13 +56,6 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
     return [*arguments, *config.rollout.engine_args]
 
 
-def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
-    """Of how many tokens a prompt with its response can be: what a pack holds and the model has positions for."""
-    pack = config.batch.max_tokens_per_rank * config.mesh.cp
-    positions = folder.config.get("max_position_embeddings", folder.max_sample_tokens)
-    return pack if positions is None else min(pack, int(positions))
-
-
 def _environment(config: RunConfig, logs: Path) -> dict[str, str]:
     """This process's, with a PYTHONPATH that has our package in it and nothing else of our environment."""
     window = logs / "importable"
@@ -87,10 +69,3 @@ def _environment(config: RunConfig, logs: Path) -> dict[str, str]:
     own |= {"PYTHONPATH": str(window), "VLLM_SERVER_DEV_MODE": "1"}
     usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if config.mesh.device == "cpu" else {})}
     return {**usual, **own}
-
-
-def _free_port() -> int:
-    """One that is free now; whoever takes it before vLLM does is told of in its log."""
-    with socket.create_server((_LOOPBACK, 0)) as free:
-        port: int = free.getsockname()[1]
-    return port

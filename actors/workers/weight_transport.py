@@ -16,7 +16,7 @@ import torch
 from actors.cluster.ray_errors import store
 from actors.workers.futures import CallFuture
 from slimefsdp.errors import ResourceError, SyncError, WorkerHung
-from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup, pack
+from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup, TorchBroadcastGroup
 from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
@@ -156,7 +156,9 @@ class BroadcastReceiver(_Update):
         self._group = None
 
     def _form(self) -> None:
-        counts = [info.processes for info in self._answers([one.info.remote() for one in self._actors], "info")]
+        infos = self._answers([one.info.remote() for one in self._actors], "info")
+        counts = [info.processes for info in infos]
+        made = TorchBroadcastGroup if infos[0].group == "torch" else BroadcastGroup  # engines of a run are of one kind
         firsts = [1 + sum(counts[:index]) for index in range(len(counts))]
         world_size, backend = 1 + sum(counts), "nccl" if self._device.type == "cuda" else "gloo"
         listener = socket.create_server((self._address, 0))
@@ -166,18 +168,17 @@ class BroadcastReceiver(_Update):
             for actor, first in zip(self._actors, firsts, strict=True)
         ]
         group = self._beside(
-            lambda: BroadcastGroup(self._address, port, 0, world_size, backend, self._timeout_s, listener=listener),
+            lambda: made(self._address, port, 0, world_size, backend, self._timeout_s, listener=listener),
             joining,
             "join",
         )
         self._group = group
 
     def _send(self, bucket: Bucket) -> None:
-        layout = [(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in bucket]
-        flat = pack(tensor for _, tensor in bucket)
-        receiving = [actor.receive_broadcast.remote(layout) for actor in self._actors]
         group = self._group
         assert group is not None
+        layout, flat = group.packed(bucket)
+        receiving = [actor.receive_broadcast.remote(layout) for actor in self._actors]
         try:
             self._beside(lambda: group.broadcast(flat), receiving, "receive_broadcast")
         except SyncError:

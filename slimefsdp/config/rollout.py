@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
 
-ENGINES = ("embedded", "vllm")
-SERVED_ENGINES = ("vllm",)  # which are servers in an environment of their own
+ENGINES = ("embedded", "vllm", "sglang")
+SERVED_ENGINES = ("vllm", "sglang")  # which are servers in an environment of their own
 
 
 def _filter_name(value: str) -> str:
@@ -72,11 +72,12 @@ class RolloutSettings(Settings):
     max_new_tokens: PositiveInt = Field(256, description="longest response")
     engine: Annotated[str, AfterValidator(_engine_name)] = Field(
         "embedded",
-        description="what samples: embedded, vllm, or a class of your own as `module:Class` (docs/engines.md)",
+        description="what samples: embedded, vllm, sglang, or a class of your own as `module:Class` (docs/engines.md)",
     )
     engines: RankCount = Field(1, description="engines, each a process, or a server and the process that speaks to it")
     engine_python: PathSetting | None = Field(
-        None, description="the interpreter whose environment has the engine (vllm), for servers that the run starts"
+        None,
+        description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts",
     )
     engine_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
@@ -165,7 +166,7 @@ class RolloutSettings(Settings):
             if getattr(self, name) and not is_served:
                 raise ValueError(
                     f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none; remove "
-                    "it, or set rollout.engine=vllm"
+                    "it, or set rollout.engine=vllm or sglang"
                 )
         if is_served and (self.engine_python is None) == (self.engine_urls is None):
             raise ValueError(

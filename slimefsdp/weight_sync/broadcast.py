@@ -57,6 +57,7 @@ class BroadcastGroup:
             raise ValueError(f"backend={backend!r} is neither gloo nor nccl")
         self._timeout_s = timeout_s
         self._name = f"rank {rank} of {world_size} at {address}:{port}"
+        self._port = port
         self._group: Any = None
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -99,6 +100,11 @@ class BroadcastGroup:
             raise BroadcastError(f"{self._name}: a broadcast failed: {_first_line(error)}") from error
         return tensor
 
+    def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
+        """The form of a bucket in this group, and what is in it, in that order."""
+        held = list(tensors)
+        return _layout(held), pack(tensor for _, tensor in held)
+
     def close(self) -> None:
         """Leaves the group and gives its sockets back; idempotent. The others notice at their next broadcast."""
         if self._group is not None and hasattr(self._group, "shutdown"):
@@ -110,8 +116,11 @@ class BroadcastGroup:
         self._store.set(f"here/{rank}", "")
         self._store.wait([f"here/{other}" for other in range(world_size)])
 
+    def _store_of_group(self, backend: str) -> dist.Store:
+        return dist.PrefixStore("weights", self._store)
+
     def _made(self, backend: str, own_address: str, rank: int, world_size: int) -> Any:
-        store = dist.PrefixStore("weights", self._store)
+        store = self._store_of_group(backend)
         if backend == "nccl":
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = timedelta(seconds=self._timeout_s + _AFTER_S)
@@ -123,10 +132,36 @@ class BroadcastGroup:
         return dist.ProcessGroupGloo(store, rank, world_size, options)
 
 
-def pack(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The bytes of tensors of one device, [bytes] uint8, each beginning at a multiple of ALIGNMENT."""
+class TorchBroadcastGroup(BroadcastGroup):
+    """Rank 0 of a group whose other members are made by torch.distributed, as SGLang's workers are.
+
+    They take a TCP store at our address and the prefixes of a group called `torch_group_name(port)`. They do not say
+    in the store that they are there, and those of NCCL meet at the first broadcast.
+    """
+
+    def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
+        """As `BroadcastGroup`: bytes without gaps. Larger elements come first, so each begins where its dtype may."""
+        held = sorted(tensors, key=lambda named: -named[1].element_size())
+        return _layout(held), pack((tensor for _, tensor in held), alignment=1)
+
+    def _meet(self, rank: int, world_size: int) -> None:
+        pass
+
+    def _store_of_group(self, backend: str) -> dist.Store:
+        # init_custom_process_group's prefix, and the two of torch's _new_process_group_helper
+        name, device = torch_group_name(self._port), "cuda" if backend == "nccl" else "cpu"
+        return dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, self._store)))
+
+
+def torch_group_name(port: int) -> str:
+    """What both ends call the group that meets at a port."""
+    return f"slimefsdp_{port}"
+
+
+def pack(tensors: Iterable[torch.Tensor], *, alignment: int = ALIGNMENT) -> torch.Tensor:
+    """The bytes of tensors of one device, [bytes] uint8, each beginning at a multiple of `alignment`."""
     held = list(tensors)
-    starts, size = _places([tensor.numel() * tensor.element_size() for tensor in held])
+    starts, size = _places([tensor.numel() * tensor.element_size() for tensor in held], alignment)
     flat = torch.zeros(size, dtype=torch.uint8, device=held[0].device if held else "cpu")
     for tensor, start in zip(held, starts, strict=True):
         _part(flat, start, tensor.dtype, tensor.shape).copy_(tensor)
@@ -169,12 +204,16 @@ def _size(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * dtype_named(dtype).itemsize
 
 
-def _places(sizes: Sequence[int]) -> tuple[list[int], int]:
+def _layout(tensors: Sequence[tuple[str, torch.Tensor]]) -> Layout:
+    return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors]
+
+
+def _places(sizes: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
     """Where each begins, and where the last one ends, with its padding."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += -(-size // alignment) * alignment
     return starts, end
 
 

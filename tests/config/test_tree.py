@@ -640,7 +640,13 @@ RULES = [
         "check_engine_servers",
         {"rollout__engine": "vllm", "rollout__engine_python": "venv/bin/python"},
         {"rollout__engine_python": "venv/bin/python"},
-        ["rollout.engine_python", "rollout.engine=embedded", "rollout.engine=vllm"],
+        ["rollout.engine_python", "rollout.engine=embedded", "rollout.engine=vllm or sglang"],
+    ),
+    (
+        "check_engine_servers",
+        {"rollout__engine": "sglang", "rollout__engine_urls": ["http://a:1"]},
+        {"rollout__engine": "sglang"},
+        ["rollout.engine=sglang", "rollout.engine_python", "rollout.engine_urls"],
     ),
     (
         "check_engine_servers",

@@ -21,7 +21,7 @@ import ray
 import torch
 import transformers
 
-from actors.rollout import vllm_launch
+from actors.rollout import server_launch, vllm_launch
 from actors.rollout.child_server import ChildServer
 from actors.rollout.protocol import Request, Sample, TensorInfo
 from actors.rollout.vllm_engine import VllmEngine
@@ -338,7 +338,7 @@ def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) ->
 
 def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) -> None:
     config = settings(make_config)
-    folder, port = read_model_folder(config.model.path), vllm_launch._free_port()
+    folder, port = read_model_folder(config.model.path), server_launch.free_port()
     environment = vllm_launch._environment(config, tmp_path)
     del environment["VLLM_SERVER_DEV_MODE"]
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *vllm_launch.server_arguments(config, folder)]

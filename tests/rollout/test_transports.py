@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import safetensors.torch
+import torch
 
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import EngineError, SyncError
 from tests.support.refusals import refused
+from tests.support.sglang_server import SglangServer
 from tests.support.waiting import PATIENCE_S
 
 PROMPTS = ["sort 31", "sort 2718", "sort 90210"]
@@ -60,3 +64,22 @@ def test_an_engine_that_is_killed_between_updates_is_replaced_and_another_group_
     assert pids(engines)[0] == first and pids(engines)[1] != second
     assert max(engines.check_log_probs(group, PROMPTS)) < 1e-5
     assert engines.generate(PROMPTS, samples_per_prompt=2, seed=(1,))[0] == version
+
+
+def test_ranks_broadcast_to_a_server_whose_group_torch_makes(cluster: None, make_config: Any) -> None:
+    server = SglangServer("qwen3", str)
+    config = make_config(rollout={"engine": "sglang", "engines": 1, "engine_urls": [server.url]})
+    group = WorkerGroup.launch(config)
+    engines = EnginePool.launch(config)
+    try:
+        for _ in range(2):
+            version = group.update_weights(engines.receivers).version
+            assert server.version == str(version)
+            found, samples = engines.generate(PROMPTS, samples_per_prompt=2, seed=(1,))
+            assert found == version and len(samples) == 6
+        sent = safetensors.torch.load_file(Path(config.model.path) / "model.safetensors")
+        assert all(torch.equal(server.tensors[name], tensor) for name, tensor in sent.items())
+    finally:
+        engines.shutdown()
+        group.shutdown()
+        server.close()

@@ -18,7 +18,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from tests.support.refusals import refused
-from tests.support.vllm_server import EMBEDDING, Faults, ProtocolServer, next_logits
+from tests.support.table_server import EMBEDDING, next_logits
+from tests.support.vllm_server import Faults, ProtocolServer
 from tests.support.waiting import wait_until
 from tests.support.weight_sender import WeightSender
 

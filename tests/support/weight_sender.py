@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actors.rollout.protocol import TensorInfo
-from slimefsdp.weight_sync.broadcast import BroadcastGroup, pack
+from slimefsdp.weight_sync.broadcast import BroadcastGroup, TorchBroadcastGroup
 
 
 class WeightSender:
@@ -37,7 +37,8 @@ class WeightSender:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         joined = self._side.submit(engine.join, "127.0.0.1", port, 1, 2, "gloo", self.timeout_s)
-        self._group = BroadcastGroup("127.0.0.1", port, 0, 2, "gloo", self.timeout_s, listener=listener)
+        made = TorchBroadcastGroup if engine.info().group == "torch" else BroadcastGroup
+        self._group = made("127.0.0.1", port, 0, 2, "gloo", self.timeout_s, listener=listener)
         joined.result()
 
     def leave(self) -> None:
@@ -62,9 +63,9 @@ class WeightSender:
     def broadcast(self, engine: Any, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Returns when the engine has it; raises what the engine raised."""
         assert self._group is not None
-        infos = [TensorInfo(name, str(one.dtype).removeprefix("torch."), tuple(one.shape)) for name, one in bucket]
-        received = self._side.submit(engine.receive_broadcast, infos)
-        self._group.broadcast(pack([tensor for _, tensor in bucket]))
+        layout, flat = self._group.packed(bucket)
+        received = self._side.submit(engine.receive_broadcast, [TensorInfo(*one) for one in layout])
+        self._group.broadcast(flat)
         received.result()
 
     def send(self, engine: Any, version: int) -> None:

@@ -1,4 +1,4 @@
-"""What is said to a server of vLLM by HTTP, and what its silence and its refusals mean."""
+"""What is said to a rollout server by HTTP, and what its silence and its refusals mean."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
 _CONNECT_S = 10.0
 _ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
 _CUT_S = 2.0  # between the end of connections and that of the server
-_SHOWN = 400  # characters of an answer that is no error of vLLM's
+_SHOWN = 400  # characters of an answer of another form than expected
 
 
 class Refusal(Exception):
@@ -24,19 +24,21 @@ class Refusal(Exception):
         self.status = status
 
 
-class VllmClient:
+class ServerClient:
     """One server; its methods may be called from several threads.
 
     Args:
         url: without a slash at its end.
         index: of the engine.
         child: the server, where this process has started it.
+        alive: a route that costs nothing, and that a server answers at any time.
     """
 
-    def __init__(self, url: str, index: int, child: ChildServer | None = None) -> None:
+    def __init__(self, url: str, index: int, child: ChildServer | None = None, *, alive: str = "/health") -> None:
         self.url = url
         self._index = index
         self._child = child
+        self._alive = alive
 
     def get(self, route: str, *, timeout_s: float) -> Any:
         """The answer, from JSON; None if there is none.
@@ -49,6 +51,18 @@ class VllmClient:
     def post(self, route: str, body: Any = None, *, timeout_s: float) -> Any:
         """As `get`."""
         return self._ask("POST", route, body, timeout_s)
+
+    def tell(self, route: str, *, timeout_s: float) -> None:
+        """As `post`, where the answer is a text for people."""
+        self._ask("POST", route, None, timeout_s, is_json=False)
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether it is there and ready."""
+        try:
+            self.get(self._alive, timeout_s=timeout_s)
+        except (Refusal, SlimeError):
+            return False
+        return True
 
     def lost(self, why: str) -> SlimeError:
         """The error of a server that has ended, or cannot be reached."""
@@ -70,13 +84,9 @@ class VllmClient:
         """Whether nobody is there to ask again, now or in a moment."""
         if self._child is not None:
             return self._child.ends_within(_ENDING_S)
-        try:
-            self.get("/health", timeout_s=_ENDING_S)
-        except (Refusal, SlimeError):
-            return True
-        return False
+        return not self.answers(_ENDING_S)
 
-    def _ask(self, method: str, route: str, body: Any, timeout_s: float) -> Any:
+    def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
         # a connection for each question: one that was kept may be closed by the server at any moment
         with requests.Session() as session:
             session.trust_env = False  # no proxy stands between an engine and its server
@@ -93,7 +103,7 @@ class VllmClient:
                 raise self.lost(f"{route}: {_plain(error)}") from error
         if answer.status_code != 200:
             raise Refusal(route, answer.status_code, _said(answer))
-        if not answer.content:
+        if not (answer.content and is_json):
             return None
         try:
             return answer.json()

@@ -1,0 +1,520 @@
+"""What engines have in common that are a Ray actor beside a rollout server, which they start or find at a URL.
+
+The server has an environment of its own, and this process speaks to it by HTTP. Prompts and samples are token ids. New
+weights come to the server in a broadcast group that the trainer's first rank and the server's workers form; what is
+being sampled when they come is aborted, and what it has so far is sent again, as part of the prompt, once they are
+committed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from queue import Empty, SimpleQueue
+from typing import Any, ClassVar
+
+from actors.rollout.child_server import ChildServer
+from actors.rollout.protocol import Engine, EngineInfo, GroupKind, Manifest, Request, Sample, TensorInfo
+from actors.rollout.served_samples import Drawn, length_with_stop
+from actors.rollout.server_client import Refusal, ServerClient
+from actors.rollout.server_launch import ServerFacts, wait_until_ready
+from slimefsdp import heartbeat
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerHung
+from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.models.hf_weight_names import is_no_weight, stored_parts
+from slimefsdp.sampling.params import FinishReason
+
+_MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
+_TICK_S = 1.0
+_HEALTH_S = 10.0
+_ABORT_AGAIN_S = 0.1
+TIED_HEAD = "lm_head.weight"
+
+
+class Versions:
+    """Which weights a server has, for threads that wait for some.
+
+    Args:
+        timeout_s: how long they wait for an update that has begun.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._is_updating = False
+        self.committed: int | None = None  # None between two, and after an update that failed
+        self.interruptions = 0  # of what was sampled: by updates, and by whatever else ends all of it
+        self.failures = 0  # what a server draws across one is of weights that nobody knows
+
+    def begin(self) -> None:
+        """From now on nobody samples."""
+        self._set(None, is_updating=True)
+
+    def fail(self) -> None:
+        """There are no weights to sample from, and none come."""
+        with self._changed:
+            self.failures += 1
+        self._set(None, is_updating=False)
+
+    def interrupt(self) -> None:
+        """All that is sampled ends now, and goes on."""
+        with self._changed:
+            self.interruptions += 1
+
+    def commit(self, version: int) -> None:
+        """All that wait go on."""
+        self._set(version, is_updating=False)
+
+    def wait(self, is_over: Callable[[], bool]) -> int | None:
+        """The version that is committed, once it is; None as soon as `is_over`.
+
+        Raises:
+            StateError: there is none and none comes, or it took too long.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            while not is_over():
+                if self.committed is not None:
+                    return self.committed
+                if not self._is_updating:
+                    raise StateError(
+                        "the engine has no committed weights", field="update_weights", hint="call update_weights first"
+                    )
+                if time.monotonic() > deadline:
+                    raise StateError(
+                        f"new weights were not committed within cluster.sync_timeout_s={self._timeout_s:g}",
+                        field="cluster.sync_timeout_s", hint="call update_weights again, or raise the timeout",
+                    )  # fmt: skip
+                heartbeat.tick()
+                self._changed.wait(_TICK_S)
+        return None
+
+    def _set(self, committed: int | None, *, is_updating: bool) -> None:
+        with self._changed:
+            self.interruptions += committed is None
+            self.committed, self._is_updating = committed, is_updating
+            self._changed.notify_all()
+
+
+class _Call:
+    """One call of `generate`: its samples hand themselves in here."""
+
+    def __init__(self) -> None:
+        self.ended: SimpleQueue[Sample | Exception] = SimpleQueue()
+        self.is_aborted = False  # its samples end as they are
+        self.is_given_up = False  # nobody waits for them any more
+
+
+class ServedEngine(Engine):
+    """See `Engine`. Its samples' log-probs are at the sampling temperature; greedy ones are at temperature 1.
+
+    Args:
+        config: of the run; rollout.engine_python starts a server, rollout.engine_urls names those that are there.
+        index: of this engine.
+
+    Raises:
+        ModelError: model.path cannot be read.
+    """
+
+    NAME: ClassVar[str]
+    ALIVE: ClassVar[str] = "/health"  # a route that a server answers at any time
+    GENERATE: ClassVar[str]  # the route that samples
+    GROUP: ClassVar[GroupKind] = "slimefsdp"
+
+    # ------------------------------------------------------------------ what differs from server to server
+
+    def _start_server(self) -> tuple[ChildServer, str]:
+        """A server that has just been started, and its URL."""
+        raise NotImplementedError
+
+    def _check_server(self) -> ServerFacts:
+        """
+        Raises:
+            EngineError: the server that answers cannot be used.
+        """
+        raise NotImplementedError
+
+    def _check_request(self, request: Request, most_tokens: int) -> None:
+        """As `served_samples.check_request`."""
+        raise NotImplementedError
+
+    def _body(self, request: Request, number: int, drawn: Drawn, request_id: str) -> dict[str, Any]:
+        """The JSON that asks for the rest of a sample."""
+        raise NotImplementedError
+
+    def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[Drawn, FinishReason | None]:
+        """What was drawn, checked, and why it ended; None: by what the request did not ask for, so it is to go on."""
+        raise NotImplementedError
+
+    def _end_requests(self, ids: Sequence[str], *, are_all: bool) -> None:
+        """Tells the server to abort these, which may be all that it has been asked."""
+        raise NotImplementedError
+
+    def _join(
+        self, address: str, port: int, rank: int, world_size: int, backend: str, *, group_timeout_s: float
+    ) -> None:
+        raise NotImplementedError
+
+    def _open_update(self) -> None:
+        """Ends what is sampled, and makes the server ready for weights; one that nobody has finished may be open."""
+        raise NotImplementedError
+
+    def _take_bucket(self, tensors: Sequence[TensorInfo]) -> None:
+        """Has the server take what rank 0 broadcasts now."""
+        raise NotImplementedError
+
+    def _close_update(self, version: int) -> str:
+        """Has the server sample from the new weights; returns which version it says it has."""
+        raise NotImplementedError
+
+    def _end_waiting(self) -> None:
+        """Ends requests that wait at the server for an update that has failed."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ who it is
+
+    def __init__(self, config: RunConfig, index: int) -> None:
+        super().__init__(config, index)
+        self._folder = read_model_folder(config.model.path)
+        self._shapes = {name: entry.shape for name, entry in self._folder.tensors.items()}
+        self._is_tied = bool(self._folder.config.get("tie_word_embeddings", TIED_HEAD not in self._shapes))
+        self._child: ChildServer | None = None
+        if config.rollout.engine_urls is not None:
+            url = config.rollout.engine_urls[index]
+        else:
+            self._child, url = self._start_server()
+        self._client = ServerClient(url, index, self._child, alive=self.ALIVE)
+        self._facts: ServerFacts | None = None
+        self._asking = threading.Lock()
+
+        self._versions = Versions(config.cluster.sync_timeout_s)
+        self._updating = threading.Lock()
+        self._incoming: int | None = None
+        self._manifest: Manifest = {}
+        self._missing: set[str] = set()
+
+        self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "sample")
+        self._lock = threading.Lock()  # of what follows
+        self._calls: set[_Call] = set()
+        self._in_flight: dict[str, _Call] = {}  # by request id, what the server has been asked
+        self._activity = ExitStack()
+
+    def health(self) -> None:
+        """As `Engine`: whether the server answers."""
+        try:
+            self._client.get(self.ALIVE, timeout_s=_HEALTH_S)
+        except Refusal as refusal:  # its engine has ended, and it does so itself
+            raise self._client.lost(str(refusal)) from refusal
+
+    def info(self) -> EngineInfo:
+        """As `Engine`; waits for a server that was started here, and asks it what it is.
+
+        Raises:
+            EngineError: it ended, nobody is there, or it cannot be used. WorkerHung: it takes too long.
+        """
+        facts = self._known()
+        heartbeat.enter(heartbeat.IDLE)
+        return EngineInfo(
+            f"{self.NAME.lower()} {facts.version}", facts.vocab_size, facts.dtype, facts.max_model_len, ("broadcast",),
+            facts.workers, self.GROUP,
+        )  # fmt: skip
+
+    def _known(self) -> ServerFacts:
+        with self._asking:
+            if self._facts is None:
+                wait_until_ready(self.NAME, self._client, self._child, self.config, self.index)
+                self._facts = self._check_server()
+            return self._facts
+
+    # ------------------------------------------------------------------ sampling
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        """As `Engine`.
+
+        Raises:
+            StateError, EngineError: as `Engine`. BatchError: a request that no server could do.
+            WorkerDied, WorkerHung: the server ended, or did not answer within cluster.call_timeout_s.
+        """
+        facts = self._known()
+        for request in requests:
+            self._check_request(request, facts.max_model_len)
+        call = _Call()
+        left = sum(request.samples for request in requests)
+        with self._during(call):
+            self._versions.wait(lambda: call.is_aborted)
+            for place, request in enumerate(requests):
+                for number in range(request.samples):
+                    self._threads.submit(self._hand_in, call, place, number, request)
+            while left:
+                samples = self._next_samples(call)
+                left -= len(samples)
+                yield samples
+
+    def _next_samples(self, call: _Call) -> list[Sample]:
+        """Waits for one, and takes what else is there."""
+        found = [call.ended.get()]
+        heartbeat.tick()
+        with suppress(Empty):
+            while True:
+                found.append(call.ended.get_nowait())
+        for one in found:
+            if isinstance(one, Exception):
+                raise one
+        return [one for one in found if isinstance(one, Sample)]
+
+    def _hand_in(self, call: _Call, place: int, number: int, request: Request) -> None:
+        try:
+            call.ended.put(self._sample(call, place, number, request))
+        except Exception as error:  # raised where somebody waits
+            call.ended.put(error)
+
+    def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
+        drawn, params = Drawn(), request.params
+        reason: FinishReason = "abort"
+        while not call.is_aborted and not call.is_given_up:
+            interruptions, failures, before = self._versions.interruptions, self._versions.failures, len(drawn.tokens)
+            version = self._versions.wait(lambda: call.is_aborted or call.is_given_up)
+            if version is None:
+                break
+            piece, end = self._ask(call, request, number, drawn, version)
+            if self._versions.failures != failures:
+                continue
+            drawn.add(piece)
+            if before and params.stop:
+                length = length_with_stop(drawn.tokens, before, params, lambda tokens: self.decode([tokens])[0])
+                if length is not None:
+                    drawn.cut(length)
+                    end = "stop"
+            if end is None:
+                continue
+            if end != "abort":
+                reason = end
+                break
+            if not (call.is_aborted or call.is_given_up) and self._versions.interruptions == interruptions:
+                raise EngineError(
+                    "the server aborted a request that this engine did not abort",
+                    field="engine", hint="let nobody else pause or abort what this server does",
+                )  # fmt: skip
+        (text,) = self.decode([drawn.tokens])
+        return Sample(place, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)
+
+    def _ask(
+        self, call: _Call, request: Request, number: int, drawn: Drawn, version: int
+    ) -> tuple[Drawn, FinishReason | None]:
+        name = f"slimefsdp-{uuid.uuid4().hex}"
+        body = self._body(request, number, drawn, name)
+        with self._lock:
+            self._in_flight[name] = call
+        try:
+            answer = self._client.post(self.GENERATE, body, timeout_s=self.config.cluster.call_timeout_s)
+        except Refusal as refusal:
+            if refusal.status >= 500 and self._client.has_ended():
+                raise self._client.lost(str(refusal)) from refusal
+            raise EngineError(
+                f"the server refused a request: {refusal}", field="engine", hint="look at its log"
+            ) from refusal
+        finally:
+            with self._lock:
+                del self._in_flight[name]
+        now = self._versions.committed
+        versions = {version} if now is None else {version, now}  # it may have waited at the server during an update
+        return self._read(answer, body, versions)
+
+    @contextmanager
+    def _during(self, call: _Call) -> Iterator[None]:
+        """The call is under way; afterwards nothing of it is."""
+        with self._lock:
+            if not self._calls:
+                self._activity.enter_context(heartbeat.during("generate"))
+            self._calls.add(call)
+        try:
+            yield
+        finally:
+            call.is_given_up = True
+            self._abort_at_server(call)
+            with self._lock:
+                self._calls.remove(call)
+                if not self._calls:
+                    self._activity.close()
+
+    def _abort_at_server(self, call: _Call) -> None:
+        with self._lock:
+            ids = [one for one, asker in self._in_flight.items() if asker is call]
+            are_all = len(ids) == len(self._in_flight)
+        if ids:
+            with suppress(Refusal, SlimeError):  # a server that is gone has aborted them
+                self._end_requests(ids, are_all=are_all)
+
+    def abort(self) -> None:
+        """As `Engine`; returns when the server has been told.
+
+        Raises:
+            WorkerHung: samples did not end within cluster.call_timeout_s.
+        """
+        with self._lock:
+            calls = list(self._calls)
+            for call in calls:
+                call.is_aborted = True
+        deadline = time.monotonic() + self.config.cluster.call_timeout_s
+        while True:
+            with self._lock:
+                left = {call for call in self._in_flight.values() if call in calls}
+            if not left:
+                return
+            for call in left:  # again: a request may have been on its way
+                self._abort_at_server(call)
+            if time.monotonic() > deadline:
+                raise WorkerHung(
+                    f"samples of engine {self.index} did not end within cluster.call_timeout_s",
+                    field="cluster.call_timeout_s", hint="start the server again", rank=self.index,
+                )  # fmt: skip
+            time.sleep(_ABORT_AGAIN_S)
+
+    # ------------------------------------------------------------------ weights
+
+    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        """As `Engine`."""
+        self._known()
+        self._join(address, port, rank, world_size, backend, group_timeout_s=timeout_s)
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`; what is being sampled goes on after `commit`."""
+        with self._updating:
+            self._known()
+            self._check_manifest(manifest)
+            self._incoming, self._manifest, self._missing = version, dict(manifest), set(manifest)
+            self._versions.begin()
+            with self._or_fail():
+                self._open_update()
+
+    def receive(self, bucket: Any) -> None:
+        """Refuses: this engine takes weights by broadcast alone."""
+        raise SyncError(
+            f"{self.NAME} takes weights by broadcast alone, not from the object store",
+            field="rollout.engine", hint="send them by broadcast, as EngineInfo.transports says",
+        )  # fmt: skip
+
+    def receive_broadcast(self, tensors: Sequence[TensorInfo]) -> None:
+        """As `Engine`.
+
+        Raises:
+            StateError: no update was begun. SyncError: a tensor that was not announced, or what went wrong on the way.
+        """
+        if self._incoming is None:
+            raise StateError(
+                "receive_broadcast() before begin()", field="update_weights", hint="call begin(version, manifest)"
+            )
+        tensors = [TensorInfo(*tensor) for tensor in tensors]  # plain tuples will do
+        with self._updating, self._or_fail():
+            for name, _, shape in tensors:
+                if self._manifest.get(name) != tuple(shape):
+                    raise SyncError(
+                        f"tensor {name!r} came as {tuple(shape)}, announced was {self._manifest.get(name)}",
+                        field="update_weights", hint="send the tensors of the manifest",
+                    )  # fmt: skip
+            self._take_bucket(tensors)
+            self._missing -= {tensor.name for tensor in tensors}
+            heartbeat.tick()
+
+    def commit(self, version: int) -> None:
+        """As `slimefsdp.weight_sync.receive.Receiver`."""
+        if self._incoming != version or self._missing:
+            missing = f"{len(self._missing)} tensors missing, e.g. {min(self._missing)!r}" if self._missing else ""
+            raise SyncError(
+                f"cannot commit version {version}: begun was {self._incoming}" + (f", {missing}" if missing else ""),
+                field="update_weights",
+                hint="send the whole update again",
+            )
+        with self._updating, self._or_fail():
+            found = self._close_update(version)
+            if found != str(version):
+                raise SyncError(
+                    f"the server has weights {found!r} after version {version} was committed",
+                    field="update_weights", hint="let nobody else update this server",
+                )  # fmt: skip
+            self._incoming = None
+            self._versions.commit(version)
+
+    def _check_manifest(self, manifest: Manifest) -> None:
+        """Whether these are the tensors of model.path, which is what the server has loaded the architecture of."""
+        kind, seen = self._folder.model_type, set()
+        for name, shape in sorted(manifest.items()):
+            if name == TIED_HEAD and self._is_tied:
+                continue
+            for part in stored_parts(kind, name, shape, self._shapes):
+                if self._shapes.get(part.name) != part.shape:
+                    raise _other_model(name, shape, self._shapes.get(part.name))
+                seen.add(part.name)
+        unsent = sorted(name for name in self._shapes.keys() - seen if not is_no_weight(kind, name))
+        for name in unsent:
+            if not (name == TIED_HEAD and self._is_tied):
+                raise _other_model(name, None, self._shapes[name])
+
+    @contextmanager
+    def _or_fail(self) -> Iterator[None]:
+        """What goes wrong inside leaves no weights, and ends what waits for them."""
+        try:
+            yield
+        except BaseException:
+            self._incoming = None
+            self._versions.fail()
+            with suppress(Refusal, SlimeError):
+                self._end_waiting()
+            raise
+
+    @property
+    def _sync_timeout_s(self) -> float:
+        return self.config.cluster.sync_timeout_s
+
+    def _update(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        return self._synced(route, lambda limit_s: self._client.post(route, body, timeout_s=limit_s), timeout_s)
+
+    def _asked(self, route: str) -> Any:
+        return self._synced(route, lambda limit_s: self._client.get(route, timeout_s=limit_s), None)
+
+    def _synced(self, route: str, ask: Callable[[float], Any], timeout_s: float | None) -> Any:
+        """The answer of one of the server's routes for weights.
+
+        Raises:
+            SyncError: it refused, or did not answer in time. WorkerDied: it is gone.
+        """
+        limit_s = self._sync_timeout_s if timeout_s is None else timeout_s
+        try:
+            return ask(limit_s)
+        except Refusal as refusal:
+            if refusal.status >= 500 and self._child is not None and self._child.ends_within(0.5):
+                raise self._client.lost(str(refusal)) from refusal
+            raise SyncError(
+                f"weights did not arrive at engine {self.index}: {refusal}",
+                field="update_weights", hint="send the whole update again",
+            ) from refusal  # fmt: skip
+        except WorkerHung as error:
+            raise SyncError(
+                f"weights did not arrive: engine {self.index} has not answered {route} within {limit_s:g} s",
+                field="cluster.sync_timeout_s", hint="start the server again, or raise cluster.sync_timeout_s",
+            ) from error  # fmt: skip
+
+    # ------------------------------------------------------------------ its life
+
+    def stop(self) -> None:
+        """Ends a server that was started here; idempotent. One at a URL goes on."""
+        self._versions.fail()
+        with self._lock:
+            for call in self._calls:
+                call.is_given_up = True
+        if self._child is not None:
+            self._child.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _other_model(name: str, sent: Any, here: Any) -> SyncError:
+    return SyncError(
+        f"tensor {name!r} is {sent} at the sender and {here} here",
+        field="update_weights",
+        hint="sender and receiver must load the same architecture",
+    )

@@ -1,0 +1,207 @@
+"""A rollout server on threads of the test, for engines to speak to by HTTP: its routes are methods, its model a table.
+
+The model says what follows each token: products of rows of the embedding that the server has been sent.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass
+class CommonFaults:
+    """How a server differs from one that works, whichever it is."""
+
+    log_prob: float | None = None  # instead of each one's
+    weight_version: str | None = None  # instead of what was committed
+    failing_bucket: int | None = None  # of an update
+    answer_after_s: float = 0.0
+    token_s: float = 0.0  # how long a token takes
+    aborts_all: bool = False
+    is_gone: bool = False  # cuts every connection
+
+
+def next_logits(embedding: torch.Tensor, token: int) -> torch.Tensor:
+    """The server's model, [vocab]."""
+    return embedding[token] @ embedding.T
+
+
+@dataclass
+class Piece:
+    """What was drawn by one request."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    reason: str
+    matched: int | str | None  # what ended it
+    version: str | None  # of the weights, of the last token
+
+
+class TableServer:
+    """Serves until it is closed; /a/b is answered by `on_a_b(query, body)`.
+
+    Args:
+        decode: texts of token ids, for stop texts.
+    """
+
+    faults: Any
+
+    def __init__(self, decode: Any) -> None:
+        self.calls: list[str] = []  # routes, in order
+        self.tensors: dict[str, torch.Tensor] = {}  # committed
+        self.asked: list[dict[str, Any]] = []  # to generate
+        self.version = "default"
+        self._decode = decode
+        self._state = threading.Condition()
+        self._is_paused = False
+        self._running: set[str] = set()
+        self._waiting: set[str] = set()  # of these, which came to a paused server
+        self.aborted: set[str] = set()
+        self._http = _Http(self)
+        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def close(self) -> None:
+        """Connections that are open are cut."""
+        self._abort(None)
+        self._http.shutdown()
+        self._http.server_close()
+        self._leave_group()
+
+    def _leave_group(self) -> None:
+        raise NotImplementedError
+
+    def error(self, refused: Exception) -> Any:
+        """The body of an answer with another status than 200."""
+        raise NotImplementedError
+
+    def answer(self, route: str, query: str, body: Any) -> tuple[int, Any]:
+        self.calls.append(route)
+        method = getattr(self, "on_" + route.strip("/").replace("/", "_"), None)
+        if method is None:
+            return 404, {"detail": "Not Found"}
+        try:
+            return 200, method(query, body)
+        except Refused as refused:
+            return refused.status, self.error(refused)
+        except Exception as error:  # what a worker raised
+            return 500, self.error(Exception(f"{type(error).__name__}: {error}"))
+
+    def _drawn(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        most: int,
+        temperature: float,
+        seed: int,
+        ends: Collection[int],
+        stops: Sequence[str],
+    ) -> Piece:
+        """A sample under this name, until it ends or is aborted; greedy at temperature 0."""
+        with self._state:
+            self._running.add(name)
+        try:
+            piece = self._draw(name, prompt, most, temperature, torch.Generator().manual_seed(seed), ends, stops)
+        finally:
+            with self._state:
+                self._running.discard(name)
+                self._state.notify_all()
+        time.sleep(self.faults.answer_after_s)
+        return piece
+
+    def _draw(self, name, prompt, most, temperature, rng, ends, stops) -> Piece:  # type: ignore[no-untyped-def]
+        piece = Piece([], [], "length", None, None)
+        while len(piece.tokens) < most:
+            with self._state:
+                while self._is_paused and not piece.tokens and name not in self.aborted:
+                    self._waiting.add(name)
+                    self._state.notify_all()
+                    self._state.wait()
+                self._waiting.discard(name)
+                if name in self.aborted or self.faults.aborts_all:
+                    piece.reason = "abort"
+                    return piece
+                piece.version = self.version
+            logits = next_logits(self.tensors[EMBEDDING], ([*prompt, *piece.tokens])[-1])
+            if temperature == 0:
+                log_probs = logits.log_softmax(-1)
+                token = int(logits.argmax())
+            else:
+                log_probs = (logits / temperature).log_softmax(-1)
+                token = int(torch.multinomial(log_probs.exp(), 1, generator=rng))
+            piece.tokens.append(token)
+            piece.log_probs.append(float(log_probs[token]) if self.faults.log_prob is None else self.faults.log_prob)
+            time.sleep(self.faults.token_s)
+            text = self._decode(piece.tokens) if stops else ""
+            matched: list[int | str] = [stop for stop in stops if stop in text] or [token] * (token in ends)
+            if matched:
+                piece.reason, piece.matched = "stop", matched[0]
+                return piece
+        return piece
+
+    def _abort(self, names: Collection[str] | None) -> None:
+        with self._state:
+            self.aborted.update(self._running if names is None else names)
+            self._state.notify_all()
+
+
+class Refused(Exception):
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, owner: TableServer) -> None:
+        self.owner = owner
+        super().__init__(("127.0.0.1", 0), _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Http
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self._answer(json.loads(self.rfile.read(length)) if length else None)
+
+    def _answer(self, body: Any) -> None:
+        address = urlsplit(self.path)
+        status, answer = self.server.owner.answer(address.path, address.query, body)
+        if self.server.owner.faults.is_gone:
+            self.close_connection = True
+            return
+        said = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
+        content = said.encode()
+        try:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+        except OSError:  # whoever asked is gone
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
