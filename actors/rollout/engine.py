@@ -126,6 +126,14 @@ class EnginePool:
                     hint="start the engine with the model and the dtype of the run",
                     rank=index,
                 )
+        if info.max_tokens is not None and config.rollout.max_new_tokens >= info.max_tokens:
+            raise EngineError(
+                f"engine {index} ({info.name}) takes {info.max_tokens} tokens of prompt and response, and "
+                f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt",
+                field="rollout.max_new_tokens",
+                hint="lower it, or start the engine with a longer context",
+                rank=index,
+            )
         if config.rollout.transport not in info.transports:
             raise EngineError(
                 f"engine {index} ({info.name}) takes weights by {' or '.join(info.transports)}, not by "
@@ -267,7 +275,7 @@ class EnginePool:
             prompts: texts, lists of chat messages, or token ids.
             seed: what the draws depend on, e.g. (run seed, step).
             greedy: take the likeliest token each time, whatever the seed.
-            each: called with a sample when it has ended, while others have not.
+            each: called with a sample when it has ended, while others have not; again, if it has to be drawn again.
             may_mix: new weights may come meanwhile.
 
         Returns:
@@ -280,6 +288,12 @@ class EnginePool:
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
         requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
+        return self._drawn(requests, each, may_mix)
+
+    def _drawn(
+        self, requests: Sequence[Request], each: Callable[[Sampled], None] | None, may_mix: bool
+    ) -> tuple[int, list[Sampled]]:
+        """As `generate`, of its requests."""
         found: dict[tuple[int, int], Sampled] = {}
         left = list(range(len(requests)))
         while left:
@@ -343,10 +357,10 @@ class EnginePool:
 
     def _stream(self, requests: Sequence[Request], shares: dict[int, list[int]]) -> Iterator[Sample]:
         """As `stream`; `shares` are the places of requests by engine."""
+        engines = list(self._engines)  # as they are before they are asked: another thread may replace one
         streams: dict[Any, int] = {
             self._asked(index, [requests[place] for place in share]): index for index, share in shares.items()
         }
-        engines = list(self._engines)
         given: set[tuple[int, int]] = set()
         timeout_s, began = self._config.cluster.call_timeout_s, time.monotonic()
         try:

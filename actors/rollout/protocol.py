@@ -167,9 +167,6 @@ class Engine(Watched):
         """Takes the device's memory again; new weights have to be sent before anything is sampled."""
         raise NotImplementedError
 
-    def stop(self) -> None:
-        """Ends what the engine has started besides its own process."""
-
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Texts of responses without special tokens, stripped: what reward functions are given."""
         texts = self.tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)

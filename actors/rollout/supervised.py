@@ -8,6 +8,7 @@ from typing import Any
 
 from actors.fault_tolerance.restarts import LOST, Restarts
 from actors.rollout.engine import EnginePool, Sampled
+from actors.rollout.protocol import Request
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, SyncError
 
@@ -33,28 +34,13 @@ class RestartingEngines(EnginePool):
         self._version = super().update_from(group, aborts=aborts)
         return self._version
 
-    def generate(
-        self,
-        prompts: Sequence[Any],
-        *,
-        samples_per_prompt: int,
-        seed: Sequence[int],
-        greedy: bool = False,
-        each: Callable[[Sampled], None] | None = None,
-        may_mix: bool = False,
+    def _drawn(
+        self, requests: Sequence[Request], each: Callable[[Sampled], None] | None, may_mix: bool
     ) -> tuple[int, list[Sampled]]:
-        """As of `EnginePool`; `each` is called again for what has to be drawn again."""
         while True:
             version = self._version
             try:
-                drawn = super().generate(
-                    prompts,
-                    samples_per_prompt=samples_per_prompt,
-                    seed=seed,
-                    greedy=greedy,
-                    each=each,
-                    may_mix=may_mix,
-                )
+                drawn = super()._drawn(requests, each, may_mix)
             except StateError:
                 if self._version == version:
                     raise
