@@ -34,7 +34,7 @@ from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError
 from slimefsdp.io.atomic_dir import require_free_folder
-from slimefsdp.io.paths import path_argument
+from slimefsdp.io.user_files import path_argument
 from slimefsdp.replay import add_arguments, json_text
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.fault_tolerance.call_log import Call
-from slimefsdp.io.plain_file import refuse_unless_plain
+from slimefsdp.io.user_files import refuse_unless_plain
 
 RECOVERIES = "recoveries.jsonl"
 _COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reproduce

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from slimefsdp.io.paths import NoPath, path_of, possible
+from slimefsdp.io.user_files import NoPath, path_of, possible
 
 
 def broken_rule(rule: str, hint: str) -> PydanticCustomError:

@@ -20,8 +20,7 @@ from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.convert.dcp import read_saved, write_dcp_folder
 from slimefsdp.convert.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
 from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
-from slimefsdp.errors import CheckpointError
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.build import build_policy
 from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
