@@ -31,7 +31,7 @@ from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.value import ValueModel
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import (
     TAGS,

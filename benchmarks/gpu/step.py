@@ -62,7 +62,7 @@ from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.optimizer import build_optimizer, undecayed_names
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops, training_flops
 from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import accumulate_gradients

@@ -40,9 +40,8 @@ from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.models.policy import PolicyModel
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops
 from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
 from slimefsdp.perf_model.simulate import MeshShape

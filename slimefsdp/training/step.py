@@ -28,7 +28,7 @@ from slimefsdp.errors import StateError
 from slimefsdp.models.base import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
 from slimefsdp.preparation.prepared import PreparedBatch
