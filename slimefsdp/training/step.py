@@ -31,8 +31,7 @@ from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
-from slimefsdp.preparation.prepared import PreparedBatch
-from slimefsdp.preparation.validate import batch_digest
+from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
 from slimefsdp.rpc import Role
 from slimefsdp.training import build
 from slimefsdp.training.checkpointing import Checkpoints
