@@ -25,8 +25,13 @@ from slimefsdp.algorithms.importance_sampling import (
     mismatch_statistics,
 )
 from slimefsdp.algorithms.kl import kl_estimate
-from slimefsdp.algorithms.policy_losses import PolicyLossFunction, PolicyOptions, PolicyTokens, cross_entropy_loss
-from slimefsdp.algorithms.segment_ops import Sequences
+from slimefsdp.algorithms.policy_losses import (
+    PolicyLossFunction,
+    PolicyOptions,
+    PolicyTokens,
+    Sequences,
+    cross_entropy_loss,
+)
 from slimefsdp.batching.packing import on_device
 
 if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none

@@ -19,9 +19,9 @@ from slimefsdp.algorithms.policy_losses import (
     PolicyLossFunction,
     PolicyOptions,
     PolicyTokens,
+    Sequences,
 )
 from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, LossName
-from slimefsdp.algorithms.segment_ops import Sequences
 from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.attention.backends import flash_attn_package
 from slimefsdp.attention.context_parallel import Attention

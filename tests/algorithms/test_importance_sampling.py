@@ -16,8 +16,8 @@ from slimefsdp.algorithms.importance_sampling import (
     kept_by_veto,
     mismatch_statistics,
 )
+from slimefsdp.algorithms.policy_losses import Sequences
 from slimefsdp.algorithms.registry import CORRECTIONS as NAMES
-from slimefsdp.algorithms.segment_ops import Sequences
 from slimefsdp.config.algorithm import CORRECTION_BOUNDS
 from tests.support.tiers import examples
 
