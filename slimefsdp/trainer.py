@@ -49,6 +49,7 @@ from slimefsdp.results import (
 from slimefsdp.rpc import ROLES, CallLock, Role, require_receivers, require_role, rpc
 from slimefsdp.training import build, step
 from slimefsdp.training.checkpointing import Checkpoints, export_model
+from slimefsdp.training.packs import check_policy_loss
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
 from slimefsdp.weight_sync.send import stream_weights
 
@@ -74,7 +75,7 @@ class Trainer:
             config = config.with_ranks(dist.get_world_size())
         self.call_lock = CallLock()
         mesh = build.mesh_for(config, role, device)
-        run_together(lambda: build.check_policy_loss(config), mesh.group)
+        run_together(lambda: check_policy_loss(config), mesh.group)
         folder = build.folder_for(config, role, mesh.group)
         config = build.with_sharding(config, role, folder, mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel

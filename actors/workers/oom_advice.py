@@ -18,7 +18,7 @@ from slimefsdp.perf_model.memory import Memory, MicroBatches, step_memory
 from slimefsdp.perf_model.step_time import bytes_beside
 from slimefsdp.preparation.plan import model_spec_of
 from slimefsdp.rpc import Role
-from slimefsdp.training.out_of_memory import TOKENS
+from slimefsdp.training.packs import TOKENS
 
 _MICRO_BATCHES = 2  # of an update, or more: of one alone, gradients would take less
 

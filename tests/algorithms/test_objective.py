@@ -19,7 +19,7 @@ from slimefsdp.algorithms.policy_losses import PolicyLoss, PolicyOptions, Policy
 from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import ConfigError
-from slimefsdp.training.build import check_policy_loss, objective_for
+from slimefsdp.training.packs import check_policy_loss, objective_for
 from tests.support.refusals import refused
 
 TOKENS = 12
