@@ -22,14 +22,11 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import reshard
-from slimefsdp.distributed.memory_manager import MemoryManager, allocator_state
+from slimefsdp.distributed.memory_manager import MemoryManager, allocator_state, prefer_expandable_segments
 from slimefsdp.distributed.mesh import Mesh
-from slimefsdp.distributed.offload import prefer_expandable_segments
 from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.models.policy import PolicyModel
-from slimefsdp.models.value import ValueModel
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.distributed.offload import free_bytes
+from slimefsdp.distributed.memory_manager import free_bytes
 from slimefsdp.errors import ResourceError
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.from_config import byte_sizes_of, colocated_models_of, computing_of

@@ -19,14 +19,12 @@ from slimefsdp.batching.cost import CostModel
 from slimefsdp.config import RunConfig
 from slimefsdp.distributed.consensus import all_equal, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
-from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
-from slimefsdp.distributed.offload import free_bytes
 from slimefsdp.errors import ConfigError, ModelError
-from slimefsdp.models.base import DecoderModel
 from slimefsdp.models.build import AnyModel, load_model
+from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep

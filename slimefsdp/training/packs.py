@@ -37,9 +37,8 @@ from slimefsdp.distributed.fsdp import abandon_update, gradients_summed_once, re
 from slimefsdp.distributed.mesh import Mesh, gather_pairs
 from slimefsdp.distributed.torch_errors import is_out_of_memory
 from slimefsdp.errors import ConfigError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.training.metrics import MetricSums
 
 TOKENS = "micro_batch_tokens"

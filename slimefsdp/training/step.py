@@ -26,7 +26,7 @@ from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise
 from slimefsdp.distributed.memory_manager import MemoryManager
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer_step import OptimizerStep

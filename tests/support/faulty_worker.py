@@ -156,7 +156,7 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
     import torch
 
     from slimefsdp.checkpoint import store
-    from slimefsdp.distributed.offload import StorageOffloader
+    from slimefsdp.distributed.memory_manager import StorageOffloader
     from slimefsdp.optim import optimizer_step as updates
     from slimefsdp.training import build, checkpointing, packs, step
     from slimefsdp.weight_sync import send
