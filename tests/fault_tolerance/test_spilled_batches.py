@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from actors.fault_tolerance.spilled_batches import SpilledBatches
+from actors.fault_tolerance.call_log import SpilledBatches
 from slimefsdp.batching.plan import plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.data.rollout_batch import RolloutBatch
