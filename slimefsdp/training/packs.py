@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import heartbeat
-from slimefsdp.algorithms.importance_sampling import CorrectionOptions
 from slimefsdp.algorithms.objective import Objective, TokenInputs
 from slimefsdp.algorithms.policy_losses import (
     POLICY_LOSSES,
@@ -25,6 +24,7 @@ from slimefsdp.algorithms.policy_losses import (
     Sequences,
 )
 from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, LossName
+from slimefsdp.algorithms.rollout_correction import CorrectionOptions
 from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.attention.call_plan import PackAttention
 from slimefsdp.attention.context_parallel import Attention
