@@ -22,7 +22,7 @@ import numpy as np
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.validate import check_batch
+from slimefsdp.preparation.prepared import checked_advantages
 
 ROUNDS = 7
 
@@ -66,7 +66,7 @@ def measure(mean_length: int) -> dict[str, float]:
         "tokens": batch.num_tokens,
         "validate_ms_per_million_tokens": round(median_ms(lambda: RolloutBatch(**fields)) * per_million, 2),
         "check_ms_per_million_tokens": round(
-            median_ms(lambda: check_batch(config, batch, 152_000, loss="policy")) * per_million, 2
+            median_ms(lambda: checked_advantages(config, batch, 152_000, loss="policy")) * per_million, 2
         ),
         "plan_ms_per_million_tokens": round(median_ms(lambda: plan_training(config, batch)) * per_million, 2),
     }

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from actors.cluster.connect import connect, disconnect  # noqa: E402
-from actors.fault_tolerance.restarts import Restarts  # noqa: E402
+from actors.fault_tolerance.recovery import Restarts  # noqa: E402
 from actors.fault_tolerance.supervisor import SupervisedGroup  # noqa: E402
 from actors.workers import worker_group  # noqa: E402
 from benchmarks.record import commit, write_record  # noqa: E402

@@ -225,3 +225,12 @@ def short_repr(value: Any) -> str:
 def short_text(value: Any) -> str:
     """The value on one line of bounded length, as a YAML file would say it, for error messages."""
     return _ShortText().repr(value)
+
+
+def byte_text(number: int, *, round_up: bool = False) -> str:
+    """So many bytes with one decimal, in the decimal unit that fits; `round_up` where less would not do."""
+    for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
+        if number >= 1000**power:
+            tenths = 10 * number / 1000**power
+            return f"{(math.ceil(tenths) if round_up else round(tenths)) / 10:,.1f} {unit}"
+    return f"{number} B"

@@ -36,9 +36,9 @@ class ProgressSnapshot:
 
     activity: str
     ticks: int
-    still_s: float  # since the last tick
+    since_tick_s: float  # since the last tick
     # longest between two ticks of such an activity: the median over the last times that it ended; None: it never did
-    usual_s: float | None
+    usual_gap_s: float | None
     place: str  # in the code, of the thread that has the call
     waits: bool  # that thread waits for others, as far as its frame tells
 
@@ -114,13 +114,13 @@ class Progress:
 
     def snapshot(self) -> ProgressSnapshot:
         """How far this process is, asked from another thread."""
-        activity, ticks, still_s = self._activity, self._ticks, self._clock() - self._last
+        activity, ticks, since_tick_s = self._activity, self._ticks, self._clock() - self._last
         # what came for the first time, such as compiling or the first save, is no measure before it is over
-        usual_s = self._usual.get(activity)
+        usual_gap_s = self._usual.get(activity)
         frame = _current_frames().get(self._thread)
         while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
             frame = frame.f_back
-        return ProgressSnapshot(activity, ticks, still_s, usual_s, _place(frame), _waits(frame))
+        return ProgressSnapshot(activity, ticks, since_tick_s, usual_gap_s, _place(frame), _waits(frame))
 
 
 def _current_frames() -> dict[int, FrameType]:

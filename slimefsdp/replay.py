@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from slimefsdp.config import load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import SlimeError
-from slimefsdp.io.paths import path_argument
+from slimefsdp.io.user_files import path_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,16 +22,13 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import reshard
-from slimefsdp.distributed.memory_manager import MemoryManager, allocator_state
+from slimefsdp.distributed.memory_manager import MemoryManager, allocator_state, prefer_expandable_segments
 from slimefsdp.distributed.mesh import Mesh
-from slimefsdp.distributed.offload import prefer_expandable_segments
 from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.models.policy import PolicyModel
-from slimefsdp.models.value import ValueModel
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import (
     TAGS,
@@ -49,6 +46,7 @@ from slimefsdp.results import (
 from slimefsdp.rpc import ROLES, CallLock, Role, require_receivers, require_role, rpc
 from slimefsdp.training import build, step
 from slimefsdp.training.checkpointing import Checkpoints, export_model
+from slimefsdp.training.packs import check_policy_loss
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
 from slimefsdp.weight_sync.send import stream_weights
 
@@ -74,7 +72,7 @@ class Trainer:
             config = config.with_ranks(dist.get_world_size())
         self.call_lock = CallLock()
         mesh = build.mesh_for(config, role, device)
-        run_together(lambda: build.check_policy_loss(config), mesh.group)
+        run_together(lambda: check_policy_loss(config), mesh.group)
         folder = build.folder_for(config, role, mesh.group)
         config = build.with_sharding(config, role, folder, mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel

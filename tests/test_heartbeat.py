@@ -53,7 +53,7 @@ def progress_after(*steps: tuple[float, str | None]) -> Progress:
 
 def test_a_new_process_is_being_launched_and_has_not_moved() -> None:
     found = progress_after().snapshot()
-    assert (found.activity, found.ticks, found.still_s, found.usual_s) == (LAUNCH, 0, 0.0, None)
+    assert (found.activity, found.ticks, found.since_tick_s, found.usual_gap_s) == (LAUNCH, 0, 0.0, None)
 
 
 def test_time_without_a_tick_counts_from_the_last_one_in_whatever_activity() -> None:
@@ -62,25 +62,25 @@ def test_time_without_a_tick_counts_from_the_last_one_in_whatever_activity() -> 
     clock.now += 5
     progress.enter("a")
     clock.now += 2
-    assert progress.snapshot().still_s == 2
+    assert progress.snapshot().since_tick_s == 2
     progress.tick()
     clock.now += 3
-    assert (progress.snapshot().still_s, progress.snapshot().ticks) == (3, 2)
+    assert (progress.snapshot().since_tick_s, progress.snapshot().ticks) == (3, 2)
 
 
 def test_an_activity_is_measured_by_its_longest_gap_once_it_has_ended() -> None:
     steps = [(1, "a"), (4, None), (2, None)]
-    assert progress_after(*steps).snapshot().usual_s is None, "its first time may be slow in any part"
-    assert progress_after(*steps, (1, "b"), (9, "a")).snapshot().usual_s == 4
-    assert progress_after(*steps, (7, "b"), (9, "a")).snapshot().usual_s == 7, "the last gap counts as well"
-    assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).snapshot().usual_s == 4, "this one may be held up"
-    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).snapshot().usual_s == 9, "of its own activity alone"
+    assert progress_after(*steps).snapshot().usual_gap_s is None, "its first time may be slow in any part"
+    assert progress_after(*steps, (1, "b"), (9, "a")).snapshot().usual_gap_s == 4
+    assert progress_after(*steps, (7, "b"), (9, "a")).snapshot().usual_gap_s == 7, "the last gap counts as well"
+    assert progress_after(*steps, (1, "b"), (9, "a"), (5, None)).snapshot().usual_gap_s == 4, "this one may be held up"
+    assert progress_after(*steps, (1, "b"), (9, "a"), (9, "b")).snapshot().usual_gap_s == 9, "of its own activity alone"
 
 
 def usual_after(*gaps_s: float) -> float | None:
     """Of an activity that came as often, with one gap each time."""
     times = [step for gap_s in gaps_s for step in ((0, "a"), (gap_s, IDLE))]
-    return progress_after(*times, (0, "a")).snapshot().usual_s
+    return progress_after(*times, (0, "a")).snapshot().usual_gap_s
 
 
 def test_one_time_that_was_held_up_is_no_measure_of_the_others() -> None:
@@ -96,11 +96,11 @@ def test_an_activity_that_failed_is_no_measure() -> None:
     with pytest.raises(ValueError), progress.during("a"):
         raise ValueError
     with progress.during("a"):
-        assert progress.snapshot().usual_s is None, "it never came to its end"
+        assert progress.snapshot().usual_gap_s is None, "it never came to its end"
         clock.now += 7
     assert usual_after(7) == 7 and progress.snapshot().activity == LAUNCH
     with progress.during("a"):
-        assert progress.snapshot().usual_s == 7
+        assert progress.snapshot().usual_gap_s == 7
 
 
 def in_another_thread(work: Callable[[], object]) -> None:
@@ -118,15 +118,17 @@ def test_what_goes_on_beside_a_call_is_progress_only_while_the_call_waits_for_it
     clock.now += 30
     before = progress.snapshot()
     in_another_thread(beside)
-    assert (progress.snapshot().still_s, progress.snapshot().ticks) == (30, before.ticks), "a stuck call looks stuck"
+    assert (progress.snapshot().since_tick_s, progress.snapshot().ticks) == (30, before.ticks), (
+        "a stuck call looks stuck"
+    )
     with progress.joined():
         in_another_thread(beside)
-        assert (progress.snapshot().still_s, progress.snapshot().ticks) == (0, before.ticks + 1)
+        assert (progress.snapshot().since_tick_s, progress.snapshot().ticks) == (0, before.ticks + 1)
     clock.now += 5
     in_another_thread(beside)
-    assert progress.snapshot().still_s == 5
+    assert progress.snapshot().since_tick_s == 5
     in_another_thread(progress.tick)
-    assert progress.snapshot().still_s == 0, "a thread that works for the call"
+    assert progress.snapshot().since_tick_s == 0, "a thread that works for the call"
 
 
 def test_an_activity_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
@@ -137,11 +139,11 @@ def test_an_activity_that_gave_way_to_one_inside_of_it_has_not_ended() -> None:
         for _ in range(2):
             with progress.during("inner"):
                 clock.now += 7
-            assert progress.snapshot().usual_s is None, "what is left of it has never been"
+            assert progress.snapshot().usual_gap_s is None, "what is left of it has never been"
         with progress.during("inner"):
-            assert progress.snapshot().usual_s == 7
+            assert progress.snapshot().usual_gap_s == 7
     with progress.during("outer"):
-        assert progress.snapshot().usual_s == 2, "without what went on inside"
+        assert progress.snapshot().usual_gap_s == 2, "without what went on inside"
 
 
 def test_an_activity_inside_of_another_gives_the_outer_one_back_also_after_an_error() -> None:

@@ -24,7 +24,7 @@ from slimefsdp.preparation.advantages import response_advantages
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
 from slimefsdp.training.metrics import MetricSums
-from slimefsdp.training.packs import accumulate_gradients, micro_batches
+from slimefsdp.training.packs import accumulate_gradients, micro_batches, objective_for
 from tests.support import tiers
 from tests.support.comparisons import (
     error_norm,
@@ -153,7 +153,7 @@ def difference_from_unsharded(rank: int, config: RunConfig, batch: RolloutBatch)
         batch,
         plan.updates[0][0],
         inputs,
-        build.objective_for(config, "policy", config.loss.kl_coefficient),
+        objective_for(config, "policy", config.loss.kl_coefficient),
         build_mesh(1, 1, CPU),
         MetricSums(CPU),
         temperature=config.rollout.temperature,

@@ -13,8 +13,7 @@ from typing import Any
 
 from slimefsdp.config.loader import apply_override
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.paths import path_argument
-from slimefsdp.io.plain_file import can_keep_files
+from slimefsdp.io.user_files import can_keep_files, path_argument
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PEERS = "~/.cache/slimefsdp/peers"

@@ -16,8 +16,7 @@ from actors.cluster.connect import check_cores
 from slimefsdp.batching.hardware import read_calibration, write_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.paths import path_argument
-from slimefsdp.io.plain_file import can_keep_files
+from slimefsdp.io.user_files import can_keep_files, path_argument
 
 _TIMEOUT_S = 600.0
 _DTYPES = ("bfloat16", "float16", "float32", "float64")

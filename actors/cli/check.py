@@ -21,9 +21,8 @@ from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.config.callables import load_function
 from slimefsdp.config.launch import check_ready_to_train
-from slimefsdp.errors import ConfigError, ResourceError
-from slimefsdp.io.byte_text import byte_text
-from slimefsdp.io.paths import path_argument
+from slimefsdp.errors import ConfigError, ResourceError, byte_text
+from slimefsdp.io.user_files import path_argument
 
 _Choices = dict[str, dict[str, str]]  # setting -> what it may be -> a line about it
 

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.io.atomic_dir import require_free_folder
-from slimefsdp.io.byte_text import byte_text
-from slimefsdp.io.paths import path_argument
+from slimefsdp.io.user_files import path_argument
 from slimefsdp.models.hf_folder import check_architecture, read_model_folder
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from actors.cluster.connect import check_machine, has_nvidia_driver, processes_n
 from actors.run_dir import RunFolder
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import byte_text
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.perf_model.from_config import byte_sizes_of, colocated_models_of, computing_of, with_chosen_sharding

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,11 +34,18 @@ from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError
 from slimefsdp.io.atomic_dir import require_free_folder
-from slimefsdp.io.paths import path_argument
-from slimefsdp.replay import add_arguments, json_text
+from slimefsdp.io.user_files import path_argument
+from slimefsdp.replay import add_arguments as add_replay_arguments
+from slimefsdp.replay import json_text
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST = 1000  # characters of what is printed of a text
+# what it is for; what gives its parser arguments, and may return further parsers; what runs it
+_Command = tuple[
+    str,
+    Callable[[argparse.ArgumentParser], Sequence[argparse.ArgumentParser] | None],
+    Callable[[argparse.Namespace], int],
+]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,8 +120,8 @@ def _one_line(text: str) -> str:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = _parser(next((word for word in words if not word.startswith("-")), None)).parse_known_args(words)
     # argparse ends a list of plain arguments at the first option: settings behind `--batch FILE` come back as unknown
     takes_settings = hasattr(options, "overrides")
     strays = [item for item in rest if item.startswith("-") or "=" not in item or not takes_settings]
@@ -130,41 +137,51 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser of the command line, in which every command is known and the one that was named has its arguments."""
     parser = _Parser(prog="slimefsdp", description="FSDP2 training backend for RL post-training")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run the training loop of a YAML file")
-    train.add_argument("config", type=path_argument, help="YAML settings")
-    train.add_argument("overrides", nargs="*", help="dotted settings, e.g. optim.lr=1e-6 mesh.dp=2")
-    train.add_argument(
+    parsers: list[argparse.ArgumentParser] = [parser]
+    for name, (purpose, add_arguments, run) in _commands().items():
+        one = commands.add_parser(name, help=purpose)
+        one.set_defaults(run=run)
+        parsers.append(one)
+        if name == command:
+            parsers.extend(add_arguments(one) or ())
+    for each in parsers:
+        each.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        each.set_defaults(parser=each)
+    return parser
+
+
+def _commands() -> dict[str, _Command]:
+    return {
+        "train": ("run the training loop of a YAML file", _add_train_arguments, _train),
+        "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),
+        "plan": ("schedule, balance, traffic and memory, without running anything", add_plan_arguments, plan_command),
+        "calibrate": (
+            "measure this machine's rates, for plan and batch.cost_model", add_calibrate_arguments, calibrate_command
+        ),
+        "check": (
+            "versions and devices, what there is to choose from, what settings choose",
+            add_check_arguments, check_command,
+        ),
+        "convert": (
+            "models between Hugging Face, DCP and checkpoint folders, offline", add_convert_arguments, convert_command
+        ),
+        "bench": (
+            "the train step beside other trainers, measured here; from a checkout", add_bench_arguments, bench_command
+        ),
+    }  # fmt: skip
+
+
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=path_argument, help="YAML settings")
+    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. optim.lr=1e-6 mesh.dp=2")
+    parser.add_argument(
         "--dry-run", action="store_true", help="check all that is checked before a start, say what would be started"
     )
-    train.set_defaults(run=_train)
-    replay = commands.add_parser("replay", help="run one recorded batch through train_step")
-    add_arguments(replay)
-    replay.set_defaults(run=_replay)
-    plan = commands.add_parser("plan", help="schedule, balance, traffic and memory, without running anything")
-    add_plan_arguments(plan)
-    plan.set_defaults(run=plan_command)
-    calibrate = commands.add_parser("calibrate", help="measure this machine's rates, for plan and batch.cost_model")
-    add_calibrate_arguments(calibrate)
-    calibrate.set_defaults(run=calibrate_command)
-    check = commands.add_parser(
-        "check", help="versions and devices, what there is to choose from, what settings choose"
-    )
-    add_check_arguments(check)
-    check.set_defaults(run=check_command)
-    convert = commands.add_parser("convert", help="models between Hugging Face, DCP and checkpoint folders, offline")
-    conversions = add_convert_arguments(convert)
-    convert.set_defaults(run=convert_command)
-    bench = commands.add_parser("bench", help="the train step beside other trainers, measured here; from a checkout")
-    add_bench_arguments(bench)
-    bench.set_defaults(run=bench_command)
-    for one in (parser, *commands.choices.values(), *conversions):
-        one.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-        one.set_defaults(parser=one)
-    return parser
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ from slimefsdp.batching.hardware import (
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.io.paths import path_argument
+from slimefsdp.io.user_files import path_argument
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, read_model_folder
 from slimefsdp.perf_model.from_config import (

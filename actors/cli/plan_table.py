@@ -8,7 +8,7 @@ from slimefsdp.attention.select import AttentionShape, Choice
 from slimefsdp.batching.plan import MIN_GAIN
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import byte_text
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.recommend import Outlook, lightest_strategy
 from slimefsdp.perf_model.simulate import Simulation

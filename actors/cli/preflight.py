@@ -20,7 +20,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.file_lock import FolderLock
-from slimefsdp.io.plain_file import can_keep_files, refuse_unless_plain
+from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
 from slimefsdp.preparation import advantages

@@ -1,13 +1,34 @@
-"""The calls of a job since a checkpoint: which of them made the state that its ranks have, and where to begin again."""
+"""The calls of a job since a checkpoint: which of them made the state that its ranks have, and where to begin again.
+
+Batches that calls may need again are on the disk instead of in Ray's object store, in files without a name in
+`run.dir`: nothing stays behind, however the driver ends, and the disk has the space back as soon as no call refers to a
+batch of a file any more. What is read is compared with a sha256 kept in memory.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import numpy as np
+import safetensors.numpy
 
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import Request
+from slimefsdp.batching.plan import Plan
+from slimefsdp.batching.prefix_tree import SharedPrefixes
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import CheckpointError
+from slimefsdp.io.checksummed_files import io_reported
+from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.rpc import Role
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
@@ -131,3 +152,130 @@ class CallLog:
             and (call.is_done or call.name != "train_step")
         )
         return next(found, None) == "forward_backward"
+
+
+# ---------------------------------------------------------------------- batches on the disk
+
+_OF_PLAN = ("num_dropped", "num_skipped_updates", "num_first_epoch_updates", "max_pack_tokens")
+_OF_CALL = ("loss", "gae_lambda", "kl_coefficient", "denominator")
+
+
+class _UnnamedFile:
+    """A file in a folder that is gone with this object, or with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.end = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            self._descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def append(self, data: bytes) -> int:
+        """Writes behind what is there, waits until the disk has it, and returns where; after an OSError nothing is."""
+        start, left = self.end, memoryview(data)
+        while left:  # the system takes 2 GiB at most at a time
+            left = left[os.pwrite(self._descriptor, left, start + len(data) - len(left)) :]
+        os.fsync(self._descriptor)
+        self.end += len(data)
+        return start
+
+    def read(self, start: int, size: int) -> bytes:
+        """So many bytes from there on; fewer where the file is shorter."""
+        parts: list[bytes] = []
+        while size and (part := os.pread(self._descriptor, size, start)):
+            parts.append(part)
+            start, size = start + len(part), size - len(part)
+        return b"".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SpilledBatch:
+    """A batch on the disk; it stays there as long as this object."""
+
+    file: _UnnamedFile
+    start: int
+    size: int
+    sha256: str
+
+    def read(self) -> PreparedBatch:
+        """The batch as it was written, to the bit.
+
+        Raises:
+            CheckpointError: the disk does not give it back.
+        """
+        with io_reported(self.file.folder, "recovery"):
+            data = self.file.read(self.start, self.size)
+        if hashlib.sha256(data).hexdigest() != self.sha256:
+            raise CheckpointError(
+                f"a batch that was kept on the disk of {self.file.folder} for a recovery has changed there",
+                field="run.dir",
+                hint="look at the disk, and go on from the last checkpoint with checkpoint.resume=true",
+                call="recovery",
+            )
+        return _from_bytes(data)
+
+
+class SpilledBatches:
+    """Writes batches into unnamed files in a folder, which is made where it is missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: _UnnamedFile | None = None
+
+    def write(self, batch: PreparedBatch) -> SpilledBatch:
+        """Puts a batch on the disk, with its plan and advantages.
+
+        Raises:
+            OSError: the disk refuses; nothing was written.
+        """
+        data = _to_bytes(batch)
+        if self._file is None:
+            self._file = _UnnamedFile(self._folder)
+        return SpilledBatch(self._file, self._file.append(data), len(data), hashlib.sha256(data).hexdigest())
+
+    def begin_file(self) -> None:
+        """What is written from now on is in another file, so that the space of older batches can come back."""
+        self._file = None
+
+
+def _to_bytes(work: PreparedBatch) -> bytes:
+    """As the content of a safetensors file: arrays under their names, and as `words` a JSON of all else."""
+    plan = work.plan
+    fields = {f"batch.{field.name}": getattr(work.batch, field.name) for field in dataclasses.fields(RolloutBatch)}
+    packs = [pack for update in plan.updates for of_rank in update for pack in of_rank]
+    arrays = {
+        **fields,
+        "advantages": work.advantages,
+        "packs": np.concatenate([*packs, np.zeros(0, dtype=np.int64)]),
+        "counted": None if plan.counted is None else np.concatenate([*plan.counted, np.zeros(0, dtype=np.int64)]),
+        "place": None if plan.shared is None else plan.shared.place,
+        "shared": None if plan.shared is None else plan.shared.shared,
+    }
+    words = {
+        "plan": {name: getattr(plan, name) for name in _OF_PLAN},
+        "packs": [[list(map(len, of_rank)) for of_rank in update] for update in plan.updates],
+        "counted": None if plan.counted is None else list(map(len, plan.counted)),
+        "call": {name: getattr(work, name) for name in _OF_CALL},
+    }
+    arrays["words"] = np.frombuffer(json.dumps(words).encode(), dtype=np.uint8)
+    return safetensors.numpy.save({name: np.asarray(value) for name, value in arrays.items() if value is not None})
+
+
+def _from_bytes(data: bytes) -> PreparedBatch:
+    arrays = safetensors.numpy.load(data)
+    words = json.loads(arrays.pop("words").tobytes())
+    fields: dict[str, Any] = {
+        name.removeprefix("batch."): array for name, array in arrays.items() if name.startswith("batch.")
+    }
+    packs = _cut(arrays["packs"], [size for update in words["packs"] for of_rank in update for size in of_rank])
+    left = iter(packs)
+    updates = tuple(tuple(tuple(next(left) for _ in of_rank) for of_rank in update) for update in words["packs"])
+    shared = SharedPrefixes(arrays["place"], arrays["shared"]) if "place" in arrays else None
+    counted = tuple(_cut(arrays["counted"], words["counted"])) if "counted" in arrays else None
+    plan = Plan(updates, shared=shared, counted=counted, **words["plan"])
+    return PreparedBatch(RolloutBatch(**fields), plan, advantages=arrays.get("advantages"), **words["call"])
+
+
+def _cut(values: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    return np.split(values, np.cumsum(sizes)[:-1]) if sizes else []

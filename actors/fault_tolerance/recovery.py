@@ -1,4 +1,7 @@
-"""What is reported of a recovery: a line on the terminal, one in the run's folder, and what came out differently."""
+"""Recovery of lost processes: what counts as a loss, how often others may start, and what is reported of it.
+
+A report is a line on the terminal and one in the run's folder, with what came out differently.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,46 @@ from pathlib import Path
 from typing import Any
 
 from actors.fault_tolerance.call_log import Call
-from slimefsdp.io.plain_file import refuse_unless_plain
+from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
+from slimefsdp.io.user_files import refuse_unless_plain
+
+LOST = (WorkerDied, WorkerHung, PeerFailed)
+"""Errors after which processes are of no more use, and new ones may succeed."""
+MAX_WITHOUT_PROGRESS = 3  # a fault that comes back each time is none that a restart helps against
+
+
+class Restarts:
+    """The restarts of one kind of processes.
+
+    Args:
+        most: of all, as in cluster.max_restarts.
+        kind: what is lost, in what is printed.
+    """
+
+    def __init__(self, most: int, kind: str) -> None:
+        self._most = most
+        self._kind = kind
+        self._spent = 0
+        self._in_a_row = 0
+
+    def spend(self, error: SlimeError) -> None:
+        """Takes one restart after a loss; raises the error, with why, where there is none left."""
+        self._spent += 1
+        self._in_a_row += 1
+        if self._spent > self._most:
+            why = f"cluster.max_restarts={self._most} are spent" if self._most else "cluster.max_restarts is 0"
+        elif self._in_a_row > MAX_WITHOUT_PROGRESS:
+            why = f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
+        else:
+            print(f"{self._kind} were lost, others start: {error}", file=sys.stderr, flush=True)
+            return
+        error.hint = f"{error.hint}; {why}" if error.hint else why
+        raise error
+
+    def progress(self) -> None:
+        """A call came to its end."""
+        self._in_a_row = 0
+
 
 RECOVERIES = "recoveries.jsonl"
 _COMPARED = ("loss", "grad_norm")  # metrics that a call made again must reproduce

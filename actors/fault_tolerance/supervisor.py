@@ -17,10 +17,8 @@ from typing import Any
 
 from actors.cluster.placement import PlacementGroups
 from actors.cluster.ray_errors import fetch, store
-from actors.fault_tolerance.call_log import TRAINING, Call, CallLog
-from actors.fault_tolerance.recovery import Recovery, differences_of
-from actors.fault_tolerance.restarts import LOST, Restarts
-from actors.fault_tolerance.spilled_batches import SpilledBatch, SpilledBatches
+from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch, SpilledBatches
+from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
 from actors.workers.futures import Dispatcher, QueuedCall
 from actors.workers.group_calls import GroupCalls, Request
 from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup

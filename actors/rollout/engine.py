@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster
-from actors.fault_tolerance.restarts import LOST
+from actors.fault_tolerance.recovery import LOST
 from actors.rollout.protocol import Engine, EngineInfo, Request, Sample, VersionSpan
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage

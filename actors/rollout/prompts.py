@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
-from slimefsdp.io.plain_file import open_plain
-from slimefsdp.io.strict_json import is_deeper, parse_json
+from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
 
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere

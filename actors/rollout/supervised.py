@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.fault_tolerance.restarts import LOST, Restarts
+from actors.fault_tolerance.recovery import LOST, Restarts
 from actors.rollout.engine import EnginePool, Sampled
 from actors.rollout.protocol import Request
 from slimefsdp.config import RunConfig

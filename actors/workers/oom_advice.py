@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slimefsdp.config import RunConfig
-from slimefsdp.distributed.offload import free_bytes
+from slimefsdp.distributed.memory_manager import free_bytes
 from slimefsdp.errors import ResourceError
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.from_config import byte_sizes_of, colocated_models_of, computing_of
@@ -18,7 +18,7 @@ from slimefsdp.perf_model.memory import Memory, MicroBatches, step_memory
 from slimefsdp.perf_model.step_time import bytes_beside
 from slimefsdp.preparation.plan import model_spec_of
 from slimefsdp.rpc import Role
-from slimefsdp.training.out_of_memory import TOKENS
+from slimefsdp.training.packs import TOKENS
 
 _MICRO_BATCHES = 2  # of an update, or more: of one alone, gradients would take less
 

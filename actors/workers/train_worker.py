@@ -162,9 +162,8 @@ class TrainWorker(Watched):
                 error.rank = self.rank
             return error
         from actors.workers.oom_advice import memory_error
-        from slimefsdp.distributed.comm_errors import lost_a_peer, peer_failed
         from slimefsdp.distributed.mesh import choose_device
-        from slimefsdp.training.out_of_memory import is_out_of_memory
+        from slimefsdp.distributed.torch_errors import is_out_of_memory, lost_a_peer, peer_failed
 
         try:
             told = peer_failed(error) if lost_a_peer(error) else error

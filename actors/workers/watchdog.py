@@ -180,8 +180,8 @@ class Watchdog:
             if still:
                 rank = self._most_behind(still, now)
                 progress = self._progress_of(rank)
-                problem = f"{self._kind} {rank} has not got on for {progress.still_s:.1f} s, in {progress.place}"
-                raise self._hung(waiting, rank, progress.still_s, problem, "cluster.hang_timeout_s")
+                problem = f"{self._kind} {rank} has not got on for {progress.since_tick_s:.1f} s, in {progress.place}"
+                raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.hang_timeout_s")
 
     def overdue(self, waiting: Waiting, timeout_s: float) -> WorkerHung:
         """The error of a call that has taken too long as a whole, after the stacks were written."""
@@ -224,7 +224,7 @@ class Watchdog:
                 continue  # it ended, which the call itself reports
             deadline_s = self._deadline_s(process.pulse.progress)
             if deadline_s is not None:  # asked when it is reached, it is known at once
-                left_s = deadline_s - process.pulse.progress.still_s
+                left_s = deadline_s - process.pulse.progress.since_tick_s
                 process.ask_next = min(process.ask_next, now + max(_ASK_AGAIN_S, left_s))
 
     # ------------------------------------------------------------------ judging
@@ -244,20 +244,20 @@ class Watchdog:
             if process.pulse is None or process.pulse_asked < waiting.began:
                 continue
             deadline_s = self._deadline_s(process.pulse.progress)
-            if deadline_s is not None and process.pulse.progress.still_s > deadline_s:
+            if deadline_s is not None and process.pulse.progress.since_tick_s > deadline_s:
                 overdue.append(rank)
         alone = [rank for rank in overdue if not self._progress_of(rank).waits]
         return alone or (overdue if len(overdue) == len(waiting.ranks) else [])
 
     def _deadline_s(self, progress: ProgressSnapshot) -> float | None:
         """After how long without a tick a process hangs; None while only the call's own deadline holds."""
-        if progress.activity in (IDLE, LAUNCH) or progress.usual_s is None:
+        if progress.activity in (IDLE, LAUNCH) or progress.usual_gap_s is None:
             return None
         # receivers of weights have their own limit, and are blamed after it
         hang_s = self._limits.hang_s
         least_s = max(hang_s, self._limits.sync_s if progress.activity == "update_weights" else 0.0)
         # an activity that is known from one time alone may have been held up then: what is added has a bound
-        return max(least_s, min(SLOWER_BY * progress.usual_s, progress.usual_s + SLOWER_BY * hang_s))
+        return max(least_s, min(SLOWER_BY * progress.usual_gap_s, progress.usual_gap_s + SLOWER_BY * hang_s))
 
     def _most_behind(self, ranks: Sequence[int], now: float) -> int:
         def order(rank: int) -> tuple[bool, bool, int, int]:
@@ -303,7 +303,9 @@ class Watchdog:
             return f"{self._kind} {rank} has not said yet how far it is"
         progress = process.pulse.progress
         waits = ", which waits for others" if progress.waits else ""
-        return f"{self._kind} {rank} in {progress.activity} since {progress.still_s:.1f} s in {progress.place}{waits}"
+        return (
+            f"{self._kind} {rank} in {progress.activity} since {progress.since_tick_s:.1f} s in {progress.place}{waits}"
+        )
 
     def _write_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Has these processes write their stacks, wherever they run; by rank, what kept them from it."""

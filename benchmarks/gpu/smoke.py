@@ -34,7 +34,7 @@ from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.ring import _RingAttention
 from slimefsdp.attention.select import Choice
 from slimefsdp.batching.cp_sharding import zigzag_layout
-from slimefsdp.distributed.offload import StorageOffloader, prefer_expandable_segments
+from slimefsdp.distributed.memory_manager import StorageOffloader, prefer_expandable_segments
 from slimefsdp.models.fused_log_probs import token_log_probs
 
 HEADS = 8

@@ -56,13 +56,13 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
 from slimefsdp.distributed.mesh import Mesh, build_mesh, start_process_group_from_environment
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.models import policy
+from slimefsdp.models import decoder
 from slimefsdp.models.build import build_model, materialise
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.optim.optimizer import build_optimizer, undecayed_names
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops, training_flops
 from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import accumulate_gradients
@@ -309,7 +309,7 @@ def step_seconds(system: str, work: Work, steps: int) -> tuple[list[float], floa
     """Of so many steps after one that compiles, allocates and warms up; and the gradient norm of that one."""
     own = work.own if system == "slimefsdp" else OwnOptions()
     # the model's forward takes no chunk size: no setting has one
-    with patch.object(policy, "token_log_probs", head_in_chunks(own.head_chunk_bytes)):
+    with patch.object(decoder, "token_log_probs", head_in_chunks(own.head_chunk_bytes)):
         take_step = STEPS[system](work)
         norm = take_step()
         reset_peak(work.device)

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slimefsdp.algorithms.importance_sampling import (
+from slimefsdp.algorithms.kl import kl_estimate
+from slimefsdp.algorithms.policy_losses import (
+    PolicyLossFunction,
+    PolicyOptions,
+    PolicyTokens,
+    Sequences,
+    cross_entropy_loss,
+)
+from slimefsdp.algorithms.rollout_correction import (
     CORRECTIONS,
     Correction,
     CorrectionOptions,
@@ -24,9 +32,6 @@ from slimefsdp.algorithms.importance_sampling import (
     kept_by_veto,
     mismatch_statistics,
 )
-from slimefsdp.algorithms.kl import kl_estimate
-from slimefsdp.algorithms.policy_losses import PolicyLossFunction, PolicyOptions, PolicyTokens, cross_entropy_loss
-from slimefsdp.algorithms.segment_ops import Sequences
 from slimefsdp.batching.packing import on_device
 
 if TYPE_CHECKING:  # a name for mypy only: metrics are reduced over ranks, and losses know none

@@ -1,8 +1,9 @@
 """Losses of the policy, one value per token; `reduction.py` decides how much each token counts.
 
 A loss of whole sequences, or of pairs (PER_SEQUENCE in registry.py), gives each of their tokens the one value that it
-has for all of them. Under the reduction sequence_mean, whose weights are 1 / (samples * tokens of the sample), the loss
-of an update is then the mean over sequences that the papers write, and for dpo the mean over pairs.
+has for all of them; `Sequences` sums over them. Under the reduction sequence_mean, whose weights are
+1 / (samples * tokens of the sample), the loss of an update is then the mean over sequences that the papers write, and
+for dpo the mean over pairs.
 
 Ratios are exactly 1 where log-probs are equal. A token whose gradient a bound stops has gradient 0 even where its ratio
 overflows to infinity.
@@ -16,7 +17,40 @@ from typing import NamedTuple
 
 import torch
 
-from slimefsdp.algorithms.segment_ops import Sequences
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Which sequence each token of a pack belongs to.
+
+    A pack holds whole sequences, and of each its trained tokens only. Nothing here waits for the device.
+    """
+
+    index: torch.Tensor  # [tokens] int64 in [0, count), in any order
+    count: int  # may be larger than how many occur, such as the samples of the whole batch
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Of `values` [tokens] over each sequence, [count]; 0 where a sequence has no token; differentiable."""
+        # in float64: atomics add in any order on a GPU, and ranks that hold the same pack must decide alike
+        totals = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        return totals.index_add(0, self.index, values.double()).to(values.dtype)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """Of `values` [tokens] over each sequence, [count]; 0 where a sequence has no token; differentiable."""
+        return self.sum(values) / self.lengths().clamp(min=1)
+
+    def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
+        """To each token the value of its sequence, [count] to [tokens]; differentiable."""
+        return per_sequence.index_select(0, self.index)
+
+    def lengths(self) -> torch.Tensor:
+        """Tokens of each sequence in this pack, [count] int64."""
+        return torch.zeros(self.count, dtype=torch.int64, device=self.index.device).index_add(
+            0, self.index, torch.ones_like(self.index)
+        )
+
+    def occurs(self) -> torch.Tensor:
+        """Whether a sequence has a token here, [count] bool."""
+        return self.lengths() > 0
 
 
 @dataclass(frozen=True, slots=True)

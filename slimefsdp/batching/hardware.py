@@ -10,8 +10,7 @@ from typing import Any
 
 from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.errors import ConfigError, short_text
-from slimefsdp.io.plain_file import read_plain
-from slimefsdp.io.strict_json import parse_json
+from slimefsdp.io.user_files import parse_json, read_plain
 
 # of the matrix rate that a data sheet states, what large products reach
 _REACHED = 0.6

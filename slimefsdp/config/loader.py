@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from slimefsdp.errors import ConfigError, short_text
-from slimefsdp.io.plain_file import open_plain
+from slimefsdp.io.user_files import open_plain
 
 MAX_BYTES = 100_000
 MAX_DEPTH = 20

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from slimefsdp.io.paths import NoPath, path_of, possible
+from slimefsdp.io.user_files import NoPath, path_of, possible
 
 
 def broken_rule(rule: str, hint: str) -> PydanticCustomError:
@@ -284,10 +284,11 @@ class FsdpSettings(Settings):
 
     sharding: Literal["full", "keep_parameters", "optimizer", "replicate", "auto"] = Field(
         "full",
-        description="full: parameters are gathered for each use; keep_parameters: they stay whole from forward to "
-        "backward; optimizer: they stay whole, and gradients too, over all micro-batches of an update, which are "
-        "summed over ranks once; replicate: every rank holds everything; auto: of the first three the one that sends "
-        "least and, by the estimate of `slimefsdp plan`, fits the memory that is free",
+        description="full (as ZeRO-3): parameters are gathered for each use; keep_parameters (as ZeRO-2, FSDP2's "
+        "reshard_after_forward=False): they stay whole from forward to backward; optimizer (as ZeRO-1): they stay "
+        "whole, and gradients too, over all micro-batches of an update, which are summed over ranks once; replicate "
+        "(as DDP): every rank holds everything; auto: of the first three the one that sends least and, by the estimate "
+        "of `slimefsdp plan`, fits the memory that is free",
     )
     wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
         None, description="classes of modules that are units; null: decoder layers and an untied embedding"

@@ -20,14 +20,13 @@ from slimefsdp.checkpoint.manifest import MANIFEST
 from slimefsdp.convert.dcp import read_saved, write_dcp_folder
 from slimefsdp.convert.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
 from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
-from slimefsdp.errors import CheckpointError
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import CheckpointError, byte_text
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.build import build_policy
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
 from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
 from slimefsdp.models.load_weights import TIED_HEAD, OpenTensors, check_tensor_names
-from slimefsdp.models.policy import PolicyModel
 
 Note = Callable[[str], None]  # receives progress, a line at a time
 # components of keys under which trainers keep what is no weight of the model

@@ -35,10 +35,12 @@ from slimefsdp.data.fields import (
     SCALARS,
     as_array,
     as_scalar,
+    fields_from_samples,
+    fields_from_slime,
     refuse,
     refuse_unknown,
+    samples_from_fields,
 )
-from slimefsdp.data.samples import fields_from_samples, fields_from_slime, samples_from_fields
 from slimefsdp.errors import BatchError, short_repr
 
 Int64 = npt.NDArray[np.int64]
@@ -248,7 +250,7 @@ class RolloutBatch:
         """One batch from slime's rollout dict, as its RolloutManager builds it before splitting over dp ranks.
 
         Args:
-            data: lists with one entry per sample; `fields_from_slime` in slimefsdp/data/samples.py says which keys are
+            data: lists with one entry per sample; `fields_from_slime` in slimefsdp/data/fields.py says which keys are
                 taken, ignored and refused.
             samples_per_group: slime's n_samples_per_prompt: group_ids then count groups of so many consecutive samples.
                 Without it they are the key `group_ids` or `group_index`; without any of these, None.

@@ -21,7 +21,7 @@ from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
-    from slimefsdp.models.base import DecoderModel
+    from slimefsdp.models.decoder import DecoderModel
 
 
 @dataclass(frozen=True, slots=True)

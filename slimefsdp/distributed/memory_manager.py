@@ -1,8 +1,15 @@
-"""Which parts of a rank's state are on the device: parameters (with their gradients), moments, reference model."""
+"""Sleep and wake-up of a rank's parts: parameters (with their gradients), moments, reference model.
+
+The memory behind a part's tensors goes to host buffers and comes back; the tensors stay the same objects.
+`MemoryManager` knows the parts, and a `StorageOffloader` for each moves it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,8 +17,8 @@ from torch import nn
 
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import reshard
-from slimefsdp.distributed.offload import StorageOffloader, distinct_storages
-from slimefsdp.errors import ConfigError
+from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.errors import ConfigError, ResourceError, StateError
 from slimefsdp.results import TAGS, Memory, MemoryReport, Tag
 
 
@@ -118,3 +125,202 @@ def _known(tags: Sequence[Tag]) -> list[Tag]:
         if tag not in TAGS:
             raise ConfigError(f"{tag!r} is not a tag", field="tags", hint=f"use some of {', '.join(TAGS)}")
     return [tag for tag in TAGS if tag in tags]
+
+
+# ---------------------------------------------------------------------- memory that moves
+
+# torch page-locks whole powers of two, and thousands of blocks slowly: chunks of such sizes waste little and are few
+CHUNK_BYTES = 64 * 2**20
+FINE_BYTES = 2**20  # no more than this is ever taken in vain
+
+
+class HostBuffers:
+    """Host memory that is kept from one use to the next and only grows: bytes end to end, cut into chunks.
+
+    Chunks are powers of two, `chunk_bytes` at most.
+    """
+
+    def __init__(self, *, pin_memory: bool, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._pin_memory = pin_memory
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it has."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def grow_to(self, nbytes: int) -> None:
+        """Has at least so many bytes. What could be had stays when it fails, with MemoryError or RuntimeError."""
+        while (missing := nbytes - self.nbytes) > 0:
+            last = 1 << (missing - 1).bit_length()  # holds all that is missing
+            size = min(self._chunk_bytes, last if last <= FINE_BYTES else 1 << (missing.bit_length() - 1))
+            self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory))
+
+    def views(self, sizes: Iterable[int]) -> Iterator[list[torch.Tensor]]:
+        """For each of these sizes its own bytes, one size after the other, as pieces that no chunk border cuts."""
+        rest = iter(self._chunks)
+        free = torch.empty(0, dtype=torch.uint8)
+        for size in sizes:
+            pieces = []
+            while size > 0:
+                if not len(free):
+                    free = next(rest)
+                piece, free = free[:size], free[size:]
+                pieces.append(piece)
+                size -= len(piece)
+            yield pieces
+
+
+class StorageOffloader:
+    """Moves the storages of one set of tensors between device and host.
+
+    Args:
+        pin_memory: page-lock the host memory, so that CUDA copies to and from it at full speed, without waiting.
+        chunk_bytes: of the host memory, a power of two.
+    """
+
+    def __init__(self, *, pin_memory: bool = False, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._host_buffers = HostBuffers(pin_memory=pin_memory, chunk_bytes=chunk_bytes)
+        self._asleep: list[tuple[torch.UntypedStorage, int]] = []  # in the host buffers' order, with their sizes
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether any storage is on the host."""
+        return bool(self._asleep)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory, which stay between sleeps."""
+        return self._host_buffers.nbytes
+
+    def sleep(self, tensors: Iterable[torch.Tensor]) -> MemoryReport:
+        """Copies every distinct storage to the host and frees it; returns when the memory is really free.
+
+        Nothing happens while something sleeps already.
+
+        Raises:
+            ResourceError: the host has no memory for it; everything is awake.
+            StateError: the memory of a tensor is not torch's alone; everything is awake.
+        """
+        start = time.perf_counter()
+        if self.is_asleep:
+            return MemoryReport(0, 0, self.host_bytes, 0.0)
+        sized = [(storage, storage.nbytes()) for storage in distinct_storages(tensors)]
+        total = sum(size for _, size in sized)
+        if not all(storage.resizable() for storage, _ in sized):
+            raise StateError(
+                "sleep() cannot free memory that is shared with numpy or another owner",
+                field="tags",
+                hint="clone a tensor before numpy sees it",
+            )
+        _allocate(
+            lambda: self._host_buffers.grow_to(total), f"{total:,} bytes are needed on the host", _ROOM_ON_THE_HOST
+        )
+        self._copy(sized, to_host=True)
+        self._asleep = sized  # before anything is freed: whatever happens now, waking up puts it right
+        for storage, _ in sized:
+            storage.resize_(0)
+        _give_back_cached_memory(sized)
+        return MemoryReport(total, 0, self.host_bytes, time.perf_counter() - start)
+
+    def wake_up(self) -> MemoryReport:
+        """Brings everything back; nothing happens when nothing sleeps.
+
+        Raises:
+            ResourceError: the device has no memory for it; everything is asleep.
+        """
+        start = time.perf_counter()
+        total = sum(size for _, size in self._asleep)
+
+        def allocate() -> None:
+            for storage, size in self._asleep:
+                storage.resize_(size)
+
+        try:
+            _allocate(allocate, f"{total:,} bytes are needed on the device", _ROOM_ON_THE_DEVICE)
+            self._copy(self._asleep, to_host=False)
+        except Exception:
+            for storage, _ in self._asleep:
+                storage.resize_(0)
+            _give_back_cached_memory(self._asleep)
+            raise
+        self._asleep = []
+        return MemoryReport(0, total, self.host_bytes, time.perf_counter() - start)
+
+    def drop(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Frees tensors that nobody needs any more, awake or asleep; the host memory stays for others."""
+        for storage in distinct_storages(tensors):
+            if storage.resizable():
+                storage.resize_(0)
+        self._asleep = []
+
+    def _copy(self, sized: list[tuple[torch.UntypedStorage, int]], *, to_host: bool) -> None:
+        """Copies all storages one way and returns when every copy is done."""
+        device = next((storage.device for storage, _ in sized if storage.device.type == "cuda"), None)
+        side = None if device is None else torch.cuda.Stream(device)
+        if side is not None:
+            # what was computed, or last used the memory that is written now, was queued on the current stream
+            side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # None: nothing
+            for (storage, _), pieces in zip(sized, self._host_buffers.views(size for _, size in sized), strict=True):
+                rest = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                for piece in pieces:
+                    here, rest = rest[: len(piece)], rest[len(piece) :]
+                    target, source = (piece, here) if to_host else (here, piece)
+                    target.copy_(source, non_blocking=True)
+        if device is not None:
+            torch.cuda.synchronize(device)  # all streams: gathers may still read what is freed next
+
+
+_ROOM_ON_THE_HOST = "sleep fewer tags, start fewer ranks on this machine, or give it more memory"
+_ROOM_ON_THE_DEVICE = "let what shares the device free its memory first, such as an engine, then call again"
+
+
+def _allocate(action: Callable[[], None], need: str, hint: str) -> None:
+    try:
+        action()
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError, and so is the CPU's
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ResourceError(f"{need}: {reason}", field="tags", hint=hint) from error
+
+
+def prefer_expandable_segments(device: torch.device) -> None:
+    """Has CUDA's caching allocator map memory in pages, so that sleeping in parts leaves no holes too small to use.
+
+    For a rank's start, before its first allocation. An allocator that the environment configures is left as it is.
+    """
+    if device.type != "cuda" or {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    # the name of torch 2.13; the earlier one is deprecated there
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+    configure("expandable_segments:True")
+
+
+def free_bytes(device: torch.device) -> int:
+    """What is free on a rank's device; a machine's memory is counted as if all ranks shared it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    known = Path("/proc/meminfo")
+    if known.exists():
+        lines = dict(line.split(":", 1) for line in known.read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return free // (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages that have memory, each once."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = local_shard(tensor).detach().untyped_storage()
+        if storage.nbytes():
+            storages.setdefault(storage._cdata, storage)
+    return list(storages.values())
+
+
+def _give_back_cached_memory(sized: list[tuple[torch.UntypedStorage, int]]) -> None:
+    """Hands what torch keeps for its next allocations to whoever else is on the device."""
+    if any(storage.device.type == "cuda" for storage, _ in sized):
+        torch.cuda.empty_cache()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import sync
-from slimefsdp.io.plain_file import can_keep_files
+from slimefsdp.io.user_files import can_keep_files
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.strict_json import is_deeper, parse_json
+from slimefsdp.io.user_files import is_deeper, parse_json
 
 MAX_JSON_BYTES = 64 << 20  # far above any honest index; keeps an altered file from filling the memory
 MAX_DEPTH = 64  # of JSON; deeper nesting fails in one library after another, each in its own way

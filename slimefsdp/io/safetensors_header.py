@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slimefsdp.errors import ModelError
-from slimefsdp.io.plain_file import open_plain
-from slimefsdp.io.strict_json import parse_json
+from slimefsdp.io.user_files import open_plain, parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 COPY_AGAIN = "copy or download the file again"

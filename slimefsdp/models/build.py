@@ -28,10 +28,9 @@ from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
 from slimefsdp.models.load_weights import ReadBy, check_tensor_names, read_weights
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.models.random_init import draw_weights
 
 AnyModel = TypeVar("AnyModel", bound=DecoderModel)

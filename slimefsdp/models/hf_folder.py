@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from slimefsdp.errors import ModelError
-from slimefsdp.io.plain_file import read_plain
 from slimefsdp.io.safetensors_header import (
     COPY_AGAIN,
     MAX_HEADER_BYTES,
@@ -23,6 +22,7 @@ from slimefsdp.io.safetensors_header import (
     refuse_lfs_pointer,
     short,
 )
+from slimefsdp.io.user_files import read_plain
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

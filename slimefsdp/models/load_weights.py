@@ -25,7 +25,7 @@ from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.io.safetensors_file import TORCH_DTYPES, read_rows
 from slimefsdp.io.safetensors_header import TensorEntry
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.hf_weight_names import Part, is_no_weight, stored_parts
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ModelError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.load_weights import local_rows
 
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TextIO
 
 from slimefsdp.checkpoint.store import write_synced
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
-from slimefsdp.io.plain_file import open_plain, refuse_unless_plain
+from slimefsdp.io.user_files import open_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"

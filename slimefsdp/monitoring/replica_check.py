@@ -21,7 +21,7 @@ from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.results import Description, Difference, ReplicaCheck, Unit
 
 if TYPE_CHECKING:  # a name for mypy only: models lie above this package
-    from slimefsdp.models.base import DecoderModel
+    from slimefsdp.models.decoder import DecoderModel
 
 
 def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description:

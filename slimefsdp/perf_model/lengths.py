@@ -8,9 +8,7 @@ import numpy as np
 
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.io.paths import NoPath, path_of
-from slimefsdp.io.plain_file import read_plain
-from slimefsdp.io.strict_json import parse_json
+from slimefsdp.io.user_files import NoPath, parse_json, path_of, read_plain
 
 MAX_LENGTH = 2**40  # sums of a million of them still fit int64
 

@@ -10,8 +10,7 @@ from slimefsdp.attention.select import AttentionShape, serving_strategies
 from slimefsdp.batching.cost import Strategy
 from slimefsdp.batching.hardware import Rates
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ResourceError
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import ResourceError, byte_text
 from slimefsdp.perf_model.memory import SHARDINGS, Computing, Memory, Sharding
 from slimefsdp.perf_model.simulate import Simulation
 from slimefsdp.perf_model.step_time import (

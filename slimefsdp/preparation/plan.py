@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from slimefsdp.algorithms.advantages import zero_variance_share
 from slimefsdp.algorithms.reduction import token_weights
-from slimefsdp.algorithms.registry import PAIRWISE
+from slimefsdp.algorithms.registry import PAIRWISE, LossName
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.batching.hardware import read_calibration
@@ -35,7 +35,7 @@ def plan_training(
     batch: RolloutBatch,
     cost: CostModel = DEFAULT_COST_MODEL,
     *,
-    loss: Literal["policy", "sft", "value"] | None = None,
+    loss: LossName | None = None,
     advantages: np.ndarray | None = None,
 ) -> Plan:
     """The step's updates; samples in which nothing trains are left out of the packs, not of the denominators.
@@ -43,7 +43,7 @@ def plan_training(
     Args:
         cost: what packs and ranks are balanced by, as `cost_model_of` the model.
         loss: whose step it is; None: the actor's under this algorithm.
-        advantages: [R], those that `check_batch` found; None: computed here where they are needed.
+        advantages: [R], those that `checked_advantages` found; None: computed here where they are needed.
 
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
     """
@@ -111,7 +111,7 @@ def plan_everything(
     cost: CostModel = DEFAULT_COST_MODEL,
     *,
     data_ranks: int,
-    loss: Literal["policy", "sft", "value"] | None = None,
+    loss: LossName | None = None,
 ) -> Plan:
     """One update that holds every sample: for log-probs, and for the primitives of custom loops.
 
@@ -147,9 +147,7 @@ def _sharing(config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
     }
 
 
-def samples_together(
-    config: RunConfig, batch: RolloutBatch, loss: Literal["policy", "sft", "value"] | None
-) -> np.ndarray | None:
+def samples_together(config: RunConfig, batch: RolloutBatch, loss: LossName | None) -> np.ndarray | None:
     """The number of each sample's pair, [B], where the loss compares the samples of a pair; else None."""
     return batch.group_ids if loss == "policy" and config.loss.policy in PAIRWISE else None
 

@@ -2,7 +2,7 @@
 
 A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full as long as
 samples wait, and none waits for a longer one. A prompt is read once for all of its samples. Prompts are read as packs
-and rows are decoded as packs of single tokens, by the model that is trained (`slimefsdp.models.policy.PolicyModel`).
+and rows are decoded as packs of single tokens, by the model that is trained (`slimefsdp.models.decoder.PolicyModel`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from slimefsdp import heartbeat
 from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.errors import BatchError, StateError
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,48 +12,32 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from slimefsdp.algorithms.importance_sampling import CorrectionOptions
-from slimefsdp.algorithms.objective import Objective
-from slimefsdp.algorithms.policy_losses import (
-    POLICY_LOSSES,
-    PolicyLoss,
-    PolicyLossFunction,
-    PolicyOptions,
-    PolicyTokens,
-)
-from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, LossName
-from slimefsdp.algorithms.segment_ops import Sequences
-from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.attention.backends import flash_attn_package
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.config import RunConfig
-from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.distributed.consensus import all_equal, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
-from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
-from slimefsdp.distributed.offload import free_bytes
 from slimefsdp.errors import ConfigError, ModelError
-from slimefsdp.models.base import DecoderModel
 from slimefsdp.models.build import AnyModel, load_model
+from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops
 from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
 from slimefsdp.perf_model.simulate import MeshShape
 from slimefsdp.perf_model.step_time import ColocatedModels
 from slimefsdp.preparation.plan import cost_model_of, model_spec_of
 from slimefsdp.rpc import Role
-from slimefsdp.training.determinism import make_deterministic
 from slimefsdp.training.metrics import Throughput
 from slimefsdp.training.reference_model import ColocatedReference
 
+_CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which its products repeat
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -115,6 +100,19 @@ def set_numerics(config: RunConfig) -> None:
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.run.deterministic:
         make_deterministic()
+
+
+def make_deterministic() -> None:
+    """From now on this process uses deterministic kernels alone; an operation that has none raises RuntimeError.
+
+    For a rank's start: cuBLAS looks at its workspace setting when CUDA multiplies for the first time.
+    """
+    if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _CUBLAS_WORKSPACES:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = _CUBLAS_WORKSPACES[0]
+    torch.use_deterministic_algorithms(True)  # not warn_only: flash attention's backward would go on as before
+    # nothing here reads what it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 
 
 def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:
@@ -319,82 +317,3 @@ def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
         mesh,
         with_memory=config.profile.memory,
     )
-
-
-def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
-    """The training loss.
-
-    Args:
-        kl_coefficient: as it is now; it moves under loss.kl_target.
-
-    Raises:
-        ConfigError: loss.policy names a function that cannot be imported.
-    """
-    if loss == "value":
-        return ValueObjective(config.critic.clip)
-    settings, correction = config.loss, config.correction
-    options = PolicyOptions(
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        dual_clip=settings.dual_clip,
-        sapo_temperature_positive=settings.sapo_temperature_positive,
-        sapo_temperature_negative=settings.sapo_temperature_negative,
-        dpo_beta=settings.dpo_beta,
-    )
-    bounds = CorrectionOptions(correction.low, correction.high, correction.veto_below, correction.opsm_threshold)
-    return Objective(
-        policy=_policy_loss(settings.policy) if loss == "policy" else None,
-        options=options,
-        looks_at_sequences=settings.policy in LOOKS_AT_SEQUENCES or ":" in settings.policy,
-        correction=correction.method,
-        correction_options=bounds,
-        kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
-        kl_estimator=config.kl_estimator,
-        kl_unbiased=settings.kl_unbiased,
-        entropy_coefficient=settings.entropy_coefficient,
-    )
-
-
-def check_policy_loss(config: RunConfig) -> None:
-    """Tries a loss of the user's own on a pack without tokens, as a rank without samples will.
-
-    Raises:
-        ConfigError: it cannot be imported, fails there, or returns something else than a loss per token.
-    """
-    name = config.loss.policy
-    if ":" not in name:
-        return
-    loss, nothing = _policy_loss(name), torch.zeros(0)
-    nowhere = Sequences(torch.zeros(0, dtype=torch.int64), 1)
-    reference = nothing if config.needs_reference else None
-    tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, nowhere, None, reference)
-    try:
-        loss(tokens, PolicyOptions())
-    except Exception as error:  # the user's function may raise anything
-        raise ConfigError(
-            f"loss.policy={name}, tried on a pack without tokens: {error}",
-            field="loss.policy",
-            hint="return a PolicyLoss whose fields are as long as log_probs, of which there may be none",
-        ) from error
-
-
-def _policy_loss(name: str) -> PolicyLossFunction:
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
-    function = load_function(name, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
-
-    def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
-        # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
-        try:
-            found: object = function(tokens, options)
-        except (Exception, SystemExit) as error:
-            raise RuntimeError(failure_of(name, error)) from error
-        shape = tokens.log_probs.shape
-        if not isinstance(found, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in found):
-            shapes = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, PolicyLoss) else ""
-            raise RuntimeError(f"{name} returned a {type(found).__name__} {shapes} for {len(tokens.log_probs)} tokens")
-        if not found.loss.requires_grad:
-            raise RuntimeError(f"{name} returned a loss without a graph; make it of tokens.log_probs")
-        return found
-
-    return checked

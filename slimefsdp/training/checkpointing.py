@@ -32,9 +32,9 @@ from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import LoadReport
 from slimefsdp.rpc import Role
 from slimefsdp.training.build import is_host_memory_pinned, master_dtype

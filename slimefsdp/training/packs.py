@@ -1,12 +1,12 @@
 """A model at work on one rank's packs: what it says of their tokens, and the gradients of one update's micro-batches.
 
-Functions take values here, not settings.
+Functions take values here, not settings, but for `objective_for`, which has the loss of a micro-batch from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,19 +14,35 @@ import torch
 import torch.distributed as dist
 
 from slimefsdp import heartbeat
-from slimefsdp.algorithms.objective import TokenInputs
+from slimefsdp.algorithms.objective import Objective, TokenInputs
+from slimefsdp.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossFunction,
+    PolicyOptions,
+    PolicyTokens,
+    Sequences,
+)
+from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, LossName
+from slimefsdp.algorithms.rollout_correction import CorrectionOptions
+from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.attention.call_plan import PackAttention
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.batching.packing import LocalShare, PackedBatch, local_share, on_device, pack
 from slimefsdp.batching.prefix_tree import SharedPrefixes
+from slimefsdp.config import RunConfig
+from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import abandon_update, gradients_summed_once, reshard
 from slimefsdp.distributed.mesh import Mesh, gather_pairs
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.distributed.torch_errors import is_out_of_memory
+from slimefsdp.errors import ConfigError
+from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.training.metrics import MetricSums
-from slimefsdp.training.out_of_memory import at_work_on
+
+TOKENS = "micro_batch_tokens"
+"""An attribute that an error of memory gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +196,100 @@ def accumulate_gradients(
     except BaseException:
         abandon_update(model)
         raise
+
+
+@contextmanager
+def at_work_on(tokens: int) -> Iterator[None]:
+    """Has an error of memory that leaves the block know the size of the micro-batch it came from.
+
+    Args:
+        tokens: of this rank.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            setattr(error, TOKENS, tokens)
+        raise
+
+
+# ---------------------------------------------------------------------- the loss of a micro-batch
+
+
+def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> Objective | ValueObjective:
+    """The training loss.
+
+    Args:
+        kl_coefficient: as it is now; it moves under loss.kl_target.
+
+    Raises:
+        ConfigError: loss.policy names a function that cannot be imported.
+    """
+    if loss == "value":
+        return ValueObjective(config.critic.clip)
+    settings, correction = config.loss, config.correction
+    options = PolicyOptions(
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        sapo_temperature_positive=settings.sapo_temperature_positive,
+        sapo_temperature_negative=settings.sapo_temperature_negative,
+        dpo_beta=settings.dpo_beta,
+    )
+    bounds = CorrectionOptions(correction.low, correction.high, correction.veto_below, correction.opsm_threshold)
+    return Objective(
+        policy=_policy_loss(settings.policy) if loss == "policy" else None,
+        options=options,
+        looks_at_sequences=settings.policy in LOOKS_AT_SEQUENCES or ":" in settings.policy,
+        correction=correction.method,
+        correction_options=bounds,
+        kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,
+        kl_estimator=config.kl_estimator,
+        kl_unbiased=settings.kl_unbiased,
+        entropy_coefficient=settings.entropy_coefficient,
+    )
+
+
+def check_policy_loss(config: RunConfig) -> None:
+    """Tries a loss of the user's own on a pack without tokens, as a rank without samples will.
+
+    Raises:
+        ConfigError: it cannot be imported, fails there, or returns something else than a loss per token.
+    """
+    name = config.loss.policy
+    if ":" not in name:
+        return
+    loss, nothing = _policy_loss(name), torch.zeros(0)
+    nowhere = Sequences(torch.zeros(0, dtype=torch.int64), 1)
+    reference = nothing if config.needs_reference else None
+    tokens = PolicyTokens(nothing.clone().requires_grad_(), nothing, nothing, nowhere, None, reference)
+    try:
+        loss(tokens, PolicyOptions())
+    except Exception as error:  # the user's function may raise anything
+        raise ConfigError(
+            f"loss.policy={name}, tried on a pack without tokens: {error}",
+            field="loss.policy",
+            hint="return a PolicyLoss whose fields are as long as log_probs, of which there may be none",
+        ) from error
+
+
+def _policy_loss(name: str) -> PolicyLossFunction:
+    if name in POLICY_LOSSES:
+        return POLICY_LOSSES[name]
+    function = load_function(name, field="loss.policy", example="my_losses:my_loss", takes=("tokens", "options"))
+
+    def checked(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+        # never a typed error: those say that all ranks raised alike, and this rank's tokens are its own
+        try:
+            found: object = function(tokens, options)
+        except (Exception, SystemExit) as error:
+            raise RuntimeError(failure_of(name, error)) from error
+        shape = tokens.log_probs.shape
+        if not isinstance(found, PolicyLoss) or any(getattr(x, "shape", None) != shape for x in found):
+            shapes = [tuple(getattr(x, "shape", ())) for x in found] if isinstance(found, PolicyLoss) else ""
+            raise RuntimeError(f"{name} returned a {type(found).__name__} {shapes} for {len(tokens.log_probs)} tokens")
+        if not found.loss.requires_grad:
+            raise RuntimeError(f"{name} returned a loss without a graph; make it of tokens.log_probs")
+        return found
+
+    return checked

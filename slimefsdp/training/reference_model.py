@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from slimefsdp.distributed.fsdp import reshard
 from slimefsdp.distributed.memory_manager import MemoryManager
 from slimefsdp.errors import SlimeError, StateError
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import PolicyModel
 
 
 class ColocatedReference:

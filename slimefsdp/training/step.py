@@ -6,6 +6,7 @@ Everything here is collective: every rank of a group makes the same call with th
 from __future__ import annotations
 
 import hashlib
+import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,20 +26,17 @@ from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise
 from slimefsdp.distributed.memory_manager import MemoryManager
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
-from slimefsdp.models.base import DecoderModel
+from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
-from slimefsdp.preparation.prepared import PreparedBatch
-from slimefsdp.preparation.validate import batch_digest
+from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
 from slimefsdp.rpc import Role
-from slimefsdp.training import build
 from slimefsdp.training.checkpointing import Checkpoints
-from slimefsdp.training.determinism import seed_generators
 from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
-from slimefsdp.training.packs import accumulate_gradients, outputs_of_packs
+from slimefsdp.training.packs import accumulate_gradients, objective_for, outputs_of_packs
 from slimefsdp.training.reference_model import ColocatedReference
 
 
@@ -96,6 +94,18 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
     return metrics
 
 
+def seed_generators(seed: int, update: int, data_rank: int) -> None:
+    """Seeds the global generators of this process, torch's (host and device), Python's and numpy's, for what follows.
+
+    Args:
+        data_rank: not the rank: cp ranks evaluate the loss of one pack together, and must draw the same numbers.
+    """
+    states = np.random.SeedSequence([seed, update, data_rank]).generate_state(3)
+    torch.manual_seed(int(states[0]))
+    random.seed(int(states[1]))
+    np.random.seed(int(states[2]))
+
+
 def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     """What the losses read of each response token, [R]; computes what the batch lacks. Weights are set per update."""
     config, batch, loss = state.config, work.batch, work.loss
@@ -151,7 +161,7 @@ def forward_backward(state: RankState, work: PreparedBatch, update: int, inputs:
         work.batch,
         plan.updates[update][state.mesh.data_rank],
         replace(inputs, weights=torch.from_numpy(weights)),
-        build.objective_for(config, loss, state.kl_coefficient),
+        objective_for(config, loss, state.kl_coefficient),
         state.mesh,
         sums,
         shared=plan.shared,

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.policy_losses import PolicyOptions, PolicyTokens, dpo_loss
-from slimefsdp.algorithms.segment_ops import Sequences
+from slimefsdp.algorithms.policy_losses import PolicyOptions, PolicyTokens, Sequences, dpo_loss
 
 OPTIONS = PolicyOptions(dpo_beta=0.3)
 response_st = st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0)), min_size=1, max_size=5)

@@ -12,6 +12,7 @@ from slimefsdp.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyOptions,
     PolicyTokens,
+    Sequences,
     cispo_loss,
     cross_entropy_loss,
     gmpo_loss,
@@ -22,7 +23,6 @@ from slimefsdp.algorithms.policy_losses import (
 )
 from slimefsdp.algorithms.registry import PAIRWISE, PER_SEQUENCE
 from slimefsdp.algorithms.registry import POLICY_LOSSES as NAMES
-from slimefsdp.algorithms.segment_ops import Sequences
 from tests.support.tiers import examples
 
 OPTIONS = PolicyOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from slimefsdp.checkpoint.rng_state import generator_states, restore_generators
+from slimefsdp.checkpoint.save_load import generator_states, restore_generators
 
 CPU = torch.device("cpu")
 

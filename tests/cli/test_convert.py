@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from actors.cli.convert import DTYPES
 from actors.cli.main import main
 from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import byte_text
 from slimefsdp.models.hf_folder import SINGLE_FILE
 from tests.support.tiny_models import save_tiny_model
 

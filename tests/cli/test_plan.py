@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from actors.cli.main import main
 from slimefsdp.batching.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ResourceError
-from slimefsdp.io.byte_text import byte_text
+from slimefsdp.errors import ResourceError, byte_text
 from tests.support.refusals import assert_refusal
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -18,7 +18,7 @@ import yaml
 from annotated_types import Gt, Le
 from pydantic import Field, ValidationError
 
-from slimefsdp.algorithms import advantages, importance_sampling
+from slimefsdp.algorithms import advantages, rollout_correction
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.config.algorithm import CORRECTION_BOUNDS, CorrectionSettings
@@ -787,10 +787,10 @@ def test_every_policy_loss_can_be_named_and_only_pairs_read_a_reference_without_
 
 def test_the_corrections_and_their_bounds_are_those_of_the_table():
     methods = get_args(CorrectionSettings.model_fields["method"].annotation)
-    assert set(methods) == CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS, *importance_sampling.CORRECTIONS}
+    assert set(methods) == CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS, *rollout_correction.CORRECTIONS}
     assert (
         CORRECTION_BOUNDS.keys() == {"none", *CORRECTIONS}
-        and CORRECTIONS.keys() == importance_sampling.CORRECTIONS.keys()
+        and CORRECTIONS.keys() == rollout_correction.CORRECTIONS.keys()
     )
 
 

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed import offload
-from slimefsdp.distributed.memory_manager import TAGS, MemoryManager, allocator_state
+from slimefsdp.distributed.memory_manager import TAGS, HostBuffers, MemoryManager, allocator_state
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError
 from slimefsdp.results import Memory, MemoryReport
 from tests.support.rank_pool import RankPool
@@ -125,15 +124,15 @@ def test_gradients_sleep_with_their_parameters(ranks: RankPool) -> None:
 
 def one_rank_without_memory(rank: int) -> dict[str, Any]:
     memory_manager = make_memory_manager()
-    grow = offload.HostBuffers.grow_to
+    grow = HostBuffers.grow_to
 
-    def failing(self: offload.HostBuffers, nbytes: int) -> None:
+    def failing(self: HostBuffers, nbytes: int) -> None:
         raise MemoryError
 
     if rank == 1:
-        offload.HostBuffers.grow_to = failing  # type: ignore[method-assign]
+        HostBuffers.grow_to = failing  # type: ignore[method-assign]
     error = refusal(memory_manager.sleep, ("parameters",))
-    offload.HostBuffers.grow_to = grow  # type: ignore[method-assign]
+    HostBuffers.grow_to = grow  # type: ignore[method-assign]
     asleep = memory_manager.memory().asleep
     memory_manager.wake_up(("parameters",))  # collective on all ranks, whatever each of them has to do
     awake, weights = memory_manager.memory().asleep, memory_manager.models["parameters"].weight.tolist()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from slimefsdp.distributed.offload import CHUNK_BYTES, HostBuffers, StorageOffloader, prefer_expandable_segments
+from slimefsdp.distributed.memory_manager import CHUNK_BYTES, HostBuffers, StorageOffloader, prefer_expandable_segments
 from slimefsdp.errors import ResourceError, StateError
 from tests.support.refusals import refused
 
@@ -119,7 +119,7 @@ def test_host_memory_is_page_locked_only_if_asked_for(monkeypatch: pytest.Monkey
         asked.append(pin_memory)
         return empty(*size, **others)  # without CUDA nothing can be page-locked
 
-    monkeypatch.setattr("slimefsdp.distributed.offload.torch.empty", recording)
+    monkeypatch.setattr("slimefsdp.distributed.memory_manager.torch.empty", recording)
     StorageOffloader(pin_memory=pin_memory, chunk_bytes=16).sleep([torch.ones(3), torch.ones(5)])
     assert asked.count(True) == (2 if pin_memory else 0)
 
@@ -148,7 +148,7 @@ def test_without_host_memory_everything_stays_awake(
     tensors = make_tensors()
     copies, offloader = [tensor.clone() for tensor in tensors], StorageOffloader(chunk_bytes=128)
     with monkeypatch.context() as patched:
-        patched.setattr("slimefsdp.distributed.offload.torch.empty", Failing(torch.empty, error, after))
+        patched.setattr("slimefsdp.distributed.memory_manager.torch.empty", Failing(torch.empty, error, after))
         with refused(ResourceError, "tags", STORAGE_BYTES, "host") as caught:
             offloader.sleep(tensors)
     assert "\n" not in str(caught.value)

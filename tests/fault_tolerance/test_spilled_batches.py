@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from actors.fault_tolerance.spilled_batches import SpilledBatches
+from actors.fault_tolerance.call_log import SpilledBatches
 from slimefsdp.batching.plan import plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.prepared import PreparedBatch
-from slimefsdp.preparation.validate import batch_digest
+from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
 from tests.support.process_resources import unnamed_files
 from tests.support.rollouts import batches, three_samples
 

@@ -22,9 +22,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from actors.fault_tolerance import restarts, supervisor
-from actors.fault_tolerance.recovery import RECOVERIES
-from actors.fault_tolerance.restarts import MAX_WITHOUT_PROGRESS
+from actors.fault_tolerance import recovery, supervisor
+from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS, RECOVERIES
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.workers.group_calls import Request
 from slimefsdp.batching.plan import Plan
@@ -302,7 +301,7 @@ NO_WAY_BACK = ("checkpoint", "step")  # none that would do was saved, or it is g
 def after(actions: list[tuple[str, int]], script: Scripted) -> tuple[Any, ...]:
     """What callers saw, and the state that the ranks have then; and how often they were replaced."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restarts, "MAX_WITHOUT_PROGRESS", 100)
+        patch.setattr(recovery, "MAX_WITHOUT_PROGRESS", 100)
         group = script.take_place(patch)
         seen = job(group, actions), script.group.state, script.group.gradients, script.group.critic.state
         assert all(not recovery.differences for recovery in group.recoveries)

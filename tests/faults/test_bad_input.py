@@ -46,8 +46,7 @@ from slimefsdp.errors import (
 )
 from slimefsdp.models.hf_folder import SINGLE_FILE
 from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.prepared import PreparedBatch
-from slimefsdp.preparation.validate import check_batch
+from slimefsdp.preparation.prepared import PreparedBatch, checked_advantages
 from tests.support.waiting import PATIENCE_S
 
 MOST_SECONDS = 2.0
@@ -229,7 +228,7 @@ def estimated(name: str) -> Act:
 
     def act(world: World) -> object:
         config = config_from_dict(world.tree(advantage={"estimator": f"own_functions:{name}"}))
-        return check_batch(config, world.batch, 320, loss="policy")
+        return checked_advantages(config, world.batch, 320, loss="policy")
 
     return act
 

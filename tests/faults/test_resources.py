@@ -34,10 +34,10 @@ from actors.workers.oom_advice import memory_error
 from actors.workers.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.torch_errors import is_out_of_memory
 from slimefsdp.errors import CheckpointError, PeerFailed, ResourceError, SlimeError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
 from slimefsdp.trainer import Trainer
-from slimefsdp.training.out_of_memory import is_out_of_memory
 from tests.support.fresh_ranks import run_fresh
 from tests.support.process_resources import files_up_to
 from tests.support.refusals import assert_refusal, refused

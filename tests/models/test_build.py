@@ -25,9 +25,9 @@ from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
 from slimefsdp.models.build import build_policy, load_policy, materialise
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.hf_folder import SINGLE_FILE, ModelFolder, read_model_folder
 from slimefsdp.models.load_weights import check_tensor_names
-from slimefsdp.models.policy import PolicyModel
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal
 from tests.support.tiny_models import ARCHITECTURES, TinyFolder, save_tiny_model

@@ -16,8 +16,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import SlimeError
 from slimefsdp.models import load_weights
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.hf_folder import SINGLE_FILE
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder, save_tiny_model

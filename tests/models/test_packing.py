@@ -20,8 +20,8 @@ from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import ConfigError
 from slimefsdp.models.build import build_policy, load_policy
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.hf_folder import SUPPORTED_MODELS, read_model_folder
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.training.packs import evaluate, micro_batches
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool

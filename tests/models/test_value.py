@@ -17,9 +17,9 @@ from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ModelError
 from slimefsdp.models.build import build_model, build_policy, load_model
+from slimefsdp.models.decoder import ValueModel
 from slimefsdp.models.hf_folder import SINGLE_FILE, read_model_folder
 from slimefsdp.models.load_weights import check_tensor_names
-from slimefsdp.models.value import ValueModel
 from slimefsdp.training.packs import evaluate, micro_batches
 from tests.support.classifiers import plain_classifier, save_classifier, separate_values
 from tests.support.float64 import KeepFloat64

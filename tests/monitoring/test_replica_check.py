@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.optim.optimizer import build_optimizer
 from slimefsdp.results import MAX_LISTED, Description, Difference, ReplicaCheck

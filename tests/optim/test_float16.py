@@ -13,7 +13,7 @@ import torch
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError
-from slimefsdp.optim.loss_scale import LossScale
+from slimefsdp.optim.optimizer_step import LossScale
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from slimefsdp.optim.grad_norm import gradient_health, layer_group, scale_gradients, squared_norms
+from slimefsdp.optim.optimizer_step import gradient_health, layer_group, scale_gradients, squared_norms
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.optim.loss_scale import LossScale
+from slimefsdp.optim.optimizer_step import LossScale
 
 
 def test_it_doubles_after_the_interval_and_halves_at_once() -> None:

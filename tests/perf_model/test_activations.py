@@ -15,7 +15,7 @@ from slimefsdp.attention.select import Choice
 from slimefsdp.distributed.activation_checkpointing import recompute_layers
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import fused_log_probs
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.perf_model.activations import (
     HEAD_CHUNK_BYTES,
     HeadActivations,

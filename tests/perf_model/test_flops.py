@@ -12,8 +12,8 @@ from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.batching.packing import LocalShare
 from slimefsdp.distributed.activation_checkpointing import recompute_layers
 from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
-from slimefsdp.models.policy import PolicyModel
 from slimefsdp.perf_model.flops import executed_flops, forward_flops, training_flops
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 

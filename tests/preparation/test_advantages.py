@@ -16,7 +16,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.preparation.advantages import check_functions, check_pairs, response_advantages, value_targets
-from slimefsdp.preparation.validate import check_batch
+from slimefsdp.preparation.prepared import checked_advantages
 from tests.support.refusals import assert_refusal, names, refused
 from tests.support.small_batches import VOCAB, make_batch, settings
 
@@ -54,9 +54,9 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def error_of(config: RunConfig, batch: RolloutBatch, kind: type[BatchError | ConfigError] = BatchError) -> Any:
-    """What `check_batch` raises, which is before any rank works."""
+    """What `checked_advantages` raises, which is before any rank works."""
     with pytest.raises(kind) as caught:
-        check_batch(config, batch, VOCAB, loss="policy")
+        checked_advantages(config, batch, VOCAB, loss="policy")
     assert caught.value.hint
     return caught.value
 
@@ -251,11 +251,13 @@ def test_a_loss_of_sequences_refuses_advantages_that_differ_inside_one(policy: s
     to_go = {"advantage": {"estimator": "reinforce_pp"}}
     error = error_of(settings(loss={"policy": policy}, **to_go), batch)
     assert error.field == "advantages" and "sample 2" in error.message and policy in error.message
-    check_batch(settings(loss={"policy": "gspo_token"}, **to_go), batch, VOCAB, loss="policy")
-    check_batch(settings(loss={"policy": policy}, **to_go), BATCH, VOCAB, loss="policy")  # one reward for all tokens
+    checked_advantages(settings(loss={"policy": "gspo_token"}, **to_go), batch, VOCAB, loss="policy")
+    checked_advantages(
+        settings(loss={"policy": policy}, **to_go), BATCH, VOCAB, loss="policy"
+    )  # one reward for all tokens
     # what stands at masked tokens is nobody's advantage, and samples may differ from each other
     own = np.where(BATCH.mask, BATCH.sample_ids, np.arange(R))
-    check_batch(settings(loss={"policy": policy}), BATCH.replace(advantages=own), VOCAB, loss="policy")
+    checked_advantages(settings(loss={"policy": policy}), BATCH.replace(advantages=own), VOCAB, loss="policy")
 
 
 DPO: dict[str, Any] = {"loss": {"policy": "dpo"}, "batch": {"max_tokens_per_rank": 100}}
@@ -284,7 +286,7 @@ def test_pairs_need_groups_and_room_for_both() -> None:
     assert error_of(settings(**DPO), PAIRS.replace(group_ids=None, advantages=own)).field == "group_ids"
     longest = int((PAIRS.lengths[::2] + PAIRS.lengths[1::2]).max())
     assert longest > PAIRS.lengths.max()
-    check_batch(settings(loss=DPO["loss"], batch={"max_tokens_per_rank": longest}), PAIRS, VOCAB, loss="policy")
+    checked_advantages(settings(loss=DPO["loss"], batch={"max_tokens_per_rank": longest}), PAIRS, VOCAB, loss="policy")
     error = error_of(settings(loss=DPO["loss"], batch={"max_tokens_per_rank": longest - 1}), PAIRS)
     assert names(error.message, longest - 1) and "batch.max_tokens_per_rank" in str(error.hint)
 

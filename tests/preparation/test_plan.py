@@ -25,7 +25,7 @@ from slimefsdp.preparation.plan import (
     plan_everything,
     plan_training,
 )
-from slimefsdp.preparation.validate import batch_digest, check_batch, check_plan
+from slimefsdp.preparation.prepared import batch_digest, check_plan, checked_advantages
 from tests.support.refusals import names, refused
 from tests.support.small_batches import VOCAB, make_batch, settings
 
@@ -34,7 +34,7 @@ BATCH = make_batch([0.0, 1.0, 1.0, 1.0, 2.0, 0.0, 5.0, 5.0, 1.0, 0.0])  # sample
 
 def refusal(config: RunConfig, batch: RolloutBatch, loss: Any = "policy") -> tuple[str | None, str, str]:
     with pytest.raises(BatchError) as caught:
-        check_batch(config, batch, VOCAB, loss=loss)
+        checked_advantages(config, batch, VOCAB, loss=loss)
     assert caught.value.hint
     return caught.value.field, caught.value.message, caught.value.hint
 
@@ -54,21 +54,21 @@ def test_a_sample_over_the_budget_is_named_with_the_budget_that_would_do() -> No
         field, message, hint = refusal(config, BATCH, loss)
         assert field == "lengths" and names(message, f"sample {BATCH.lengths.argmax()} ") and names(message, longest)
         assert "batch.max_tokens_per_rank" in hint and names(hint, longest)
-    check_batch(settings(batch={"max_tokens_per_rank": longest}), BATCH, VOCAB, loss="policy")
+    checked_advantages(settings(batch={"max_tokens_per_rank": longest}), BATCH, VOCAB, loss="policy")
 
 
 def test_a_sample_longer_than_the_positions_that_the_model_learned_is_named() -> None:
     longest = int(BATCH.lengths.max())
     with refused(BatchError, "lengths", f"sample {BATCH.lengths.argmax()} ", longest, longest - 1):
-        check_batch(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest - 1)
-    check_batch(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest)
+        checked_advantages(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest - 1)
+    checked_advantages(settings(), BATCH, VOCAB, loss=None, max_sample_tokens=longest)
 
 
 def test_sampling_at_another_temperature_is_refused() -> None:
     config = settings(rollout={"temperature": 0.7})
     assert refusal(config, BATCH.replace(temperature=1.0))[0] == "temperature"
     for temperature in (0.7, None):  # a batch that does not say is believed
-        check_batch(config, BATCH.replace(temperature=temperature), VOCAB, loss="policy")
+        checked_advantages(config, BATCH.replace(temperature=temperature), VOCAB, loss="policy")
 
 
 def test_the_policy_loss_needs_rewards_with_groups_or_advantages_and_others_need_neither() -> None:
@@ -76,8 +76,10 @@ def test_the_policy_loss_needs_rewards_with_groups_or_advantages_and_others_need
         without = BATCH.replace(**{name: None})
         assert refusal(settings(), without)[0] == name
         for loss in ("sft", None):
-            check_batch(settings(), without, VOCAB, loss=loss)  # type: ignore[arg-type]
-        check_batch(settings(), without.replace(advantages=np.zeros(BATCH.num_response_tokens)), VOCAB, loss="policy")
+            checked_advantages(settings(), without, VOCAB, loss=loss)  # type: ignore[arg-type]
+        checked_advantages(
+            settings(), without.replace(advantages=np.zeros(BATCH.num_response_tokens)), VOCAB, loss="policy"
+        )
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo"])
@@ -86,7 +88,7 @@ def test_a_group_of_one_is_refused_where_it_needs_another(estimator: str) -> Non
     field, message, hint = refusal(settings(advantage={"estimator": estimator}), alone)
     assert field == "group_ids" and "group 1 has 1 of the 2 samples" in message and "sample 2" in message
     assert "at least 2 responses per prompt" in hint
-    check_batch(settings(advantage={"estimator": "dr_grpo"}), alone, VOCAB, loss="policy")
+    checked_advantages(settings(advantage={"estimator": "dr_grpo"}), alone, VOCAB, loss="policy")
 
 
 OLD_IS_ROLLOUT = {"loss": {"old_log_probs": "rollout"}}
@@ -106,17 +108,17 @@ def test_what_the_settings_read_is_asked_of_the_batch(case: str) -> None:
     field, message, hint = refusal(settings(**sections), BATCH)
     assert field == missing and message.startswith(f"{missing} is missing") and reader in message and missing in hint
     size = BATCH.num_samples if missing == "baseline_rewards" else BATCH.num_response_tokens
-    check_batch(settings(**sections), BATCH.replace(**{missing: np.full(size, -1.0)}), VOCAB, loss="policy")
-    check_batch(settings(), BATCH, VOCAB, loss="policy")
+    checked_advantages(settings(**sections), BATCH.replace(**{missing: np.full(size, -1.0)}), VOCAB, loss="policy")
+    checked_advantages(settings(), BATCH, VOCAB, loss="policy")
 
 
 def test_old_log_probs_of_the_batch_serve_where_those_of_the_rollout_would() -> None:
     old = np.full(BATCH.num_response_tokens, -1.0)
-    check_batch(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old), VOCAB, loss="policy")
+    checked_advantages(settings(**OLD_IS_ROLLOUT), BATCH.replace(old_log_probs=old), VOCAB, loss="policy")
 
 
 def test_masking_sequences_that_the_policy_has_left_needs_no_log_probs_of_the_rollout() -> None:
-    check_batch(settings(correction={"opsm_threshold": 0.1}), BATCH, VOCAB, loss="policy")
+    checked_advantages(settings(correction={"opsm_threshold": 0.1}), BATCH, VOCAB, loss="policy")
 
 
 @pytest.mark.parametrize("loss", ["policy", "sft", "value"])
@@ -125,10 +127,10 @@ def test_a_mean_over_prompts_needs_groups_whatever_the_loss(loss: Any) -> None:
     config = settings(algorithm=algorithm, loss={"reduction": "prompt_mean"})
     tokens = np.zeros(BATCH.num_response_tokens)
     batch = BATCH.replace(advantages=tokens, values=tokens)
-    check_batch(config, batch, VOCAB, loss=loss)
+    checked_advantages(config, batch, VOCAB, loss=loss)
     field, message, _ = refusal(config, batch.replace(group_ids=None), loss)
     assert field == "group_ids" and "loss.reduction=prompt_mean" in message
-    check_batch(config, batch.replace(group_ids=None), VOCAB, loss=None)
+    checked_advantages(config, batch.replace(group_ids=None), VOCAB, loss=None)
 
 
 def test_a_critics_loss_needs_its_values_and_returns_or_what_they_are_computed_from() -> None:
@@ -136,21 +138,21 @@ def test_a_critics_loss_needs_its_values_and_returns_or_what_they_are_computed_f
     with_kl = settings(algorithm="ppo", loss={"kl_coefficient": 0.1, "kl_in": "reward"})
     assert refusal(config, BATCH, "value")[0] == "values"
     batch = BATCH.replace(values=tokens)
-    check_batch(config, batch, VOCAB, loss="value")
+    checked_advantages(config, batch, VOCAB, loss="value")
     assert refusal(config, batch.replace(rewards=None), "value")[0] == "rewards"
-    check_batch(config, batch.replace(rewards=None, token_rewards=tokens), VOCAB, loss="value")
+    checked_advantages(config, batch.replace(rewards=None, token_rewards=tokens), VOCAB, loss="value")
     for name in ("old_log_probs", "ref_log_probs"):
         both = {"old_log_probs": tokens, "ref_log_probs": tokens}
         field, message, hint = refusal(with_kl, batch.replace(**{**both, name: None}), "value")
         assert field == name and "loss.kl_in=reward" in message and "compute_log_probs" in hint
-    check_batch(with_kl, batch.replace(old_log_probs=tokens, ref_log_probs=tokens), VOCAB, loss="value")
+    checked_advantages(with_kl, batch.replace(old_log_probs=tokens, ref_log_probs=tokens), VOCAB, loss="value")
     for given in (config, with_kl):
-        check_batch(given, batch.replace(rewards=None, returns=tokens), VOCAB, loss="value")
+        checked_advantages(given, batch.replace(rewards=None, returns=tokens), VOCAB, loss="value")
 
 
 def test_preference_pairs_are_looked_at_before_any_rank_works() -> None:
     config = settings(loss={"policy": "dpo"}, batch={"max_tokens_per_rank": 100})
-    check_batch(config, make_batch([0.0, 1.0, 5.0, 3.0]), VOCAB, loss="policy")
+    checked_advantages(config, make_batch([0.0, 1.0, 5.0, 3.0]), VOCAB, loss="policy")
     assert refusal(config, make_batch([0.0, 1.0, 5.0, 5.0]))[0] == "group_ids"
 
 

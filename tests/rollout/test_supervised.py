@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.fault_tolerance.restarts import MAX_WITHOUT_PROGRESS
+from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
 from slimefsdp.errors import ConfigError, WorkerDied

@@ -156,8 +156,8 @@ def watch_moments(passed: Callable[[str], None], current_call: Callable[[], str]
     import torch
 
     from slimefsdp.checkpoint import store
-    from slimefsdp.distributed.offload import StorageOffloader
-    from slimefsdp.optim import step as updates
+    from slimefsdp.distributed.memory_manager import StorageOffloader
+    from slimefsdp.optim import optimizer_step as updates
     from slimefsdp.training import build, checkpointing, packs, step
     from slimefsdp.weight_sync import send
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from slimefsdp.attention.hf_interface import register_attention
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import PolicyModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

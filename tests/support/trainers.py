@@ -12,7 +12,7 @@ import torch
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import SlimeError
-from slimefsdp.models.policy import PolicyModel
+from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
 from tests.support.plain_step import make_batch

@@ -15,7 +15,7 @@ import torch
 from slimefsdp.algorithms.policy_losses import PolicyLoss, PolicyOptions, PolicyTokens, ppo_loss
 from slimefsdp.config import RunConfig
 from slimefsdp.trainer import Trainer
-from slimefsdp.training.determinism import seed_generators
+from slimefsdp.training.step import seed_generators
 from tests.support.fresh_ranks import run_fresh
 from tests.support.trainers import CPU, fingerprint, fresh_batch, settings
 

@@ -367,8 +367,10 @@ def judged(made_up: MadeUpRay) -> Judge:
     return judge
 
 
-def at(still_s: float, *, activity: str = "p", ticks: int = 5, usual_s: float | None = 0.1, waits: bool = False) -> Any:
-    return ProgressSnapshot(activity, ticks, still_s, usual_s, "somewhere", waits)
+def at(
+    since_tick_s: float, *, activity: str = "p", ticks: int = 5, usual_gap_s: float | None = 0.1, waits: bool = False
+) -> Any:
+    return ProgressSnapshot(activity, ticks, since_tick_s, usual_gap_s, "somewhere", waits)
 
 
 def test_a_rank_that_waits_for_a_stuck_one_is_not_blamed_though_it_is_still_for_longer(judged: Judge) -> None:
@@ -382,11 +384,11 @@ def test_a_rank_that_waits_for_a_stuck_one_is_not_blamed_though_it_is_still_for_
 def test_activities_have_ten_times_as_long_as_they_usually_take_up_to_a_bound(judged: Judge) -> None:
     assert judged(at(11)) == [0]
     assert judged(at(9)) == []
-    assert judged(at(99, usual_s=10)) == []
-    assert judged(at(101, usual_s=10)) == [0]
-    assert judged(at(699, usual_s=600)) == [], "10 times that would be for too long"
-    assert judged(at(701, usual_s=600)) == [0]
-    assert judged(at(1000, usual_s=None)) == [], "the call's own deadline holds"
+    assert judged(at(99, usual_gap_s=10)) == []
+    assert judged(at(101, usual_gap_s=10)) == [0]
+    assert judged(at(699, usual_gap_s=600)) == [], "10 times that would be for too long"
+    assert judged(at(701, usual_gap_s=600)) == [0]
+    assert judged(at(1000, usual_gap_s=None)) == [], "the call's own deadline holds"
     assert judged(at(1000, activity=IDLE)) == judged(at(1000, activity=LAUNCH)) == []
     assert judged(at(15, activity="update_weights")) == [], "receivers are blamed first"
     assert judged(at(25, activity="update_weights")) == [0]

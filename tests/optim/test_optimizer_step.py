@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import StateError
-from slimefsdp.optim.loss_scale import LossScale
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate
-from slimefsdp.optim.step import OptimizerStep
+from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from tests.support.rank_pool import RankPool
 
 SHAPES = {"model.layers.0.mlp.weight": (5, 3), "model.layers.1.mlp.weight": (7,), "lm_head.weight": (2, 2)}

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.importance_sampling import (
+from slimefsdp.algorithms.policy_losses import Sequences
+from slimefsdp.algorithms.registry import CORRECTIONS as NAMES
+from slimefsdp.algorithms.rollout_correction import (
     CORRECTIONS,
     Correction,
     CorrectionOptions,
@@ -16,8 +18,6 @@ from slimefsdp.algorithms.importance_sampling import (
     kept_by_veto,
     mismatch_statistics,
 )
-from slimefsdp.algorithms.registry import CORRECTIONS as NAMES
-from slimefsdp.algorithms.segment_ops import Sequences
 from slimefsdp.config.algorithm import CORRECTION_BOUNDS
 from tests.support.tiers import examples
 

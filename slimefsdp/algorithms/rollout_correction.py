@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from slimefsdp.algorithms.segment_ops import Sequences
+from slimefsdp.algorithms.policy_losses import Sequences
 
 
 @dataclass(frozen=True, slots=True)

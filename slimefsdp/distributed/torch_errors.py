@@ -1,9 +1,14 @@
-"""What torch says in a rank when another one is gone, or keeps it waiting beyond the process group's timeout."""
+"""What an error of torch's means: there is no memory left, or another rank is gone, or kept this one waiting too long.
+
+Inside of a rank the error stays what torch raises: a typed one says that all ranks raised alike, and memory may be
+short on one alone.
+"""
 
 from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 
 from slimefsdp.errors import PeerFailed
@@ -19,6 +24,16 @@ _NCCL = re.compile(
     r"ncclRemoteError|remote (process|peer)|connection (closed|reset|refused)|communicator was aborted|time(d )?out",
     re.IGNORECASE,
 )
+
+# of RuntimeErrors: torch's allocators, and libraries that allocate beside them
+_NO_MEMORY = ("DefaultCPUAllocator", "out of memory", "STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, the host or Python had no memory to give."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def lost_a_peer(error: BaseException) -> bool:

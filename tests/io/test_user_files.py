@@ -1,16 +1,19 @@
-"""Paths as users write them: `~` and `$VAR` expand, in settings and in arguments alike."""
+"""Paths expand `~` and `$VAR` wherever users write them; JSON that Python would pass over is a ValueError."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.run_dir import settings_text
 from slimefsdp.config import config_from_dict, load_config
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.paths import NoPath, path_argument, path_of
+from slimefsdp.io.user_files import NoPath, parse_json, path_argument, path_of
 from slimefsdp.perf_model.lengths import sample_lengths
 
 
@@ -68,3 +71,44 @@ def test_what_leads_nowhere_is_refused_in_settings_and_arguments_alike(home: Pat
 def test_a_file_of_lengths_is_named_like_any_other(home: Path) -> None:
     (home / "lengths.json").write_text("[3, 4]")
     assert sample_lengths("~/lengths.json", 1).tolist() == [3, 4]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+@given(VALUES)
+def test_sound_json_is_read_as_pythons_parser_reads_it(value):
+    text = json.dumps(value)
+    assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"a": 1, "a": 1}', "'a'"),
+        ('[{"b": {"a": 1, "a": 2}}]', "'a'"),
+        ('{"a": 1, "\\u0061": 2}', "'a'"),
+        ("[" * 100_000, ""),
+        ('{"a":' * 100_000, ""),
+        ("9" * 5000, "5000"),
+        ("", "line 1 column 1"),
+        ("[1] 2", "line 1 column 5"),
+        (b"\xff", "utf-8"),
+        (json.dumps({"k" * 10_000: 1})[:-1] + ', "' + "k" * 10_000 + '": 2}', "kkk"),
+    ],
+)
+def test_all_else_is_a_value_error_in_one_short_line(text, named):
+    with pytest.raises(ValueError, match=named) as caught:
+        parse_json(text)
+    assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+@given(st.binary(max_size=40) | st.text('[]{}":,0123456789.eE-truefalsn\\u', max_size=40))
+def test_no_text_leads_to_another_exception(text):
+    try:
+        parse_json(text)
+    except ValueError as error:
+        assert str(error)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slimefsdp.algorithms.segment_ops import Sequences
+from slimefsdp.algorithms.policy_losses import Sequences
 
 COUNT = 7
 tokens_st = st.lists(st.tuples(st.integers(0, COUNT - 1), st.floats(-8, 8)), max_size=40)
