@@ -20,6 +20,9 @@ Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
 Transport = Literal["object_store", "broadcast"]
 """How weights travel: as `receive` has them from Ray's object store, or in a group that trainer and engines form."""
+EngineTag = Literal["weights", "kv_cache"]
+ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
+"""What an engine holds of its device. One that has a cache for what it samples alone has nothing to take for it."""
 GroupKind = Literal["slimefsdp", "torch"]
 """What such a group is: a `BroadcastGroup`, or one that the engine's workers make by torch.distributed."""
 
@@ -160,11 +163,19 @@ class Engine(Watched):
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Frees the device until `wake_up`; what is being sampled is aborted, and the weights have to be sent again."""
+        """Frees the device until `wake_up`; what is being sampled is aborted, and the weights have to be sent again.
+
+        Idempotent. Who sends weights to an engine that sleeps is refused.
+        """
         raise NotImplementedError
 
-    def wake_up(self) -> None:
-        """Takes the device's memory again; new weights have to be sent before anything is sampled."""
+    def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
+        """Takes the device's memory again; idempotent.
+
+        Args:
+            tags: `weights`, into which new ones have to be sent before anything is sampled; `kv_cache`, which may come
+                after them, when the sender has freed its own memory.
+        """
         raise NotImplementedError
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:

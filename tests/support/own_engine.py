@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample
+from actors.rollout.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError
@@ -64,3 +64,29 @@ class TellingEngine(Engine):
 
     def commit(self, version: int) -> None:
         self.version = version
+
+
+class SleepingEngine(TellingEngine):
+    """A `TellingEngine` that says what it holds of its device, and refuses what it could not do with that."""
+
+    def __init__(self, config: RunConfig, index: int) -> None:
+        self.held = set(ENGINE_TAGS)
+        super().__init__(config, index)
+
+    def holds(self) -> list[EngineTag]:
+        return sorted(self.held)
+
+    def sleep(self) -> None:
+        self.held, self.version = set(), None
+
+    def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
+        self.held |= set(tags)
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        if "weights" not in self.held:
+            raise StateError("asleep", field="update_weights", hint="wake it up")
+        super().begin(version, manifest)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        assert self.held == set(ENGINE_TAGS)
+        yield from super().generate(requests)
