@@ -20,7 +20,7 @@ from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.fault_tolerance.restarts import LOST
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.rollout.colocated import RanksBeside, ranks_beside
-from actors.rollout.protocol import Engine, EngineInfo, EngineTag, Request, Sample, VersionSpan
+from actors.rollout.protocol import Engine, EngineInfo, EngineTag, Request, Sample, VersionSpan, check_sample
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
@@ -84,6 +84,7 @@ class EnginePool:
         self._places = PlacementGroups() if self._beside is None else self._beside.places
         self._watchdog: Watchdog | None = None
         self._end_token_ids: frozenset[int] = frozenset()
+        self._vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
         self._may_ask = threading.Event()  # not, while what was aborted is to wait for new weights
         self._may_ask.set()
 
@@ -147,9 +148,8 @@ class EnginePool:
             EngineError: the run cannot use such an engine.
         """
         config = self._config
-        vocabulary = read_model_folder(config.model.path, with_weights=False).vocab_size
         for what, found, wanted, field in (
-            ("a vocabulary", info.vocab_size, vocabulary, "model.path"),
+            ("a vocabulary", info.vocab_size, self._vocab_size, "model.path"),
             ("weights in", info.dtype, config.precision.compute_dtype, "precision.compute_dtype"),
         ):
             if found != wanted:
@@ -520,11 +520,14 @@ class EnginePool:
                     except LOST as error:
                         lost[index] = error
                         continue
+                    asked = [requests[place] for place in shares[index]]
                     if samples is None:
                         del streams[stream]
+                        _require_whole(index, asked, shares[index], given)
                         continue
                     began = time.monotonic()
                     for sample in samples:
+                        check_sample(sample, asked, self._vocab_size, index)
                         place = shares[index][sample.request]
                         if (place, sample.number) not in given:
                             given.add((place, sample.number))
@@ -646,6 +649,19 @@ def _next_item(stream: Any, index: int) -> list[Sample] | None:
 
 def _is_complete(place: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
     return all((place, number) in given for number in range(request.samples))
+
+
+def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], given: set[tuple[int, int]]) -> None:
+    """
+    Raises:
+        EngineError: the engine has ended a call without all of its samples, and would do so again.
+    """
+    wanted = {(place, number) for place, one in zip(places, asked, strict=True) for number in range(one.samples)}
+    if missing := wanted - given:
+        raise EngineError(
+            f"engine {index} ended a call without {len(missing)} of its {len(wanted)} samples",
+            field="rollout.engine", hint="have it hand over each sample, aborted ones too", rank=index,
+        )  # fmt: skip
 
 
 def _is_encoded(prompt: Any) -> bool:

@@ -33,6 +33,7 @@ from tests.support.weight_sender import WeightSender
 END = 2
 PROMPT = (5, 6, 7)
 MOST_TOKENS = 64
+EMPTY: dict[str, Any] = {"output_token_logprobs": [], "weight_versions": []}
 HALF = "model.norm.weight"  # in bfloat16 where a test asks for it
 
 
@@ -251,6 +252,8 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
         (Faults(meta_info={"finish_reason": {"type": "tool_calls"}}), "tool_calls"),
         (Faults(meta_info={"finish_reason": {"type": "stop", "matched": 3}}), "stop"),
         (Faults(answer={"output_ids": [3]}, meta_info={"output_token_logprobs": [[-1.0, 3, None]]}), 1),
+        (Faults(answer={"output_ids": []}, meta_info={**EMPTY, "finish_reason": {"type": "stop", "matched": 3}}), 0),
+        (Faults(answer={"output_ids": []}, meta_info={**EMPTY, "finish_reason": {"type": "length"}}), 0),
         (Faults(log_prob=float("-inf")), "inf"),
         (Faults(log_prob=0.5), 0.5),
         (Faults(aborts_all=True), "abort"),

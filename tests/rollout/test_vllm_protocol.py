@@ -31,6 +31,7 @@ HEAD = "lm_head.weight"
 END = 2
 PROMPT = (5, 6, 7)
 MOST_TOKENS = 64
+EMPTY = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": None}
 Asked = Callable[..., Any]
 
 
@@ -241,6 +242,8 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
         (Faults(choice={"weight_versions": None}), 0),
         (Faults(choice={"finish_reason": "repetition"}), "repetition"),
         (Faults(choice={"token_ids": [3], "logprobs": {"content": [{"token_id": 3, "logprob": -1.0}]}}), 1),
+        (Faults(choice={**EMPTY, "finish_reason": "stop"}), 0),
+        (Faults(choice={**EMPTY, "finish_reason": "length"}), 0),
         (Faults(log_prob=float("nan")), "nan"),
         (Faults(log_prob=float("-inf")), "inf"),
         (Faults(log_prob=0.5), 0.5),

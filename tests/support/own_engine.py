@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,34 @@ class SleepingEngine(TellingEngine):
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         assert self.held == set(ENGINE_TAGS)
         yield from super().generate(requests)
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "no tokens": {"tokens": [], "log_probs": [], "versions": ()},
+    "surplus tokens": {"tokens": [1] * 9, "log_probs": [-1.0] * 9, "versions": (VersionSpan(7, 0, 9),)},
+    "a token of no vocabulary": {"tokens": [1, 320]},
+    "a token below 0": {"tokens": [-1, 2]},
+    "half a token": {"tokens": [0.5, 2]},
+    "too few log-probs": {"log_probs": [-1.0]},
+    "a log-prob that is NaN": {"log_probs": [-1.0, float("nan")]},
+    "a log-prob that is infinite": {"log_probs": [-float("inf"), -1.0]},
+    "a log-prob above 0": {"log_probs": [0.5, -1.0]},
+    "versions of fewer tokens": {"versions": (VersionSpan(7, 0, 1),)},
+    "versions with a gap": {"versions": (VersionSpan(6, 0, 1), VersionSpan(7, 2, 2))},
+    "no versions": {"versions": ()},
+    "another request's": {"request": 6},
+    "a surplus sample": {"number": 2},
+}
+"""By name, how a sample differs from one that was asked for."""
+
+
+class LyingEngine(TellingEngine):
+    """A `TellingEngine` whose samples are as the file `lie` in `run.dir` says; with "a sample less" one is missing."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        lie = (self.folder / "lie").read_text()
+        for samples in super().generate(requests):
+            if lie == "a sample less":
+                lie = ""
+                continue
+            yield [replace(sample, **LIES.get(lie, {})) for sample in samples]
