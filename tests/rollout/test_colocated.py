@@ -240,12 +240,12 @@ def make_run(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("colocated")
     (folder / "heldout.jsonl").write_text("\n".join((example / "heldout.jsonl").read_text().splitlines()[:4]))
 
-    def make(name: str, rollout: dict[str, Any], **sections: Any) -> RunConfig:
-        run = {"dir": str(folder / name), "steps": 4, "seed": 5, "export_dir": str(folder / name / "model")}
+    def make(name: str, rollout: dict[str, Any], run: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+        own = {"dir": str(folder / name), "steps": 4, "seed": 5, "export_dir": str(folder / name / "model")}
         small = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1}
         found: RunConfig = make_config(
             **{
-                "run": run,
+                "run": {**own, **(run or {})},
                 "mesh": {"dp": 1},
                 "batch": {"samples_per_update": 8},
                 "data": {"train": str(example / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
@@ -267,7 +267,7 @@ def record_of(config: RunConfig) -> Record:
     """Metrics, batches and weights of a run, to the last bit."""
     assert config.run.dir is not None and config.run.export_dir is not None
     batches = RunFolder(config.run.dir).batches
-    found = {step: batches.read(step) for step in range(4)}
+    found = {step: batches.read(step) for step in range(config.run.steps or 0)}
     trained = {step: digest(batch[0].tokens, batch[0].rollout_log_probs) for step, batch in found.items() if batch}
     weights = hashlib.sha256((config.run.export_dir / "model.safetensors").read_bytes()).hexdigest()
     return [bits(row) for row in rows_of(config)], trained, weights
@@ -304,34 +304,15 @@ def test_a_colocated_run_is_that_of_engines_with_devices_of_their_own(
     assert records[0] == records[1] and len(records[0][0]) == 5 and records[0][1]
 
 
+STRUCK_STEPS = 7
+
+
 @pytest.fixture(scope="module")
 def straight(cluster: None, make_run: Any) -> Record:
     """A colocated run in which nothing is lost."""
-    config = make_run("straight", COLOCATED)
+    config = make_run("straight", COLOCATED, run={"steps": STRUCK_STEPS})
     loop.train(config)
     return record_of(config)
-
-
-def killing(thing: Any, method: str, victims: Callable[[Any], list[int]], nth: int, *, after: bool = False) -> Any:
-    """A method that kills processes at its nth call, before it does what it does or after."""
-    original, calls = getattr(thing, method), []
-
-    def called(self: Any, *args: Any, **options: Any) -> Any:
-        calls.append(None)
-        is_it = len(calls) == nth
-        if is_it and not after:
-            kill(victims(self))
-        found = original(self, *args, **options)
-        if is_it and after:
-            kill(victims(self))
-        return found
-
-    return called
-
-
-def kill(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
 
 
 def of_ranks(thing: Any) -> list[int]:
@@ -347,26 +328,66 @@ def of_engines(pool: Any) -> list[int]:
     return ray.get([engine.__ray_call__.remote(pid_of) for engine in pool.receivers], timeout=PATIENCE_S)
 
 
-LOSSES: dict[str, tuple[Any, str, Any, int, bool]] = {
-    "an engine that sleeps": (EnginePool, "end_turn", of_engines, 2, True),
-    "an engine that is asked for samples": (EnginePool, "take_turn", of_engines, 3, True),
-    "a rank that sleeps": (EnginePool, "take_turn", of_ranks, 3, True),
-    "a rank that sends": (EnginePool, "_sent", of_ranks, 3, False),
-    "a rank that has sent": (RanksBeside, "free_parameters", of_ranks, 4, False),
-    "a rank that is to wake": (RanksBeside, "wake_up", of_ranks, 2, False),
-}
+def nobody(thing: Any) -> list[int]:
+    return []
 
 
-@pytest.mark.parametrize("case", LOSSES)
-def test_a_run_that_loses_processes_at_a_turn_is_one_that_loses_none(
-    straight: Record, make_run: Any, case: str, monkeypatch: pytest.MonkeyPatch
+# what dies in a step, before and after the first call of a method there
+LOSSES: list[tuple[Any, str, Callable[[Any], list[int]], Callable[[Any], list[int]]]] = [
+    (EnginePool, "end_turn", nobody, of_engines),  # an engine that sleeps
+    (EnginePool, "take_turn", nobody, of_engines),  # an engine that is asked for samples
+    (EnginePool, "take_turn", nobody, of_ranks),  # a rank that sleeps
+    (EnginePool, "_sent", of_ranks, nobody),  # a rank that is to send
+    (RanksBeside, "free_parameters", of_ranks, nobody),  # a rank that has sent
+    (RanksBeside, "wake_up", of_ranks, nobody),  # a rank that is to wake
+]
+
+
+class Striking:
+    """Has processes die in the steps of a run: in each step the loss of its number."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.step, self.struck = -1, [False] * len(LOSSES)
+        step = loop.RolloutLoop.step
+
+        def counted(run: Any, number: int) -> Any:
+            self.step = number
+            return step(run, number)
+
+        patch.setattr(loop.RolloutLoop, "step", counted)
+        for thing, method in {(loss[0], loss[1]): None for loss in LOSSES}:
+            patch.setattr(thing, method, self.around(thing, method))
+
+    def around(self, thing: Any, method: str) -> Any:
+        original = getattr(thing, method)
+
+        def called(this: Any, *args: Any, **options: Any) -> Any:
+            at = self.step
+            strikes = 0 <= at < len(LOSSES) and LOSSES[at][:2] == (thing, method) and not self.struck[at]
+            if strikes:
+                self.struck[at] = True
+                kill(LOSSES[at][2](this))
+            found = original(this, *args, **options)
+            if strikes:
+                kill(LOSSES[at][3](this))
+            return found
+
+        return called
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_that_loses_processes_at_every_turn_is_one_that_loses_none(
+    straight: Record, make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    thing, method, victims, nth, after = LOSSES[case]
-    monkeypatch.setattr(thing, method, killing(thing, method, victims, nth, after=after))
-    config = make_run(case, COLOCATED)
+    striking = Striking(monkeypatch)
+    config = make_run("struck", COLOCATED, run={"steps": STRUCK_STEPS})
     loop.train(config)
-    assert record_of(config) == straight
-    assert ("rank" in case) == (config.run.dir / "recoveries.jsonl").exists()
+    assert record_of(config) == straight and all(striking.struck)
+    assert len((config.run.dir / "recoveries.jsonl").read_text().splitlines()) == 4, "of ranks"
 
 
 class AskedAfterTwo(Interrupts):
@@ -377,8 +398,9 @@ class AskedAfterTwo(Interrupts):
 
 
 def test_a_run_that_ends_when_asked_goes_on_to_the_same_bits(straight: Record, make_run: Any) -> None:
+    run = {"steps": STRUCK_STEPS}
     with pytest.raises(Interrupted):
-        loop.train(make_run("asked", COLOCATED), AskedAfterTwo())
-    resumed = make_run("asked", COLOCATED, checkpoint={"interval_steps": 2, "resume": True})
+        loop.train(make_run("asked", COLOCATED, run=run), AskedAfterTwo())
+    resumed = make_run("asked", COLOCATED, run=run, checkpoint={"interval_steps": 2, "resume": True})
     loop.train(resumed)
     assert record_of(resumed) == straight
