@@ -23,7 +23,7 @@ from actors.run_dir import RunFolder
 from actors.signals import Interrupts
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ConfigError, Interrupted, StateError, SyncError
+from slimefsdp.errors import ConfigError, EngineError, Interrupted, StateError, SyncError
 from slimefsdp.results import TAGS, Tag
 from tests.support.refusals import refused
 from tests.support.runs import bits, rows_of
@@ -79,19 +79,21 @@ class Ranks:
 @pytest.fixture
 def launch(cluster: None, make_config: Any, tmp_path: Path) -> Iterator[Any]:
     """Makes a pool beside `Ranks`."""
-    made: list[tuple[Any, Ranks]] = []
+    pools: list[Any] = []
+    groups: list[Ranks] = []
 
     def launched(kind: Any = EnginePool, **rollout: Any) -> tuple[Any, Ranks]:
         config = make_config(run={"dir": str(tmp_path)}, rollout={**OWN_ENGINE, "engines": 2, **rollout})
         ranks = Ranks(config)
-        pool = kind.launch(config, ranks)
-        ranks.engines = pool
-        made.append((pool, ranks))
+        groups.append(ranks)
+        ranks.engines = pool = kind.launch(config, ranks)
+        pools.append(pool)
         return pool, ranks
 
     yield launched
-    for pool, ranks in made:
+    for pool in pools:
         pool.shutdown()
+    for ranks in groups:
         ranks.places.release()
 
 
@@ -193,6 +195,11 @@ def test_an_engine_that_cannot_sleep_shares_no_device(make_config: Any) -> None:
     config = make_config(rollout={**COLOCATED, "engine": "tests.support.own_engine:TellingEngine"})
     with refused(ConfigError, "rollout.engine", "TellingEngine", "sleep"):
         EnginePool(config, Ranks(config))
+
+
+def test_an_engine_of_several_workers_has_no_place_beside_one_rank(launch: Any) -> None:
+    with refused(EngineError, "rollout.placement", 2):
+        launch(engine="tests.support.own_engine:TwoWorkers")
 
 
 # -------------------------------------------------------------------------------------------------------- real devices

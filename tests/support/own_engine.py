@@ -122,3 +122,10 @@ class LyingEngine(TellingEngine):
                 lie = ""
                 continue
             yield [replace(sample, **LIES.get(lie, {})) for sample in samples]
+
+
+class TwoWorkers(SleepingEngine):
+    """A `SleepingEngine` that takes two places in a broadcast group, as a server on two GPUs does."""
+
+    def info(self) -> EngineInfo:
+        return super().info()._replace(processes=2)
