@@ -89,7 +89,8 @@ class Run:
         if config.algorithm == "sft":
             self._loop = SftLoop(launched, self._group, prompts)
         else:
-            engines = (RestartingEngines if self._keeps else EnginePool).launch(config)
+            beside = self._group if config.rollout.placement == "colocated" else None
+            engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
             stack.callback(engines.shutdown)
             rewards = RewardWorkers.launch(config)
             stack.callback(rewards.shutdown)
@@ -160,7 +161,11 @@ class Run:
 
 
 class RolloutLoop:
-    """One step: sample from the engines, reward, train policy and critic, send the policy's weights back."""
+    """One step: sample from the engines, reward, train policy and critic, send the policy's weights back.
+
+    With rollout.placement=colocated the engines get the weights when they have their turn, before they sample; outside
+    of `step` and `before_training` they sleep.
+    """
 
     columns = GRPO_COLUMNS
 
@@ -177,7 +182,8 @@ class RolloutLoop:
         self._group = group
         self._engines = engines
         self._collector = Collector(config, engines, recorded, prompts, rewards)
-        self._version = -1  # of the engines' weights
+        self._are_colocated = config.rollout.placement == "colocated"
+        self._version = -1  # of the engines' weights; of the policy's, which they will have, where they are colocated
         self._engines_are_behind = True
         self._ahead: AheadCollector | None = None  # once the first step has begun
         self._prompts_behind: dict[str, Any] | None = None  # of the batch that was trained on last
@@ -209,10 +215,13 @@ class RolloutLoop:
         if self._config.rollout.engine != "embedded":  # whose code is the trainer's
             with stage("comparing log-probs of engines and trainer", is_short=True):
                 self._engines.check_log_probs(self._group, self._collector.first_prompts(_CHECKED_PROMPTS))
-        if not evaluates or self._config.evaluation.interval_steps is None:
-            return {}
-        with stage(f"evaluating before the first step, {len(self._collector.heldout)} prompts"):
-            return self._collector.evaluate(0)
+        metrics: Metrics = {}
+        if evaluates and self._config.evaluation.interval_steps is not None:
+            with stage(f"evaluating before the first step, {len(self._collector.heldout)} prompts"):
+                metrics = self._collector.evaluate(0)
+        if self._are_colocated:
+            self._engines.sleep()
+        return metrics
 
     def step(self, step: int) -> Metrics:
         """One rollout batch, trained on; held-out metrics where they are due.
@@ -220,7 +229,10 @@ class RolloutLoop:
         A batch with nothing to train on leaves the weights as they are.
         """
         seconds: Metrics = {"generate": 0.0, "reward": 0.0, "train": 0.0, "sync": 0.0}
+        seconds |= {"turn": 0.0} if self._are_colocated else {}
         batch, scores = self._collected(step, seconds)
+        if self._are_colocated:
+            self._engines.end_turn(seconds, wakes_trainer=batch is not None)
         metrics: Metrics = {"updates": 0.0}
         if batch is not None:
             metrics |= self._staleness(batch)
@@ -229,7 +241,9 @@ class RolloutLoop:
         interval = self._config.evaluation.interval_steps
         is_last = step + 1 == self._config.run.steps
         evaluates = interval is not None and (is_last or _is_due(step + 1, interval))
-        if self._engines_are_behind and (evaluates or _is_due(step + 1, self._config.rollout.sync_interval_steps)):
+        if self._are_colocated:
+            self._version += int(metrics["updates"])
+        elif self._engines_are_behind and (evaluates or _is_due(step + 1, self._config.rollout.sync_interval_steps)):
             with timed(seconds, "sync"):
                 self._update_engines()
         if self._ahead is not None:
@@ -237,9 +251,18 @@ class RolloutLoop:
         metrics |= scores
         metrics["weight_version"] = float(self._version)
         if evaluates:
-            with timed(seconds, "evaluate"):
-                metrics |= self._collector.evaluate(step + 1)
+            metrics |= self._evaluated(step + 1, seconds)
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
+
+    def _evaluated(self, done: int, seconds: Metrics) -> Metrics:
+        """Held-out metrics after so many steps, in a turn of the engines where they are colocated."""
+        if self._are_colocated:
+            self._engines.take_turn(seconds)
+        with timed(seconds, "evaluate"):
+            metrics = self._collector.evaluate(done)
+        if self._are_colocated:
+            self._engines.end_turn(seconds, wakes_trainer=False)
+        return metrics
 
     def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step: drawn now, or by a thread that is ahead as far as rollout.max_staleness allows."""

@@ -48,8 +48,9 @@ def start_lines(config: RunConfig) -> list[str]:
         f"{per_step * (steps - begins):,} in all; optim.total_updates={config.optim.total_updates:,}",
     ]
     if config.algorithm != "sft":
+        where = " in the places of ranks, in turns with them" if config.rollout.placement == "colocated" else ""
         lines.append(
-            f"engines   {config.rollout.engines}; {config.rollout.prompts_per_step:,} prompts x "
+            f"engines   {config.rollout.engines}{where}; {config.rollout.prompts_per_step:,} prompts x "
             f"{config.rollout.samples_per_prompt:,} responses of at most {config.rollout.max_new_tokens:,} tokens"
         )
     if config.mesh.dp != "auto":

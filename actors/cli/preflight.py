@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from actors.cluster.connect import check_gpus, check_machine, has_nvidia_driver
+from actors.cluster.connect import check_gpus, check_machine, engines_with_gpus, has_nvidia_driver
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.rewards import driver_scorer
@@ -61,7 +61,7 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
     check_functions(config)
     check_installed(config)
     check_machine(config)
-    check_gpus(config, engines=0 if config.algorithm == "sft" else config.rollout.engines)
+    check_gpus(config, engines=engines_with_gpus(config))
     try:
         _check_folders(config, takes_folder=takes_folder)
     except OSError as error:

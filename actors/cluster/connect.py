@@ -35,6 +35,11 @@ def _processes_beside_the_actor(config: RunConfig) -> int:
     return config.rollout.engines + _group_ranks_beside_the_actor(config)
 
 
+def engines_with_gpus(config: RunConfig) -> int:
+    """Engines of `slimefsdp train` that take GPUs of their own; those in the places of ranks share theirs."""
+    return 0 if config.algorithm == "sft" or config.rollout.placement == "colocated" else config.rollout.engines
+
+
 def _group_ranks_beside_the_actor(config: RunConfig) -> int:
     if config.algorithm == "sft":
         return 0
@@ -63,7 +68,7 @@ def with_cluster_ranks(config: RunConfig) -> RunConfig:
         resolved = config.with_ranks(max(1, cores // copies) * copies)
         check_machine(resolved)
         return resolved
-    gpus, others = int(total.get("GPU", 0)), _processes_beside_the_actor(config)
+    gpus, others = int(total.get("GPU", 0)), engines_with_gpus(config) + _group_ranks_beside_the_actor(config)
     if gpus <= others:
         raise ResourceError(
             f"mesh.dp=auto: engines and other groups need {others} GPUs, the cluster has {gpus}: none is left",

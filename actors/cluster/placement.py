@@ -1,4 +1,4 @@
-"""Where worker processes go: one placement group, one bundle a rank."""
+"""Where worker processes go: one placement group, one bundle a rank, in which an engine may be beside it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ from ray.util.placement_group import (
 )
 
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
+from slimefsdp.rpc import Role
 
 
-def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGroup:
+def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0) -> PlacementGroup:
     """A placement group with one bundle a rank, packed onto as few nodes as possible, ready to use.
+
+    Args:
+        guests: so many of the first bundles have a CPU for one more process; it shares the rank's GPU.
 
     Raises:
         ResourceError: the cluster does not have that much, or not free within the time, or it is gone.
@@ -29,13 +34,16 @@ def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGro
         bundle["GPU"] = float(gpus_per_rank)
     total = ray.cluster_resources()
     for kind, amount in bundle.items():
-        if total.get(kind, 0.0) < amount * ranks:
+        needed = amount * ranks + (guests if kind == "CPU" else 0)
+        if total.get(kind, 0.0) < needed:
+            with_guests = f" with {guests} engines beside them" if guests else ""
             raise ResourceError(
-                f"{ranks} ranks need {amount * ranks:g} {kind}, the cluster has {total.get(kind, 0.0):g}",
+                f"{ranks} ranks{with_guests} need {needed:g} {kind}, the cluster has {total.get(kind, 0.0):g}",
                 field="mesh.dp",
                 hint="use fewer ranks, or a larger cluster",
             )
-    group = placement_group([bundle] * ranks, strategy="PACK")
+    shared = {**bundle, "CPU": 2.0}
+    group = placement_group([shared if rank < guests else bundle for rank in range(ranks)], strategy="PACK")
     deadline = time.monotonic() + timeout_s
     try:
         while not group.wait(timeout_seconds=min(1.0, timeout_s)):  # signals are handled in between
@@ -68,14 +76,29 @@ class PlacementGroups:
     def __init__(self) -> None:
         self._groups: dict[str, PlacementGroup] = {}
 
-    def reserve(self, role: str, ranks: int, *, gpus_per_rank: int, timeout_s: float) -> PlacementGroup:
+    def reserve(
+        self, role: str, ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0
+    ) -> PlacementGroup:
         """The role's placement group; as the function `reserve` where there is none yet, or none any more."""
         require_cluster()
         if role in self._groups and not is_alive(self._groups[role]):
             release(self._groups.pop(role))
         if role not in self._groups:
-            self._groups[role] = reserve(ranks, gpus_per_rank=gpus_per_rank, timeout_s=timeout_s)
+            self._groups[role] = reserve(ranks, gpus_per_rank=gpus_per_rank, timeout_s=timeout_s, guests=guests)
         return self._groups[role]
+
+    def reserve_for_ranks(self, config: RunConfig, role: Role) -> tuple[PlacementGroup, float]:
+        """As `reserve`, for the ranks of a role; also how much of a GPU a process in these places asks for.
+
+        With rollout.placement=colocated the engines are in the first places of the actor's ranks, one in each, and ask
+        for one half of the GPU each.
+        """
+        ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
+        is_shared = role == "actor" and config.algorithm != "sft" and config.rollout.placement == "colocated"
+        gpus, timeout_s = gpus_per_rank(config.mesh.device), config.cluster.launch_timeout_s
+        guests = config.rollout.engines if is_shared else 0
+        placement = self.reserve(role, ranks, gpus_per_rank=gpus, timeout_s=timeout_s, guests=guests)
+        return placement, gpus / 2 if is_shared else gpus
 
     def release(self) -> None:
         """Gives all of them back; idempotent."""
@@ -90,7 +113,7 @@ def gpus_per_rank(device: str) -> int:
     return 1 if device == "cuda" or ray.cluster_resources().get("GPU", 0.0) > 0 else 0
 
 
-def actor_options(group: PlacementGroup, bundle: int, gpus: int) -> dict[str, Any]:
+def actor_options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
     """Options that put an actor into one bundle, with one thread a rank and no silent restart."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -91,6 +92,15 @@ class SupervisedGroup(GroupCalls):
         return tuple(self._supervisor.recoveries)
 
     @property
+    def places(self) -> PlacementGroups:
+        """As of `WorkerGroup`; they are kept when the group is replaced."""
+        return self._group.places
+
+    def before_relaunch(self, action: Callable[[], None]) -> None:
+        """Has this done whenever ranks were lost, before others are started: for what else is on their devices."""
+        self._supervisor.before_relaunch.append(action)
+
+    @property
     def receivers(self) -> list[Any]:
         """As of `WorkerGroup`; they change when the group is replaced."""
         return self._group.receivers
@@ -117,6 +127,7 @@ class Supervisor:
 
     def __init__(self, config: RunConfig) -> None:
         self.recoveries: list[Recovery] = []
+        self.before_relaunch: list[Callable[[], None]] = []
         self._config = config
         self._places = PlacementGroups()
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
@@ -361,6 +372,8 @@ class Supervisor:
                     self._restarts.spend(error)
                     try:
                         self._end()
+                        for action in self.before_relaunch:
+                            action()
                         self._launch()
                         step, repeated, differences = self._catch_up()
                         break

@@ -38,7 +38,8 @@ _DECIDING: Any = {
 }  # fmt: skip
 # where a sample is drawn and rewarded, and how weights got there, makes no difference to it
 _NOT_DECIDING = {
-    *("engines", "engine_python", "engine_args", "engine_urls", "engine_logprob_bound", "weight_transport"),
+    *("engines", "placement", "engine_python", "engine_args", "engine_urls", "engine_logprob_bound"),
+    "weight_transport",
     *("reward_workers", "reward_timeout_s", "reward_concurrency"),
 }
 
@@ -95,7 +96,8 @@ class Collector:
 
         Args:
             version: of the weights that a recorded batch must be of; None: those before it tell (`max_staleness`).
-            seconds: what drawing and rewarding took is added here, as `generate` and `reward`.
+            seconds: what drawing and rewarding took is added here, as `generate` and `reward`; with colocated engines
+                also what their turn took, as `turn` and `sync`.
         """
         recorded = self._recorded(step, version)
         if recorded is not None:
@@ -239,15 +241,18 @@ class Collector:
             added.append((sample.prompt, sample.number))
             scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
 
-        with self._drawing_samples(), timed(seconds, "generate"):
-            version, samples = self._engines.generate(
-                [record["prompt"] for record in records],
-                samples_per_prompt=per_prompt,
-                seed=(self._config.run.seed, *purpose),
-                greedy=greedy,
-                each=score,
-                may_mix=self._config.rollout.max_staleness > 0,
-            )
+        with self._drawing_samples():
+            if self._config.rollout.placement == "colocated":
+                self._engines.take_turn(seconds)
+            with timed(seconds, "generate"):
+                version, samples = self._engines.generate(
+                    [record["prompt"] for record in records],
+                    samples_per_prompt=per_prompt,
+                    seed=(self._config.run.seed, *purpose),
+                    greedy=greedy,
+                    each=score,
+                    may_mix=self._config.rollout.max_staleness > 0,
+                )
         groups = [_Group(record, []) for record in records]
         failures: list[SlimeError] = []
         with timed(seconds, "reward"):  # what generation did not hide

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample, TensorInfo
+from actors.rollout.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample, TensorInfo
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
@@ -212,8 +212,10 @@ class EmbeddedEngine(Engine):
 
                 torch.cuda.empty_cache()
 
-    def wake_up(self) -> None:
-        """As `Engine`."""
+    def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
+        """As `Engine`; it has a cache for what it samples alone."""
+        if "weights" not in tags:
+            return
         with self._before_the_next_token():
             for parameter, size in self._bytes.items():
                 parameter.untyped_storage().resize_(size)

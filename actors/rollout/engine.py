@@ -18,7 +18,9 @@ from ray.exceptions import RayError
 from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
 from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.fault_tolerance.recovery import LOST
-from actors.rollout.protocol import Engine, EngineInfo, Request, Sample, VersionSpan
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.rollout.colocated import RanksBeside, ranks_beside
+from actors.rollout.protocol import Engine, EngineInfo, EngineTag, Request, Sample, VersionSpan, check_sample
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
@@ -26,7 +28,16 @@ from actors.workers.watchdog import Limits, Waiting, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError, EngineError, SlimeError, StateError, WorkerDied, WorkerHung
+from slimefsdp.errors import (
+    BatchError,
+    ConfigError,
+    EngineError,
+    SlimeError,
+    StateError,
+    SyncError,
+    WorkerDied,
+    WorkerHung,
+)
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams
 
@@ -55,29 +66,44 @@ class Sampled:
 
 
 class EnginePool:
-    """The driver's handle on the rollout engines of a run."""
+    """The driver's handle on the rollout engines of a run.
 
-    def __init__(self, config: RunConfig) -> None:
+    With rollout.placement=colocated the engines sleep unless they have a turn. It begins with `update_from` or
+    `take_turn` and ends with `sleep`; the trainer's group sleeps from the first to the second.
+
+    Args:
+        beside: the actor's group in whose places the engines are, with rollout.placement=colocated.
+    """
+
+    def __init__(self, config: RunConfig, beside: Any = None) -> None:
         self._config = config
         self._class: Any = engine_class(config)
+        self._beside: RanksBeside | None = ranks_beside(config, beside)
+        self._are_asleep = False
         self._engines: list[Any] = []
-        self._places = PlacementGroups()
+        self._places = PlacementGroups() if self._beside is None else self._beside.places
         self._watchdog: Watchdog | None = None
         self._end_token_ids: frozenset[int] = frozenset()
+        self._vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
         self._may_ask = threading.Event()  # not, while what was aborted is to wait for new weights
         self._may_ask.set()
 
     @classmethod
-    def launch(cls, config: RunConfig) -> EnginePool:
+    def launch(cls, config: RunConfig, beside: Any = None) -> EnginePool:
         """Starts `rollout.engines` engines; they hold no weights yet.
+
+        Args:
+            beside: the actor's group, with rollout.placement=colocated and with it alone.
 
         Raises:
             ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
-            EngineError: one is of no use to this run.
+            EngineError: one is of no use to this run. StateError, ConfigError: no such group, or too small a one.
         """
-        pool = cls(config)
+        pool = cls(config, beside)
         try:
             pool._start(range(config.rollout.engines))
+            if isinstance(beside, SupervisedGroup):
+                beside.before_relaunch(pool.sleep)
         except BaseException:  # Ctrl-C too: in a notebook the driver lives on
             pool.shutdown()
             raise
@@ -88,8 +114,13 @@ class EnginePool:
         require_cluster()
         config, began = self._config, time.monotonic()
         timeout_s = config.cluster.launch_timeout_s
-        gpus = gpus_per_rank(config.mesh.device)
-        placement = self._places.reserve("engine", config.rollout.engines, gpus_per_rank=gpus, timeout_s=timeout_s)
+        if self._beside is not None:
+            self._beside.sleep()  # what is started measures what is free
+            placement, gpus = self._places.reserve_for_ranks(self._beside.config, "actor")
+        else:
+            gpus = gpus_per_rank(config.mesh.device)
+            count = config.rollout.engines
+            placement = self._places.reserve("engine", count, gpus_per_rank=int(gpus), timeout_s=timeout_s)
         actor_class = remote_class(self._class)
         engines = list(self._engines) or [None] * config.rollout.engines
         for index in indices:
@@ -107,6 +138,9 @@ class EnginePool:
                 found = [self._wait([ref], "launch", timeout_s, began, first_rank=index)[0] for ref in refs]
                 self._require_fit(index, found[1])
         (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", timeout_s, began)
+        if self._beside is not None:
+            self._have_sleep(indices)
+            self._are_asleep |= len(indices) == len(engines)
 
     def _require_fit(self, index: int, info: EngineInfo) -> None:
         """
@@ -114,9 +148,8 @@ class EnginePool:
             EngineError: the run cannot use such an engine.
         """
         config = self._config
-        vocabulary = read_model_folder(config.model.path, with_weights=False).vocab_size
         for what, found, wanted, field in (
-            ("a vocabulary", info.vocab_size, vocabulary, "model.path"),
+            ("a vocabulary", info.vocab_size, self._vocab_size, "model.path"),
             ("weights in", info.dtype, config.precision.compute_dtype, "precision.compute_dtype"),
         ):
             if found != wanted:
@@ -132,6 +165,14 @@ class EnginePool:
                 f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt",
                 field="rollout.max_new_tokens",
                 hint="lower it, or start the engine with a longer context",
+                rank=index,
+            )
+        if self._beside is not None and info.processes > 1:
+            raise EngineError(
+                f"engine {index} ({info.name}) has {info.processes} workers, and rollout.placement=colocated gives "
+                "each engine the place of one rank",
+                field="rollout.placement",
+                hint="start it with one worker, or set rollout.placement=own",
                 rank=index,
             )
         if config.rollout.transport not in info.transports:
@@ -168,6 +209,8 @@ class EnginePool:
         drawn = np.concatenate([sample.log_probs for sample in samples])
         owners = np.concatenate([[one.request // len(few)] * len(one.tokens) for one in found]).astype(int)
 
+        if self._beside is not None:
+            self.sleep()
         batch = RolloutBatch.from_samples(
             [{"tokens": one.tokens, "response_length": one.response_length} for one in samples],
             temperature=settings.temperature,
@@ -218,7 +261,7 @@ class EnginePool:
         return found
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
-        """Takes the weights of a trainer group; returns their version.
+        """Takes the weights of a trainer group; returns their version. With colocated engines their turn begins.
 
         Args:
             aborts: what is being sampled is aborted, and drawn anew from the new weights; else it goes on with them.
@@ -226,6 +269,8 @@ class EnginePool:
         Raises:
             SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s.
         """
+        if self._beside is not None:
+            self._beside.keep_parameters_only()
         if not aborts:
             return self._update(group, range(len(self._engines)))
         self._may_ask.clear()
@@ -236,8 +281,108 @@ class EnginePool:
             self._may_ask.set()
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
+        return self._sent(group, indices) if self._beside is None else self._sent_to_sleepers(group, indices)
+
+    def _sent(self, group: Any, indices: Sequence[int]) -> int:
         version: int = group.update_weights([self._engines[index] for index in indices]).version
         return version
+
+    # ------------------------------------------------------------------ turns with the trainer
+
+    def take_turn(self, seconds: dict[str, float]) -> None:
+        """Before colocated engines are asked: has them awake with the group's present weights, and the group asleep.
+
+        Nothing happens where they have their turn already.
+
+        Args:
+            seconds: what sending weights took is added here as `sync`, and the rest as `turn`.
+
+        Raises:
+            As `update_from`.
+        """
+        assert self._beside is not None
+        if not self._are_asleep:
+            return
+        began, sent_before = time.perf_counter(), self._beside.sending_s
+        self.update_from(self._beside.group)
+        sending_s = self._beside.sending_s - sent_before
+        seconds["sync"] = seconds.get("sync", 0.0) + sending_s
+        seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began - sending_s
+
+    def sleep(self) -> None:
+        """Has colocated engines free their devices; they lose their weights. Idempotent.
+
+        Raises:
+            WorkerDied, WorkerHung: an engine ended or did not answer. SyncError: one refused.
+        """
+        if not self._are_asleep:
+            self._have_sleep(range(len(self._engines)))
+            self._are_asleep = True
+
+    def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
+        """Colocated engines sleep, and the trainer may wake.
+
+        Args:
+            seconds: as `take_turn`.
+
+        Raises:
+            As `sleep`, and what the group raises.
+        """
+        assert self._beside is not None
+        began = time.perf_counter()
+        self.sleep()
+        if wakes_trainer:
+            self._beside.wake_up()
+        seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began
+
+    def _have_sleep(self, indices: Sequence[int]) -> None:
+        refs = {index: self._engines[index].sleep.remote() for index in indices}
+        for index, ref in refs.items():
+            try:
+                self._wait([ref], "sleep", self._config.cluster.sync_timeout_s, first_rank=index)
+            except LOST as error:
+                self._after_loss_asleep(index, error)
+
+    def _after_loss_asleep(self, index: int, error: SlimeError) -> None:
+        """What becomes of an engine that was lost when it had to free its device; here nothing does."""
+        raise error
+
+    def _have_awake(self, indices: Sequence[int], tags: Sequence[EngineTag]) -> None:
+        """
+        Raises:
+            SyncError: an engine refused, or is no more.
+        """
+        refs = {index: self._engines[index].wake_up.remote(tags) for index in indices}
+        for index, ref in refs.items():
+            try:
+                self._wait([ref], "wake_up", self._config.cluster.sync_timeout_s, first_rank=index)
+            except LOST as error:
+                raise SyncError(
+                    f"engine {index} was lost before it was sent weights: {error.message}",
+                    field="update_weights", hint="restart it", rank=index,
+                ) from error  # fmt: skip
+
+    def _sent_to_sleepers(self, group: Any, indices: Sequence[int]) -> int:
+        """As `_sent`, on devices that change hands."""
+        assert self._beside is not None
+        while True:
+            self._are_asleep = False
+            try:
+                self._have_awake(indices, ("weights",))
+                with self._beside.sending():
+                    version = self._sent(group, indices)
+                self._beside.free_parameters()
+            except SyncError:
+                if not self._are_asleep:
+                    raise
+            if not self._are_asleep:
+                self._have_awake(indices, ("kv_cache",))
+                return version
+            # ranks were lost, and all engines sleep since others were started
+            indices = range(len(self._engines))
+            self._beside.keep_parameters_only()
+
+    # ------------------------------------------------------------------ sampling
 
     @property
     def receivers(self) -> list[Any]:
@@ -375,11 +520,14 @@ class EnginePool:
                     except LOST as error:
                         lost[index] = error
                         continue
+                    asked = [requests[place] for place in shares[index]]
                     if samples is None:
                         del streams[stream]
+                        _require_whole(index, asked, shares[index], given)
                         continue
                     began = time.monotonic()
                     for sample in samples:
+                        check_sample(sample, asked, self._vocab_size, index)
                         place = shares[index][sample.request]
                         if (place, sample.number) not in given:
                             given.add((place, sample.number))
@@ -436,7 +584,8 @@ class EnginePool:
         """Ends the engines; idempotent."""
         end_processes(self._engines)
         self._engines = []
-        self._places.release()
+        if self._beside is None:
+            self._places.release()
 
     def _wait(
         self, refs: Sequence[Any], name: str, timeout_s: float, began: float | None = None, first_rank: int = 0
@@ -456,13 +605,18 @@ def engine_class(config: RunConfig) -> type[Engine]:
     """The class that `rollout.engine` names.
 
     Raises:
-        ConfigError: it cannot be imported, or is no `Engine`.
+        ConfigError: it cannot be imported, is no `Engine`, or is to sleep and cannot.
     """
     name = config.rollout.engine
     found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")
     if not (isinstance(found, type) and issubclass(found, Engine)):
         hint = "name a class made from actors.rollout.protocol.Engine"
         raise ConfigError(f"{name} is no engine", field="rollout.engine", hint=hint)
+    if config.rollout.placement == "colocated" and (found.sleep is Engine.sleep or found.wake_up is Engine.wake_up):
+        raise ConfigError(
+            f"{name} has no sleep() and wake_up(), by which rollout.placement=colocated has it share a device",
+            field="rollout.engine", hint="write both, or set rollout.placement=own",
+        )  # fmt: skip
     return found
 
 
@@ -495,6 +649,19 @@ def _next_item(stream: Any, index: int) -> list[Sample] | None:
 
 def _is_complete(place: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
     return all((place, number) in given for number in range(request.samples))
+
+
+def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], given: set[tuple[int, int]]) -> None:
+    """
+    Raises:
+        EngineError: the engine has ended a call without all of its samples, and would do so again.
+    """
+    wanted = {(place, number) for place, one in zip(places, asked, strict=True) for number in range(one.samples)}
+    if missing := wanted - given:
+        raise EngineError(
+            f"engine {index} ended a call without {len(missing)} of its {len(wanted)} samples",
+            field="rollout.engine", hint="have it hand over each sample, aborted ones too", rank=index,
+        )  # fmt: skip
 
 
 def _is_encoded(prompt: Any) -> bool:

@@ -10,16 +10,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
+
 from actors.rollout.prompts import encode_prompt
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.workers.watchdog import Watched
 from slimefsdp.config import RunConfig
+from slimefsdp.errors import EngineError
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
+
+_ROUNDING = 1e-5  # by which a log-prob may be above 0
 
 Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
 Transport = Literal["object_store", "broadcast"]
 """How weights travel: as `receive` has them from Ray's object store, or in a group that trainer and engines form."""
+EngineTag = Literal["weights", "kv_cache"]
+ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
+"""What an engine holds of its device. One that has a cache for what it samples alone has nothing to take for it."""
 GroupKind = Literal["slimefsdp", "torch"]
 """What such a group is: a `BroadcastGroup`, or one that the engine's workers make by torch.distributed."""
 
@@ -160,14 +168,51 @@ class Engine(Watched):
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Frees the device until `wake_up`; what is being sampled is aborted, and the weights have to be sent again."""
+        """Frees the device until `wake_up`; what is being sampled is aborted, and the weights have to be sent again.
+
+        Idempotent. Who sends weights to an engine that sleeps is refused.
+        """
         raise NotImplementedError
 
-    def wake_up(self) -> None:
-        """Takes the device's memory again; new weights have to be sent before anything is sampled."""
+    def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
+        """Takes the device's memory again; idempotent.
+
+        Args:
+            tags: `weights`, into which new ones have to be sent before anything is sampled; `kv_cache`, which may come
+                after them, when the sender has freed its own memory.
+        """
         raise NotImplementedError
 
     def decode(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """Texts of responses without special tokens, stripped: what reward functions are given."""
         texts = self.tokenizer.batch_decode([list(tokens) for tokens in responses], skip_special_tokens=True)
         return [text.strip() for text in texts]
+
+
+def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, engine: int) -> None:
+    """Looks at what an engine handed over, before anybody trains on it; one that was aborted may be of any length.
+
+    Raises:
+        EngineError: it cannot be a sample of these requests.
+    """
+    if not 0 <= sample.request < len(requests) or not 0 <= sample.number < requests[sample.request].samples:
+        raise _wrong(engine, f"sample {sample.number} of request {sample.request}, which nobody asked for")
+    tokens, log_probs = np.asarray(sample.tokens), np.asarray(sample.log_probs)
+    most = requests[sample.request].params.max_new_tokens
+    if sample.finish_reason != "abort" and not 0 < len(tokens) <= most:
+        raise _wrong(engine, f"a response of {len(tokens)} tokens, where 1 to {most} were asked for")
+    if log_probs.shape != tokens.shape:
+        raise _wrong(engine, f"{len(log_probs)} log-probs for {len(tokens)} tokens")
+    if len(tokens) and (tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise _wrong(engine, f"tokens outside its vocabulary of {vocab_size}")
+    if not np.all(log_probs <= _ROUNDING) or not np.all(np.isfinite(log_probs)):  # NaN is never below anything
+        raise _wrong(engine, "log-probs that are not finite, or above 0")
+    ends = [0, *(span.end for span in sample.versions)]
+    if [span.start for span in sample.versions] != ends[:-1] or ends[-1] != len(tokens):
+        raise _wrong(engine, f"the weights' versions of other tokens than its {len(tokens)}: {sample.versions}")
+
+
+def _wrong(engine: int, what: str) -> EngineError:
+    return EngineError(
+        f"engine {engine} returned {what}", field="rollout.engine", hint="correct the engine", rank=engine
+    )

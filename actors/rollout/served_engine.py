@@ -11,14 +11,24 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.protocol import Engine, EngineInfo, GroupKind, Manifest, Request, Sample, TensorInfo
+from actors.rollout.protocol import (
+    ENGINE_TAGS,
+    Engine,
+    EngineInfo,
+    EngineTag,
+    GroupKind,
+    Manifest,
+    Request,
+    Sample,
+    TensorInfo,
+)
 from actors.rollout.served_samples import Drawn, length_with_stop
 from actors.rollout.server_client import Refusal, ServerClient
 from actors.rollout.server_launch import ServerFacts, wait_until_ready
@@ -176,6 +186,14 @@ class ServedEngine(Engine):
         """Ends requests that wait at the server for an update that has failed."""
         raise NotImplementedError
 
+    def _free_memory(self) -> None:
+        """Has the server, which is awake and samples nothing, free its device."""
+        raise NotImplementedError
+
+    def _take_memory(self, tags: Sequence[EngineTag]) -> None:
+        """Has it take memory that it had freed."""
+        raise NotImplementedError
+
     # ------------------------------------------------------------------ who it is
 
     def __init__(self, config: RunConfig, index: int) -> None:
@@ -197,6 +215,7 @@ class ServedEngine(Engine):
         self._incoming: int | None = None
         self._manifest: Manifest = {}
         self._missing: set[str] = set()
+        self._asleep: frozenset[EngineTag] = frozenset()
 
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "sample")
         self._lock = threading.Lock()  # of what follows
@@ -241,6 +260,7 @@ class ServedEngine(Engine):
             WorkerDied, WorkerHung: the server ended, or did not answer within cluster.call_timeout_s.
         """
         facts = self._known()
+        self._require_awake(ENGINE_TAGS)
         for request in requests:
             self._check_request(request, facts.max_model_len)
         call = _Call()
@@ -386,6 +406,7 @@ class ServedEngine(Engine):
         """As `slimefsdp.weight_sync.receive.Receiver`; what is being sampled goes on after `commit`."""
         with self._updating:
             self._known()
+            self._require_awake(("weights",))
             self._check_manifest(manifest)
             self._incoming, self._manifest, self._missing = version, dict(manifest), set(manifest)
             self._versions.begin()
@@ -501,6 +522,42 @@ class ServedEngine(Engine):
 
     # ------------------------------------------------------------------ its life
 
+    def sleep(self) -> None:
+        """As `Engine`; what that frees on which server, docs/engines.md says.
+
+        Raises:
+            SyncError: the server refused. WorkerDied, WorkerHung: it is gone, or samples did not end.
+        """
+        if self._asleep == set(ENGINE_TAGS):
+            return
+        self.abort()
+        with self._updating:
+            self._incoming = None
+            self._versions.fail()
+            if self._asleep:  # servers free all that they hold, or nothing
+                self._take_memory(_in_order(self._asleep))
+            self._free_memory()
+            self._asleep = frozenset(ENGINE_TAGS)
+
+    def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
+        """As `Engine`.
+
+        Raises:
+            SyncError: the server refused. WorkerDied: it is gone.
+        """
+        with self._updating:
+            taken = self._asleep & set(tags)
+            if taken:
+                self._take_memory(_in_order(taken))
+                self._asleep -= taken
+
+    def _require_awake(self, tags: Sequence[EngineTag]) -> None:
+        if asleep := _in_order(self._asleep & set(tags)):
+            raise StateError(
+                f"engine {self.index} is asleep: {', '.join(asleep)}", field="update_weights",
+                hint="call wake_up(), and update_weights for the weights that it lost",
+            )  # fmt: skip
+
     def stop(self) -> None:
         """Ends a server that was started here; idempotent. One at a URL goes on."""
         self._versions.fail()
@@ -510,6 +567,10 @@ class ServedEngine(Engine):
         if self._child is not None:
             self._child.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_order(tags: Collection[EngineTag]) -> list[EngineTag]:
+    return [tag for tag in ENGINE_TAGS if tag in tags]
 
 
 def _other_model(name: str, sent: Any, here: Any) -> SyncError:

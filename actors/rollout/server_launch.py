@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.cluster.connect import has_nvidia_driver
 from actors.rollout.child_server import ChildServer
 from actors.rollout.server_client import ServerClient
 from actors.startup import stage
@@ -34,6 +35,11 @@ class ServerFacts:
     vocab_size: int
     max_model_len: int  # of a prompt and its response
     workers: int
+
+
+def shares_a_gpu(config: RunConfig) -> bool:
+    """Whether a server that is started here has to free its GPU for a rank."""
+    return config.rollout.placement == "colocated" and config.mesh.device != "cpu" and has_nvidia_driver()
 
 
 def log_folder(config: RunConfig) -> Path:

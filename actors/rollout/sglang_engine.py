@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.protocol import GroupKind, Request, TensorInfo
+from actors.rollout.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo
 from actors.rollout.served_engine import ServedEngine
 from actors.rollout.served_samples import Drawn
 from actors.rollout.server_client import Refusal
@@ -118,12 +118,8 @@ class SglangEngine(ServedEngine):
 
     # ------------------------------------------------------------------ its life
 
-    def sleep(self) -> None:
-        """As `Engine`; only a server that was started with --enable-memory-saver gives its memory back."""
-        self.abort()
-        self._versions.fail()
-        self._update("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+    def _free_memory(self) -> None:
+        self._update("/release_memory_occupation", {"tags": list(ENGINE_TAGS)})
 
-    def wake_up(self) -> None:
-        """As `Engine`."""
-        self._update("/resume_memory_occupation", {"tags": ["weights", "kv_cache"]})
+    def _take_memory(self, tags: Sequence[EngineTag]) -> None:
+        self._update("/resume_memory_occupation", {"tags": list(tags)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, start_on_loopback
+from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, shares_a_gpu, start_on_loopback
 from slimefsdp.config import RunConfig
 from slimefsdp.models.hf_folder import ModelFolder
 
@@ -37,6 +37,8 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
     ]
     if config.mesh.device == "cpu":
         arguments += ["--device", "cpu"]
+    if shares_a_gpu(config):
+        arguments.append("--enable-memory-saver")
     return [*arguments, *config.rollout.engine_args]
 
 

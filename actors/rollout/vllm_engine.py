@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.protocol import Request, TensorInfo
+from actors.rollout.protocol import EngineTag, Request, TensorInfo
 from actors.rollout.served_engine import TIED_HEAD, ServedEngine
 from actors.rollout.served_samples import Drawn
 from actors.rollout.server_client import Refusal
@@ -99,12 +99,9 @@ class VllmEngine(ServedEngine):
 
     # ------------------------------------------------------------------ its life
 
-    def sleep(self) -> None:
-        """As `Engine`; only a server on GPUs that was started with --enable-sleep-mode gives its memory back."""
-        self.abort()
-        self._versions.fail()
-        self._synced("/sleep", lambda limit_s: self._client.post("/sleep?level=2", timeout_s=limit_s), None)
+    def _free_memory(self) -> None:
+        # level 2 drops the weights, which come anew in any case
+        self._update("/sleep?level=2")
 
-    def wake_up(self) -> None:
-        """As `Engine`."""
-        self._synced("/wake_up", lambda limit_s: self._client.post("/wake_up", timeout_s=limit_s), None)
+    def _take_memory(self, tags: Sequence[EngineTag]) -> None:
+        self._update("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import slimefsdp
 from actors.rollout.child_server import ChildServer
-from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, start_on_loopback
+from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, shares_a_gpu, start_on_loopback
 from slimefsdp.config import RunConfig
 from slimefsdp.models.hf_folder import ModelFolder
 
@@ -53,6 +53,8 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
     ]
     if config.mesh.device == "cpu":
         arguments.append("--enforce-eager")  # compiling takes minutes
+    if shares_a_gpu(config):
+        arguments.append("--enable-sleep-mode")
     return [*arguments, *config.rollout.engine_args]
 
 

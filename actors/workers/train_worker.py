@@ -124,8 +124,13 @@ class TrainWorker(Watched):
         if self._broadcast is None or not self._broadcast.serves(receivers):
             if self._broadcast is not None:
                 self._broadcast.close()
-            address, device = ray.util.get_node_ip_address(), trainer.mesh.device
-            self._broadcast = BroadcastReceiver(receivers, timeout_s, address=address, device=device)
+            self._broadcast = BroadcastReceiver(
+                receivers,
+                timeout_s,
+                address=ray.util.get_node_ip_address(),
+                device=trainer.mesh.device,
+                is_shared=trainer.config.rollout.placement == "colocated",
+            )
         return self._broadcast
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:

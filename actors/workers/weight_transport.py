@@ -125,6 +125,7 @@ class BroadcastReceiver(_Update):
     Args:
         address: of this machine, as engines reach it.
         device: of the tensors that are sent; NCCL on CUDA, else gloo.
+        is_shared: engines are on the same device, where NCCL takes one process alone; gloo copies through the host.
         timeout_s: for one whole update, from `begin` to the end of `commit`.
 
     Every method raises SyncError when an engine fails, dies or is late.
@@ -132,10 +133,12 @@ class BroadcastReceiver(_Update):
 
     takes_device_tensors = True
 
-    def __init__(self, actors: Sequence[Any], timeout_s: float, *, address: str, device: torch.device) -> None:
+    def __init__(
+        self, actors: Sequence[Any], timeout_s: float, *, address: str, device: torch.device, is_shared: bool = False
+    ) -> None:
         super().__init__(actors, timeout_s)
         self._address = address
-        self._device = device
+        self._backend = "nccl" if device.type == "cuda" and not is_shared else "gloo"
         self._group: BroadcastGroup | None = None
 
     def serves(self, actors: Sequence[Any]) -> bool:
@@ -160,7 +163,7 @@ class BroadcastReceiver(_Update):
         counts = [info.processes for info in infos]
         made = TorchBroadcastGroup if infos[0].group == "torch" else BroadcastGroup  # engines of a run are of one kind
         firsts = [1 + sum(counts[:index]) for index in range(len(counts))]
-        world_size, backend = 1 + sum(counts), "nccl" if self._device.type == "cuda" else "gloo"
+        world_size, backend = 1 + sum(counts), self._backend
         listener = socket.create_server((self._address, 0))
         port = listener.getsockname()[1]
         joining = [

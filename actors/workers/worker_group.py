@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from actors.cluster.connect import connect, with_cluster_ranks
-from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_rank
+from actors.cluster.placement import PlacementGroups, actor_options
 from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
@@ -44,6 +44,7 @@ class WorkerGroup(GroupCalls):
         *,
         watchdog: Watchdog,
         places: PlacementGroups | None = None,
+        owns_places: bool = False,
         is_guest: bool = False,
     ) -> None:
         self.config = config
@@ -52,7 +53,8 @@ class WorkerGroup(GroupCalls):
         self.critic: WorkerGroup | None = None  # of an actor under algorithm=ppo, in its processes or in its own
         self._workers = list(workers)
         self._watchdog = watchdog
-        self._places = places  # to be given back at the end; None: by another group or a supervisor
+        self.places = PlacementGroups() if places is None else places  # where its processes are
+        self._owns_places = owns_places  # they are given back at its end; else by another group or a supervisor
         self._is_guest = is_guest  # in another group's processes
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
@@ -93,8 +95,10 @@ class WorkerGroup(GroupCalls):
         group: WorkerGroup | None = None
         try:
             workers, watchdog, vocab_size = _start_ranks(config, role, taken)
-            own = taken if places is None else None
-            group = cls(config, role, workers, vocab_size, found, watchdog=watchdog, places=own)
+            group = cls(
+                config, role, workers, vocab_size, found,
+                watchdog=watchdog, places=taken, owns_places=places is None,
+            )  # fmt: skip
             if role == "actor":
                 group._launch_others(taken)
         except BaseException:  # Ctrl-C too: in a notebook the driver lives on
@@ -121,7 +125,10 @@ class WorkerGroup(GroupCalls):
             first_only=True,
             watchdog=actor._watchdog,
         ).result()
-        group = cls(config, role, actor._workers, vocab_size, folder, watchdog=actor._watchdog, is_guest=True)
+        group = cls(
+            config, role, actor._workers, vocab_size, folder,
+            watchdog=actor._watchdog, places=actor.places, is_guest=True,
+        )  # fmt: skip
         group._queue = actor._queue  # both roles' collectives are on the same ranks
         return group
 
@@ -164,8 +171,8 @@ class WorkerGroup(GroupCalls):
             if group is not None and group._workers and group.role != "ref" and self.config.checkpoint.async_save:
                 group._finish_running_save()
         self.end()
-        if self._places is not None:
-            self._places.release()
+        if self._owns_places:
+            self.places.release()
 
     def end(self) -> None:
         """Ends the same processes as they are, at once; their places stay with whoever reserved them. Idempotent."""
@@ -308,10 +315,9 @@ def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
 def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, int]:
     """The processes of a group with its model loaded, who looks after them, and the vocabulary size."""
     began = time.monotonic()
-    ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
-    gpus = gpus_per_rank(config.mesh.device)
     timeout_s = config.cluster.launch_timeout_s
-    placement = places.reserve(role, ranks, gpus_per_rank=gpus, timeout_s=timeout_s)
+    placement, gpus = places.reserve_for_ranks(config, role)
+    ranks = placement.bundle_count
     actor_class = remote_class(TrainWorker)
     workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
     watchdog = Watchdog(workers, Limits.of(config))

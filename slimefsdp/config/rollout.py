@@ -75,6 +75,11 @@ class RolloutSettings(Settings):
         description="what samples: embedded, vllm, sglang, or a class of your own as `module:Class` (docs/engines.md)",
     )
     engines: RankCount = Field(1, description="engines, each a process, or a server and the process that speaks to it")
+    placement: Literal["own", "colocated"] = Field(
+        "own",
+        description="where the engines are; own: beside the trainer, on GPUs of their own; colocated: in the places of "
+        "the first ranks, whose devices engines and trainer take in turns",
+    )
     engine_python: PathSetting | None = Field(
         None,
         description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts",
@@ -196,6 +201,28 @@ class RolloutSettings(Settings):
             raise ValueError(
                 f"rollout.on_update={self.on_update} does nothing under rollout.max_staleness=0, where no sample is "
                 "being drawn when new weights come; remove it, or raise that"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_colocated_engines(self) -> RolloutSettings:
+        if self.placement != "colocated":
+            return self
+        if self.max_staleness:
+            raise ValueError(
+                f"rollout.max_staleness={self.max_staleness} samples beside training, and rollout.placement=colocated "
+                "has engines and trainer take turns; set one of them to its default"
+            )
+        if self.sync_interval_steps > 1:
+            raise ValueError(
+                f"rollout.sync_interval_steps={self.sync_interval_steps} keeps weights in the engines that are no "
+                "longer the policy's, and under rollout.placement=colocated engines lose theirs in each step; set one "
+                "of them to its default"
+            )
+        if self.engine_urls is not None:
+            raise ValueError(
+                "rollout.engine_urls names servers that are wherever they are, and rollout.placement=colocated starts "
+                "engines in the places of ranks; set rollout.engine_python, or rollout.placement=own"
             )
         return self
 

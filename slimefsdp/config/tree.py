@@ -142,6 +142,22 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_colocated_engine_count(self) -> RunConfig:
+        if self.mesh.dp != "auto" and (problem := self._surplus_engines()):
+            raise ValueError("; ".join(problem))
+        return self
+
+    def _surplus_engines(self) -> tuple[str, str] | None:
+        """Why there are more colocated engines than ranks, once mesh.dp is a number, and the way out."""
+        if self.rollout.placement != "colocated" or self.rollout.engines <= self.ranks:
+            return None
+        return (
+            f"rollout.engines={self.rollout.engines} are more than the {self.ranks} ranks whose places they take under "
+            "rollout.placement=colocated",
+            f"set it to at most {self.ranks}, or use more ranks",
+        )
+
+    @model_validator(mode="after")
     def check_cpu_offload_reference(self) -> RunConfig:
         if self.fsdp.cpu_offload and self.reference.offload == "none":
             raise ValueError(
@@ -229,7 +245,7 @@ class RunConfig(AlgorithmSettings):
         """These settings for an actor group of `ranks` processes: where mesh.dp is auto, it becomes a number.
 
         Raises:
-            ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp.
+            ConfigError: ranks is not a multiple of mesh.dp_replicate x mesh.cp, or fewer than the colocated engines.
         """
         if self.mesh.dp != "auto":
             return self
@@ -242,7 +258,10 @@ class RunConfig(AlgorithmSettings):
                 hint=f"start {max(1, round(ranks / copies)) * copies} ranks, or change mesh.cp or mesh.dp_replicate",
             )
         mesh = self.mesh.model_copy(update={"dp": ranks // copies})
-        return self.model_copy(update={"mesh": mesh})
+        found = self.model_copy(update={"mesh": mesh})
+        if problem := found._surplus_engines():
+            raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
+        return found
 
     @property
     def max_pack_tokens(self) -> int:

@@ -131,3 +131,53 @@ def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later
     assert [row["updates"] for row in rows] == [0, 0, 0, 1, 1, 1] and group.updates == 3
     assert critic.lambdas == [1.0, 1.0, None, None, None, None]
     assert all(row["critic/updates"] == 1 for row in rows)
+
+
+class ColocatedEngines(Engines):
+    """Notes what the loop has them and their trainer do; `sleep`s are those outside of steps."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.events, self.are_awake = group, [], False  # type: ignore[var-annotated]
+
+    def update_from(self, group: Any, *, aborts: bool = False) -> int:
+        self.are_awake = True
+        self.events.append("sent")
+        return super().update_from(group, aborts=aborts)
+
+    def take_turn(self, seconds: dict[str, float]) -> None:
+        if not self.are_awake:
+            self.update_from(self.group)
+            seconds["turn"] = seconds.get("turn", 0.0) + 1.0
+
+    def end_turn(self, seconds: dict[str, float], *, wakes_trainer: bool) -> None:
+        seconds["turn"] += 0.25
+        self.sleep()
+        self.events += ["trainer"] * wakes_trainer
+
+    def sleep(self) -> None:
+        self.are_awake = False
+        self.events.append("asleep")
+
+    def generate(self, prompts: Sequence[Any], **options: Any) -> tuple[int, list[Sampled]]:
+        assert self.are_awake
+        self.events.append("sampled")
+        return super().generate(prompts, **options)
+
+
+def test_colocated_engines_have_a_turn_for_each_batch_and_evaluation_and_sleep_otherwise(make: Any) -> None:
+    group = Group()
+    engines: Any = ColocatedEngines(group)
+    config = make(rollout={"placement": "colocated"}, evaluation={"interval_steps": 3})
+    loop = RolloutLoop(config, group, engines)
+    loop.before_training(evaluates=True)
+    turn = ["sent", "sampled", "asleep"]
+    assert engines.events == turn, "the first weights, and an evaluation"
+    versions = []
+    for step in range(STEPS):
+        engines.events.clear()
+        row = loop.step(step)
+        evaluates = step in (2, 5)
+        assert engines.events == [*turn, "trainer", *(turn if evaluates else [])]
+        assert row["seconds/turn"] == 1.25 * (1 + evaluates)
+        versions.append(row["weight_version"])
+    assert versions == [1, 2, 3, 4, 5, 6], "as of engines that had been sent each"

@@ -41,6 +41,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ([], ["2 steps", "32 prompts x 8 responses of at most 256 tokens", "256 samples"]),
         (["mesh.dp=2", "mesh.cp=2", "rollout.engines=2"], ["4 = dp_replicate 1 x dp 2 x cp 2", "2 more process"]),
         (["mesh.dp=auto"], ["dp_replicate 1 x dp "]),
+        (["mesh.dp=2", "rollout.placement=colocated"], ["1 in the places of ranks"]),
         (["checkpoint.interval_steps=1", "rollout.prompts_per_step=3"], ["every 1 step", "24 samples"]),
     ],
 )

@@ -18,6 +18,7 @@ from actors.cluster.connect import (
     check_gpus,
     check_machine,
     connect,
+    engines_with_gpus,
     gpus_here,
     keep_token_private,
     processes_needed,
@@ -265,6 +266,7 @@ def test_processes_count_ranks_engines_and_a_reference_group() -> None:
     assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2})) == 4
     assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2}, reference=reference)) == 7
     assert processes_needed(config(algorithm="sft", mesh={"dp": 2})) == 2
+    assert processes_needed(config(mesh={"dp": 2}, rollout={"engines": 2, "placement": "colocated"})) == 4
 
 
 @pytest.mark.parametrize(
@@ -278,6 +280,8 @@ def test_processes_count_ranks_engines_and_a_reference_group() -> None:
         (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}, "reference": {"placement": "group", "dp": 1}}, True),
         (4, {"mesh": {"dp": "auto", "cp": 2}, "rollout": {"engines": 2}}, False),
         (4, {"mesh": {"dp": "auto", "cp": 2}, "rollout": {"engines": 3}}, True),
+        (1, {"mesh": {"dp": 1}, "rollout": {"engines": 1, "placement": "colocated"}}, False),
+        (1, {"mesh": {"dp": 2}, "rollout": {"engines": 1, "placement": "colocated"}}, True),
         (2, {"algorithm": "sft", "mesh": {"dp": 2}}, False),
         (2, {"algorithm": "sft", "mesh": {"dp": 3}}, True),
         (0, {"mesh": {"dp": 1, "device": "cuda"}}, True),
@@ -290,7 +294,7 @@ def test_too_few_gpus_of_this_machine_are_refused_with_both_numbers(
 ) -> None:
     monkeypatch.setattr(cluster_module, "gpus_here", lambda: gpus)
     settings = config(**sections)
-    engines = 0 if settings.algorithm == "sft" else settings.rollout.engines
+    engines = engines_with_gpus(settings)
     if not is_refused:
         return check_gpus(settings, engines=engines)
     assert gpus is not None
@@ -330,6 +334,8 @@ def test_auto_takes_the_gpus_that_engines_and_a_reference_group_leave(monkeypatc
     auto: dict[str, Any] = {"dp": "auto", "dp_replicate": 2}
     assert with_cluster_ranks(config(mesh=auto, rollout={"engines": 2})).actor_mesh == (2, 3)
     assert with_cluster_ranks(config(algorithm="sft", mesh=auto)).actor_mesh == (2, 4)
+    beside = {"engines": 2, "placement": "colocated"}
+    assert with_cluster_ranks(config(mesh=auto, rollout=beside)).actor_mesh == (2, 4)
     apart = {"placement": "group", "dp": 3}
     assert with_cluster_ranks(config(mesh=auto, rollout={"engines": 1}, reference=apart)).actor_mesh == (2, 2)
     with refused(ConfigError, "mesh.dp", 7, "mesh.dp_replicate=2"):

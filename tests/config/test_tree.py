@@ -679,6 +679,30 @@ RULES = [
         ["rollout.sync_interval_steps=2", "rollout.max_staleness=2"],
     ),
     (
+        "check_colocated_engines",
+        {"rollout__placement": "colocated"},
+        {"rollout__placement": "colocated", "rollout__max_staleness": 1},
+        ["rollout.max_staleness=1", "rollout.placement=colocated"],
+    ),
+    (
+        "check_colocated_engines",
+        {"rollout__placement": "own", "rollout__sync_interval_steps": 2},
+        {"rollout__placement": "colocated", "rollout__sync_interval_steps": 2},
+        ["rollout.sync_interval_steps=2", "rollout.placement=colocated"],
+    ),
+    (
+        "check_colocated_engines",
+        {"rollout__placement": "colocated", "rollout__engine": "vllm", "rollout__engine_python": "p"},
+        {"rollout__placement": "colocated", "rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1"]},
+        ["rollout.engine_urls", "rollout.placement=colocated", "rollout.engine_python"],
+    ),
+    (
+        "check_colocated_engine_count",
+        {"rollout__placement": "colocated", "rollout__engines": 4, "mesh__dp": 2, "mesh__cp": 2},
+        {"rollout__placement": "colocated", "rollout__engines": 5, "mesh__dp": 2, "mesh__cp": 2},
+        ["rollout.engines=5", "4 ranks", "rollout.placement=colocated"],
+    ),
+    (
         "check_filter_rounds",
         {"rollout__max_rounds": 3, "rollout__filter": "mixed_groups"},
         {"rollout__max_rounds": 3},
@@ -749,6 +773,13 @@ def test_auto_becomes_what_the_ranks_leave_and_the_settings_stay_frozen():
     for ranks in (0, 2, 6, 7):
         error = refusal(config.with_ranks, ranks)
         assert error.field == "mesh.dp" and unnamed([str(ranks), "mesh.dp_replicate=2", "mesh.cp=2"], error) == []
+
+
+def test_auto_leaves_no_fewer_ranks_than_there_are_colocated_engines():
+    config = settings(mesh__dp="auto", rollout__placement="colocated", rollout__engines=3)
+    assert config.with_ranks(3).ranks == 3
+    error = refusal(config.with_ranks, 2)
+    assert error.field == "rollout.engines" and unnamed(["rollout.engines=3", "2 ranks"], error) == []
 
 
 @pytest.mark.parametrize("name", ["reference", "critic"])

@@ -317,6 +317,16 @@ def test_every_caller_sees_what_an_unlost_group_says(
     assert after(actions, straight) == after(actions, struck)
 
 
+def test_what_else_is_on_the_devices_leaves_them_before_ranks_are_started(supervised: Any) -> None:
+    straight = job(supervised(Scripted(set())), [("train_step", number) for number in (1, 2, 3, 4)])
+    script = Scripted({3, 5})
+    group = supervised(script)
+    seen: list[tuple[int, bool]] = []
+    group.before_relaunch(lambda: seen.append((script.launches, script.group.is_lost)))
+    assert job(group, [("train_step", number) for number in (1, 2, 3, 4)]) == straight
+    assert seen == [(1, True), (2, True)] and script.launches == 3, "each before the next launch"
+
+
 def assert_made_good(actions: list[tuple[str, int]], struck: Scripted) -> None:
     """What callers saw is what an unlost group says, unless no checkpoint leads back."""
     expected = after(actions, Scripted(set(), keep_last=struck.keep_last))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from actors.rollout import server_launch
 from actors.rollout.protocol import Request, Sample, TensorInfo
 from actors.rollout.sglang_engine import SglangEngine
+from actors.rollout.sglang_launch import server_arguments
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from tests.support.refusals import refused
 from tests.support.sglang_server import Faults, SglangServer
@@ -29,6 +33,7 @@ from tests.support.weight_sender import WeightSender
 END = 2
 PROMPT = (5, 6, 7)
 MOST_TOKENS = 64
+EMPTY: dict[str, Any] = {"output_token_logprobs": [], "weight_versions": []}
 HALF = "model.norm.weight"  # in bfloat16 where a test asks for it
 
 
@@ -247,6 +252,8 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
         (Faults(meta_info={"finish_reason": {"type": "tool_calls"}}), "tool_calls"),
         (Faults(meta_info={"finish_reason": {"type": "stop", "matched": 3}}), "stop"),
         (Faults(answer={"output_ids": [3]}, meta_info={"output_token_logprobs": [[-1.0, 3, None]]}), 1),
+        (Faults(answer={"output_ids": []}, meta_info={**EMPTY, "finish_reason": {"type": "stop", "matched": 3}}), 0),
+        (Faults(answer={"output_ids": []}, meta_info={**EMPTY, "finish_reason": {"type": "length"}}), 0),
         (Faults(log_prob=float("-inf")), "inf"),
         (Faults(log_prob=0.5), 0.5),
         (Faults(aborts_all=True), "abort"),
@@ -484,3 +491,32 @@ def test_an_engine_that_slept_has_no_weights_until_it_is_sent_some(engine: Sglan
     engine.wake_up()
     sender.send(engine, 1)
     assert drawn(engine, Request(PROMPT, 1, params()))
+
+
+def test_an_engine_takes_its_cache_when_the_weights_are_there(
+    engine: SglangEngine, sender: WeightSender, server: SglangServer
+) -> None:
+    for _ in range(2):
+        engine.sleep()
+        assert server.asleep == {"weights", "kv_cache"} and not server.tensors
+        with refused(StateError, "update_weights", "weights"):
+            sender.send(engine, 1)
+        engine.wake_up(("weights",))  # and to sleep again, as when the sender is lost now
+    engine.wake_up(("weights",))
+    assert server.asleep == {"kv_cache"}
+    sender.send(engine, 2)
+    with refused(StateError, "update_weights", "kv_cache"):
+        drawn(engine, Request(PROMPT, 1, params()))
+    for _ in range(2):
+        engine.wake_up()
+    assert drawn(engine, Request(PROMPT, 1, params()))[0, 0].versions[0].version == 2
+
+
+def test_a_server_in_the_place_of_a_rank_can_free_its_gpu(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, has_gpu, placement in product(("cuda", "cpu"), (True, False), ("own", "colocated")):
+        monkeypatch.setattr(server_launch, "has_nvidia_driver", lambda has_gpu=has_gpu: has_gpu)
+        settings = {"engine": "sglang", "engine_python": "python", "placement": placement, "engines": 1}
+        config = make_config(mesh={"device": device}, rollout=settings)
+        given = server_arguments(config, read_model_folder(config.model.path))
+        is_needed = (device, has_gpu, placement) == ("cuda", True, "colocated")
+        assert ("--enable-memory-saver" in given) is is_needed

@@ -13,7 +13,8 @@ import ray
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
-from slimefsdp.errors import ConfigError, WorkerDied
+from slimefsdp.errors import ConfigError, EngineError, WorkerDied
+from tests.support.own_engine import LIES
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S
 
@@ -41,8 +42,8 @@ class Policy:
 def launch(cluster: None, make_config: Any, tmp_path: Path) -> Iterator[Launch]:
     pools = []
 
-    def launched(**cluster_settings: Any) -> RestartingEngines:
-        settings = {"engine": "tests.support.own_engine:TellingEngine", "engines": 2}
+    def launched(engine: str = "tests.support.own_engine:TellingEngine", **cluster_settings: Any) -> RestartingEngines:
+        settings = {"engine": engine, "engines": 2}
         config = make_config(run={"dir": str(tmp_path)}, rollout=settings, cluster=cluster_settings)
         pools.append(RestartingEngines.launch(config))
         return pools[-1]
@@ -136,3 +137,18 @@ def test_without_restarts_a_lost_engine_is_an_error_that_names_it(launch: Launch
 def test_what_is_no_engine_is_refused_before_a_process_starts(make_config: Any, name: str) -> None:
     with refused(ConfigError, "rollout.engine", name.partition(":")[2]):
         EnginePool(make_config(rollout={"engine": name}))
+
+
+@pytest.mark.default_tier  # what it starts are processes without torch
+def test_no_sample_is_taken_that_was_not_asked_for_or_cannot_be(launch: Launch, tmp_path: Path) -> None:
+    lie = tmp_path / "lie"
+    lie.write_text("")
+    engines = launch(engine="tests.support.own_engine:LyingEngine")
+    engines.update_from(Policy())
+    for what in (*LIES, "a sample less"):
+        lie.write_text(what)
+        with refused(EngineError, "rollout.engine"):
+            engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
+    lie.write_text("")
+    assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
+    assert (tmp_path / "starts").read_text().count("engine") == 2, "nobody was replaced"

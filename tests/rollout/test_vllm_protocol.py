@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from actors.rollout import server_launch
 from actors.rollout.protocol import Request, Sample, TensorInfo
 from actors.rollout.vllm_engine import VllmEngine
+from actors.rollout.vllm_launch import server_arguments
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied, WorkerHung
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from tests.support.refusals import refused
 from tests.support.table_server import EMBEDDING, next_logits
@@ -27,6 +31,7 @@ HEAD = "lm_head.weight"
 END = 2
 PROMPT = (5, 6, 7)
 MOST_TOKENS = 64
+EMPTY = {"token_ids": [], "logprobs": {"content": []}, "weight_versions": None}
 Asked = Callable[..., Any]
 
 
@@ -237,6 +242,8 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(
         (Faults(choice={"weight_versions": None}), 0),
         (Faults(choice={"finish_reason": "repetition"}), "repetition"),
         (Faults(choice={"token_ids": [3], "logprobs": {"content": [{"token_id": 3, "logprob": -1.0}]}}), 1),
+        (Faults(choice={**EMPTY, "finish_reason": "stop"}), 0),
+        (Faults(choice={**EMPTY, "finish_reason": "length"}), 0),
         (Faults(log_prob=float("nan")), "nan"),
         (Faults(log_prob=float("-inf")), "inf"),
         (Faults(log_prob=0.5), 0.5),
@@ -467,6 +474,35 @@ def test_an_engine_that_slept_has_no_weights_until_it_is_sent_some(engine: VllmE
         drawn(engine, Request(PROMPT, 1, params()))
     sender.send(engine, 1)
     assert drawn(engine, Request(PROMPT, 1, params()))
+
+
+def test_an_engine_takes_its_cache_when_the_weights_are_there(
+    engine: VllmEngine, sender: WeightSender, server: ProtocolServer
+) -> None:
+    for _ in range(2):
+        engine.sleep()
+        assert server.asleep == {"weights", "kv_cache"} and not server.tensors
+        with refused(StateError, "update_weights", "weights"):
+            sender.send(engine, 1)
+        engine.wake_up(("weights",))  # and to sleep again, as when the sender is lost now
+    engine.wake_up(("weights",))
+    assert server.asleep == {"kv_cache"}
+    sender.send(engine, 2)
+    with refused(StateError, "update_weights", "kv_cache"):
+        drawn(engine, Request(PROMPT, 1, params()))
+    for _ in range(2):
+        engine.wake_up()
+    assert drawn(engine, Request(PROMPT, 1, params()))[0, 0].versions[0].version == 2
+
+
+def test_a_server_in_the_place_of_a_rank_can_free_its_gpu(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, has_gpu, placement in product(("cuda", "cpu"), (True, False), ("own", "colocated")):
+        monkeypatch.setattr(server_launch, "has_nvidia_driver", lambda has_gpu=has_gpu: has_gpu)
+        settings = {"engine": "vllm", "engine_python": "python", "placement": placement, "engines": 1}
+        config = make_config(mesh={"device": device}, rollout=settings)
+        given = server_arguments(config, read_model_folder(config.model.path))
+        is_needed = (device, has_gpu, placement) == ("cuda", True, "colocated")
+        assert ("--enable-sleep-mode" in given) is is_needed
 
 
 def test_calls_run_beside_each_other(engine: VllmEngine, sender: WeightSender, server: ProtocolServer) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.protocol import Engine, EngineInfo, Manifest, Request, Sample
+from actors.rollout.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError
@@ -64,3 +65,67 @@ class TellingEngine(Engine):
 
     def commit(self, version: int) -> None:
         self.version = version
+
+
+class SleepingEngine(TellingEngine):
+    """A `TellingEngine` that says what it holds of its device, and refuses what it could not do with that."""
+
+    def __init__(self, config: RunConfig, index: int) -> None:
+        self.held = set(ENGINE_TAGS)
+        super().__init__(config, index)
+
+    def holds(self) -> list[EngineTag]:
+        return sorted(self.held)
+
+    def sleep(self) -> None:
+        self.held, self.version = set(), None
+
+    def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
+        self.held |= set(tags)
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        if "weights" not in self.held:
+            raise StateError("asleep", field="update_weights", hint="wake it up")
+        super().begin(version, manifest)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        assert self.held == set(ENGINE_TAGS)
+        yield from super().generate(requests)
+
+
+LIES: dict[str, dict[str, Any]] = {
+    "no tokens": {"tokens": [], "log_probs": [], "versions": ()},
+    "surplus tokens": {"tokens": [1] * 9, "log_probs": [-1.0] * 9, "versions": (VersionSpan(7, 0, 9),)},
+    "a token of no vocabulary": {"tokens": [1, 320]},
+    "a token below 0": {"tokens": [-1, 2]},
+    "half a token": {"tokens": [0.5, 2]},
+    "too few log-probs": {"log_probs": [-1.0]},
+    "a log-prob that is NaN": {"log_probs": [-1.0, float("nan")]},
+    "a log-prob that is infinite": {"log_probs": [-float("inf"), -1.0]},
+    "a log-prob above 0": {"log_probs": [0.5, -1.0]},
+    "versions of fewer tokens": {"versions": (VersionSpan(7, 0, 1),)},
+    "versions with a gap": {"versions": (VersionSpan(6, 0, 1), VersionSpan(7, 2, 2))},
+    "no versions": {"versions": ()},
+    "another request's": {"request": 6},
+    "a surplus sample": {"number": 2},
+}
+"""By name, how a sample differs from one that was asked for."""
+
+
+class LyingEngine(TellingEngine):
+    """A `TellingEngine` whose samples are as the file `lie` in `run.dir` says; with "a sample less" one is missing."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        lie = (self.folder / "lie").read_text()
+        for samples in super().generate(requests):
+            if lie == "a sample less":
+                lie = ""
+                continue
+            yield [replace(sample, **LIES.get(lie, {})) for sample in samples]
+
+
+class TwoWorkers(SleepingEngine):
+    """A `SleepingEngine` that takes two places in a broadcast group, as a server on two GPUs does."""
+
+    def info(self) -> EngineInfo:
+        return super().info()._replace(processes=2)

@@ -149,11 +149,11 @@ class SglangServer(TableServer):
         return {"message": "Generation continued successfully.", "status": "ok"}
 
     def on_release_memory_occupation(self, query: str, body: Any) -> None:
-        assert not self._running, "release_memory_occupation should be called only when server is idle."
         assert set(body["tags"]) == {"kv_cache", "weights"}
+        self._fall_asleep()
 
     def on_resume_memory_occupation(self, query: str, body: Any) -> None:
-        assert set(body["tags"]) == {"kv_cache", "weights"}
+        self._awake(body["tags"])
 
     # ------------------------------------------------------------------ sampling
 

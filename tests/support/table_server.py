@@ -65,6 +65,7 @@ class TableServer:
         self._decode = decode
         self._state = threading.Condition()
         self._is_paused = False
+        self.asleep: set[str] = set()  # of weights and kv_cache, as a server on a GPU frees them
         self._running: set[str] = set()
         self._waiting: set[str] = set()  # of these, which came to a paused server
         self.aborted: set[str] = set()
@@ -102,6 +103,15 @@ class TableServer:
         except Exception as error:  # what a worker raised
             return 500, self.error(Exception(f"{type(error).__name__}: {error}"))
 
+    def _fall_asleep(self) -> None:
+        assert not self._running and not self.asleep, "it must be idle, and awake as a whole"
+        self.asleep = {"weights", "kv_cache"}
+        self.tensors.clear()
+
+    def _awake(self, tags: Collection[str]) -> None:
+        assert set(tags) <= self.asleep, "what is awake cannot wake up"
+        self.asleep -= set(tags)
+
     def _drawn(
         self,
         name: str,
@@ -114,6 +124,7 @@ class TableServer:
         stops: Sequence[str],
     ) -> Piece:
         """A sample under this name, until it ends or is aborted; greedy at temperature 0."""
+        assert not self.asleep
         with self._state:
             self._running.add(name)
         try:

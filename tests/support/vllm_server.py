@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs
 
 import torch
 
@@ -95,7 +96,7 @@ class ProtocolServer(TableServer):
         )
 
     def on_start_weight_update(self, query: str, body: Any) -> Any:
-        assert self._is_paused, "an update beside sampling"
+        assert self._is_paused and "weights" not in self.asleep, "an update beside sampling, or into nothing"
         if self._coming is not None:
             raise Refused(500, "start_weight_update called while a weight update is already active.")
         self._coming, self._bucket = {}, 0
@@ -142,10 +143,12 @@ class ProtocolServer(TableServer):
 
     def on_sleep(self, query: str, body: Any) -> Any:
         assert query == "level=2"
+        self._fall_asleep()
         with self._state:
             self._is_paused = True
 
     def on_wake_up(self, query: str, body: Any) -> Any:
+        self._awake(parse_qs(query)["tags"])
         self.on_resume(query, body)
 
     # ------------------------------------------------------------------ sampling

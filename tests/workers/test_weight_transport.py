@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from actors.rollout.embedded import EmbeddedEngine
+from actors.rollout.protocol import EngineInfo
 from actors.workers.watchdog import remote_class
-from actors.workers.weight_transport import ObjectStoreReceiver, pack_bucket, unpack_bucket
+from actors.workers.weight_transport import BroadcastReceiver, ObjectStoreReceiver, pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
 from tests.support.refusals import refused
@@ -166,3 +167,23 @@ def test_bfloat16_weights_arrive_bit_equal_to_the_rounded_masters(
     finally:
         group.shutdown()
         ray.kill(engine)
+
+
+class Unwilling:
+    """An engine that names the backend of the group that it was to join."""
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("unwilling", 320, "float32", None, ("broadcast",))
+
+    def join(self, address: str, port: int, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        raise RuntimeError(f"asked for {backend}")
+
+
+@pytest.mark.parametrize(("is_shared", "backend"), [(True, "gloo"), (False, "nccl")])
+def test_engines_on_the_senders_own_gpu_are_sent_weights_by_gloo(cluster: None, is_shared: bool, backend: str) -> None:
+    engine = ray.remote(num_cpus=0)(Unwilling).remote()
+    gpu = torch.device("cuda")
+    receiver = BroadcastReceiver([engine], 5.0, address="127.0.0.1", device=gpu, is_shared=is_shared)
+    with refused(SyncError, "update_weights", f"asked for {backend}"):
+        receiver.begin(0, {})
+    ray.kill(engine)
