@@ -44,5 +44,5 @@ def test_updates_are_counted_to_the_first_mean_over_seeds_that_is_not_below_the_
 def test_runs_have_settings_that_the_demo_takes(name: str) -> None:
     config = load_config(ROOT / sort_digits_ahead.GRPO, sort_digits_ahead.settings_of(name))
     assert bool(config.rollout.max_staleness) == ("in turn" not in name)
-    assert config.evaluation.interval_steps == 5 and config.run.steps == (150 if "in turn" in name else 172)
+    assert config.evaluation.interval_steps == 5
     assert (config.correction.method == "none") == ("in turn" in name)
