@@ -73,9 +73,11 @@ def table(record: dict[str, Any]) -> str:
 def with_vllm(engine_python: Path) -> tuple[list[str], str]:
     """Settings of a run whose engine is one server of vLLM, and the release of it."""
     settings = ["rollout.engine=vllm", "rollout.engines=1", f"rollout.engine_python={engine_python.absolute()}"]
-    code = "import vllm; print(vllm.__version__)"
+    code = (
+        "import importlib.metadata as m; print([d.version for d in m.distributions() if d.name.startswith('vllm')][0])"
+    )
     printed = subprocess.run([engine_python, "-c", code], check=True, capture_output=True, text=True).stdout
-    return settings, printed.split()[-1]
+    return settings, printed.strip()
 
 
 def main() -> None:
