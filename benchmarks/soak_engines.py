@@ -208,6 +208,18 @@ def serve(connection: Connection) -> None:
         server.close()
 
 
+def table(found: dict[str, Any]) -> str:
+    """The rows of docs/engines.md: what each process holds early on and at the end."""
+    every = found["updates"] // SAMPLES
+    places = {2 * every: found["samples"][1], found["updates"]: found["samples"][-1]}
+    lines = [f"| process |{''.join(f' at update {update:,} |' for update in places)}", "|---|---|---|"]
+    for process in found["grown"]:
+        held = [sample[process] for sample in places.values()]
+        cells = [f"{one['bytes'] / 2**20:.1f} MiB, {one['files']} files, {one['threads']} threads" for one in held]
+        lines.append(f"| {process} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=1000)
@@ -218,6 +230,7 @@ def main() -> None:
         results = soak(Path(folder), args.updates, args.engine_python)
     write_record(args.json, WHAT, 1, results)
     print({name: value for name, value in results.items() if name != "samples"})
+    print(table(results))
     sys.exit(0 if results["passed"] else 1)
 
 
