@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Date, command, commit, hardware and versions of this run."""
+    """Date, command, commit, hardware, load and versions of this run."""
     cpu_lines = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -25,6 +25,7 @@ def environment(threads: int) -> dict[str, Any]:
         "commit": commit(),
         "cpu": cpu_lines[0].split(":", 1)[1].strip() if cpu_lines else platform.machine(),
         "cores": os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],  # of the last 1, 5 and 15 minutes, this included
         "threads_per_rank": threads,
         "python": platform.python_version(),
         "torch": version("torch"),

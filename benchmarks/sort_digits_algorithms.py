@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import write_record
-from sort_digits_seeds import ROOT
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import write_record  # noqa: E402
 
 GRPO, PPO = "configs/sort_digits_grpo.yaml", "configs/sort_digits_ppo.yaml"
 EVALUATED = "evaluation.interval_steps=15"

@@ -1,31 +1,37 @@
 """The demo on several seeds (data, warm-up, GRPO), recorded: held-out accuracy before and after, curves, time.
 
     python benchmarks/sort_digits_seeds.py --seeds 0 1 2 --json benchmarks/results/sort_digits_seeds.json
+    python benchmarks/sort_digits_seeds.py --engine-python .venv-vllm/bin/python \\
+        --json benchmarks/results/sort_digits_vllm.json
 
-Prints the Markdown table that the README shows.
+Prints the Markdown table that the README shows, and docs/engines.md for one server of vLLM in place of the embedded
+engines. The record is written after each seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.record import environment  # noqa: E402
+
 CURVE = ("step", "eval/exact", "eval/reward", "rollout/reward", "entropy", "rollout_mismatch_max")
 
 
-def run_seed(seed: int, folder: Path) -> dict[str, Any]:
-    """One seed from nothing, as scripts/demo.sh does it; figures of the GRPO run."""
+def run_seed(seed: int, folder: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """One seed from nothing, as scripts/demo.sh does it; figures of the GRPO run, which has these settings besides."""
 
     def run(*command: str) -> float:
         start = time.perf_counter()
@@ -34,7 +40,8 @@ def run_seed(seed: int, folder: Path) -> dict[str, Any]:
 
     run(str(ROOT / "scripts/make_sort_digits.py"), "data/sort_digits", "--seed", str(seed))
     warmup_s = run("-m", "actors.cli", "train", str(ROOT / "configs/sort_digits_sft.yaml"), f"run.seed={seed}")
-    grpo_s = run("-m", "actors.cli", "train", str(ROOT / "configs/sort_digits_grpo.yaml"), f"run.seed={seed}")
+    grpo = [str(ROOT / "configs/sort_digits_grpo.yaml"), f"run.seed={seed}", *settings]
+    grpo_s = run("-m", "actors.cli", "train", *grpo)
     rows = [json.loads(line) for line in (folder / "runs/sort_digits_grpo/metrics.jsonl").read_text().splitlines()]
     accuracy = [row["eval/exact"] for row in rows if "eval/exact" in row]
     return {
@@ -44,6 +51,7 @@ def run_seed(seed: int, folder: Path) -> dict[str, Any]:
         "largest_rollout_mismatch": max(row.get("rollout_mismatch_max", 0.0) for row in rows),
         "warmup_seconds": round(warmup_s, 1),
         "grpo_seconds": round(grpo_s, 1),
+        "load_average": os.getloadavg(),
         "curve": [{key: row[key] for key in CURVE if key in row} for row in rows],
     }
 
@@ -62,25 +70,39 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def with_vllm(engine_python: Path) -> tuple[list[str], str]:
+    """Settings of a run whose engine is one server of vLLM, and the release of it."""
+    settings = ["rollout.engine=vllm", "rollout.engines=1", f"rollout.engine_python={engine_python.absolute()}"]
+    code = (
+        "import importlib.metadata as m; print([d.version for d in m.distributions() if d.name.startswith('vllm')][0])"
+    )
+    printed = subprocess.run([engine_python, "-c", code], check=True, capture_output=True, text=True).stdout
+    return settings, printed.strip()
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--engine-python", type=Path, help="the interpreter of an environment with vLLM")
+    parser.add_argument("--set", nargs="*", default=[], help="dotted settings on top, for a trial")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    settings, versions = options.set, {name: version(name) for name in ("torch", "transformers", "ray")}
+    if options.engine_python is not None:
+        found, versions["vllm"] = with_vllm(options.engine_python)
+        settings = [*found, *settings]
     runs = []
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(run_seed(seed, Path(folder)))
-    record = {
-        "what": "held-out sampled accuracy of the sort-digits demo, 256 prompts x 8 samples at temperature 1",
-        "command": "python benchmarks/sort_digits_seeds.py --seeds " + " ".join(map(str, options.seeds)),
-        "date": datetime.date.today().isoformat(),
-        "hardware": f"{os.cpu_count()} shared {platform.machine()} CPU cores, gloo",
-        "versions": {name: version(name) for name in ("torch", "transformers", "ray")},
-        "runs": runs,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+            runs.append(run_seed(seed, Path(folder), settings))
+        record = {
+            "what": "held-out sampled accuracy of the sort-digits demo, 256 prompts x 8 samples at temperature 1",
+            **environment(1),
+            "versions": versions,
+            "runs": runs,
+        }
+        if options.json:
+            options.json.write_text(json.dumps(record, indent=1) + "\n")
     print(table(record))
 
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from record import write_record
-from sort_digits_algorithms import GRPO, draw, run_algorithm, warm_up
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.record import write_record
+from benchmarks.sort_digits_algorithms import GRPO, draw, run_algorithm, warm_up
 
 STALE = ["rollout.sync_interval_steps=15", "run.steps=90"]
 RUNS: dict[str, list[str]] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import ray
 import torch
 import transformers
 
-from actors.rollout import server_launch, vllm_launch
+from actors.rollout import server_launch, vllm_facts, vllm_launch
 from actors.rollout.child_server import ChildServer
 from actors.rollout.protocol import Request, Sample, TensorInfo
 from actors.rollout.vllm_engine import VllmEngine
@@ -31,7 +30,6 @@ from slimefsdp.errors import EngineError, StateError, SyncError, WorkerDied
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from tests.support.refusals import refused
-from tests.support.tiny_models import tiny_model
 from tests.support.waiting import PATIENCE_S, is_alive, wait_until
 from tests.support.weight_sender import WeightSender
 
@@ -44,7 +42,6 @@ MOST_TOKENS = 512
 LONG = 400  # tokens: a second or more of sampling
 CLOSE = 1e-4  # of a log-prob in float32
 ATTEMPTS = 6  # to come while samples are drawn, which takes longer or shorter as the machine is busy
-FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 
 
 class Trained:
@@ -104,14 +101,9 @@ def tied(make_config: Any, run_dir: Path) -> Iterator[Trained]:
 
 
 @pytest.fixture(scope="module")
-def untied(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+def untied(make_config: Any, untied_folder: Path) -> Iterator[Trained]:
     """A llama with a head of its own."""
-    folder = tmp_path_factory.mktemp("untied")
-    tiny_model("llama", vocab_size=320, head_dim=32).save_pretrained(folder)
-    for name in FILES:
-        if (example / "model" / name).exists():
-            shutil.copy(example / "model" / name, folder)
-    trained = Trained(settings(make_config, folder))
+    trained = Trained(settings(make_config, untied_folder))
     yield trained
     trained.close()
 
@@ -325,6 +317,15 @@ def test_a_server_of_another_dtype_or_model_is_refused(tied: Trained, untied: Tr
         VllmEngine(config, 0).info()
     with refused(EngineError, "rollout.engine_urls", "qwen3", "llama"):
         VllmEngine(settings(make_config, untied.engine.config.model.path, **urls), 0).info()
+
+
+def test_a_server_of_another_release_is_refused(
+    tied: Trained, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_facts, "SUPPORTED", "0.31")
+    urls = {"rollout": {"engine_urls": [tied.engine._client.url]}}
+    with refused(EngineError, "rollout.engine_urls", "0.32", "0.31"):
+        VllmEngine(settings(make_config, **urls), 0).info()
 
 
 def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) -> None:

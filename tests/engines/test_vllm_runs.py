@@ -22,6 +22,7 @@ from actors.loop import train
 from actors.rollout.supervised import RestartingEngines
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.monitoring.metrics_log import read_metrics
 from tests.support.waiting import PATIENCE_S
 
@@ -86,12 +87,23 @@ def test_servers_that_are_killed_cost_their_own_samples_and_come_back(
         group.shutdown()
 
 
+@pytest.mark.parametrize("head", ["tied", "untied"])
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}, {"dp": 1, "cp": 2}], ids=["1", "dp2", "cp2"])
 def test_after_every_update_greedy_tokens_are_those_of_the_exported_model(
-    cluster: None, make_config: Any, small_batch: RolloutBatch, tmp_path: Path, mesh: dict[str, int]
+    cluster: None,
+    make_config: Any,
+    example: Path,
+    untied_folder: Path,
+    small_batch: RolloutBatch,
+    tmp_path: Path,
+    mesh: dict[str, int],
+    head: str,
 ) -> None:
+    folder = {"tied": example / "model", "untied": untied_folder}[head]
+    assert read_model_folder(folder).config["tie_word_embeddings"] == (head == "tied")
     config = make_config(
         run={"dir": str(tmp_path / "run")},
+        model={"path": str(folder)},
         mesh=mesh,
         batch={"max_tokens_per_rank": 256},
         rollout={"engine": "vllm", "engine_python": PYTHON, "engines": 1, "max_new_tokens": 24},
