@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from slimefsdp.config.callables import load_function
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, EngineError, SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.results import FailedReceiver, SyncReport
 from slimefsdp.sampling.params import SamplingParams
 
 _HOMES = {
@@ -224,20 +226,32 @@ class EnginePool:
             aborts: what is being sampled is aborted, and drawn anew from the new weights; else it goes on with them.
 
         Raises:
-            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s.
+            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
+                weights, where there are any; it samples nothing until it has been sent them.
         """
         if not aborts:
             return self._update(group, range(len(self._engines)))
         self._may_ask.clear()
         try:
-            self.abort()
+            with suppress(*LOST):  # the update finds out
+                self.abort()
             return self._update(group, range(len(self._engines)))
         finally:
             self._may_ask.set()
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
-        version: int = group.update_weights([self._engines[index] for index in indices]).version
-        return version
+        report = self._sent(group, indices)
+        for one in report.failed:
+            raise one.error
+        return report.version
+
+    def _sent(self, group: Any, indices: Sequence[int]) -> SyncReport:
+        """An update of these engines; failed ones are named by their index."""
+        report: SyncReport = group.update_weights([self._engines[index] for index in indices], drop_failed=True)
+        failed = [FailedReceiver(indices[one.receiver], one.error) for one in report.failed]
+        for one in failed:
+            one.error.rank = one.receiver
+        return replace(report, failed=tuple(failed))
 
     @property
     def receivers(self) -> list[Any]:
@@ -427,10 +441,17 @@ class EnginePool:
         """Has all samples end that are running or wait, as they are.
 
         Raises:
-            WorkerDied, WorkerHung: an engine ended or did not answer.
+            WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
         """
-        abort = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
-        self._wait(abort, "abort", self._config.cluster.call_timeout_s)
+        refs = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
+        lost: list[SlimeError] = []
+        for index, ref in enumerate(refs):
+            try:
+                self._wait([ref], "abort", self._config.cluster.call_timeout_s, first_rank=index)
+            except LOST as error:
+                lost.append(error)
+        if lost:
+            raise lost[0]
 
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""
