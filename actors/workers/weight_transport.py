@@ -71,4 +71,4 @@ def altered(what: str) -> SyncError:
 
 
 def _sha256(data: np.ndarray) -> str:
-    return hashlib.sha256(memoryview(data)).hexdigest()
+    return hashlib.sha256(data.data).hexdigest()

@@ -60,7 +60,7 @@ def layout_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> Layout:
 
 def digest_of(data: torch.Tensor) -> str:
     """The sha256 of contiguous bytes, [bytes] uint8 on any device, in hex."""
-    return hashlib.sha256(memoryview(data.cpu().numpy())).hexdigest()
+    return hashlib.sha256(data.cpu().numpy().data).hexdigest()
 
 
 def check_digest(data: torch.Tensor, digest: str | None) -> None:
