@@ -135,10 +135,14 @@ class PeerFailed(SlimeError):
 
 
 class SyncError(SlimeError):
-    """New weights did not reach a rollout engine whole and in time."""
+    """New weights did not reach a rollout engine whole and in time.
+
+    `is_of_group` says that the broadcast group broke, so that another member of it may be at fault.
+    """
 
     code = "sync"
     exit_code = 11
+    is_of_group: bool = False
 
 
 class EngineError(SlimeError):

@@ -8,6 +8,8 @@ from typing import Literal
 
 import numpy as np
 
+from slimefsdp.errors import SlimeError
+
 Tag = Literal["parameters", "optimizer", "reference"]
 TAGS: tuple[Tag, ...] = ("parameters", "optimizer", "reference")
 """What `sleep` and `wake_up` move: parameters with gradients and buffers, optimiser state, the colocated reference."""
@@ -24,12 +26,21 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
+class FailedReceiver:
+    """One that did not take part in a weight update to its end."""
+
+    receiver: int  # its place among those that were sent to
+    error: SlimeError
+
+
+@dataclass(frozen=True)
 class SyncReport:
-    """A weight update that every receiver has committed."""
+    """A weight update that every receiver has committed, but for those that failed."""
 
     version: int
-    bytes: int  # of all tensors, counted once
+    bytes: int  # of all tensors that were sent, counted once
     seconds: float
+    failed: tuple[FailedReceiver, ...] = ()  # only where the update was to go on without them
 
 
 @dataclass(frozen=True)

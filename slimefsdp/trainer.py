@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -83,6 +84,7 @@ class Trainer:
         self._state = step.RankState(
             config, role, folder, mesh, model, memory_manager, reference, config.loss.kl_coefficient
         )
+        self._frozen_source = uuid.uuid4().hex  # what is not trained, as it is now
         self.receiver = WeightReceiver(model.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             return
@@ -341,6 +343,7 @@ class Trainer:
             dtype=build.compute_dtype(self.config),
             group=self.mesh.group,
             shard_group=self.mesh.shard_group,
+            source=self._frozen_source,
         )
 
     @rpc
@@ -400,6 +403,7 @@ class Trainer:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        self._frozen_source = uuid.uuid4().hex
         reference = self._state.reference
         with reference.resting():
             info = self._state.checkpoints.load(

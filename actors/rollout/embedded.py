@@ -9,13 +9,23 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from actors.rollout.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample, TensorInfo
+from actors.rollout.protocol import (
+    ENGINE_TAGS,
+    Engine,
+    EngineInfo,
+    EngineTag,
+    Manifest,
+    Request,
+    Sample,
+    TensorInfo,
+    Transport,
+)
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
@@ -46,6 +56,7 @@ class EmbeddedEngine(Engine):
         from slimefsdp.models.build import build_for_sampling
         from slimefsdp.sampling.sampler import Sampler
         from slimefsdp.weight_sync.receive import WeightReceiver
+        from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
         self._is_on_cuda = config.mesh.device != "cpu" and torch.cuda.is_available()
         self._use_one_thread()
@@ -60,6 +71,12 @@ class EmbeddedEngine(Engine):
         self._activity = heartbeat.during("generate")  # of all that run
         self._others: deque[None] = deque()  # one for each thread that wants the lock for something else than a token
         self._group: BroadcastGroup | None = None  # that weights are broadcast in
+        self._buffers = OpenedBuffers()
+        self._manifest: Manifest = {}  # of the update that was begun last
+        # whose frozen weights are here, by the last update that was committed, that was begun, and that is to begin
+        self._frozen: str | None = None
+        self._frozen_coming: str | None = None
+        self._frozen_asked: str | None = None
         self._bytes: dict[Any, int] = {}  # of parameters while asleep
         heartbeat.enter(heartbeat.IDLE)
 
@@ -68,7 +85,7 @@ class EmbeddedEngine(Engine):
         config = self._policy.hf.config
         positions = getattr(config, "n_positions", None)  # learned ones; others have no end
         return EngineInfo(
-            "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, ("object_store", "broadcast")
+            "embedded", config.vocab_size, self.config.precision.compute_dtype, positions, get_args(Transport)
         )
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
@@ -152,12 +169,22 @@ class EmbeddedEngine(Engine):
         with self._before_the_next_token():
             self._hand_out(self._sampler.abort())
 
-    def begin(self, version: int, manifest: Manifest) -> None:
+    def has_frozen(self, source: str) -> bool:
+        """As `Engine`."""
+        with self._before_the_next_token():
+            self._frozen_asked = source
+            return self._frozen == source
+
+    def begin(self, version: int, manifest: Manifest, kept: Collection[str] = ()) -> None:
         """As `Engine`."""
         with self._before_the_next_token():
             if self._bytes:
                 raise StateError("the engine is asleep", field="update_weights", hint="call wake_up() first")
-            self._receiver.begin(version, manifest)
+            self._receiver.begin(version, manifest, kept)
+            self._manifest = manifest
+            self._frozen_coming, self._frozen_asked = self._frozen_asked, None
+            if not kept:
+                self._frozen = None
 
     def receive(self, bucket: Any) -> None:
         """As `Engine`."""
@@ -176,11 +203,12 @@ class EmbeddedEngine(Engine):
         except BroadcastError as error:
             raise _not_arrived(error) from error
 
-    def receive_broadcast(self, tensors: Sequence[TensorInfo]) -> None:
+    def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
         """As `Engine`."""
         import torch
 
-        from slimefsdp.weight_sync.broadcast import BroadcastError, packed_bytes, unpack
+        from slimefsdp.weight_sync.broadcast import BroadcastError
+        from slimefsdp.weight_sync.packed_bucket import packed_bytes
 
         if self._group is None:
             raise StateError("receive_broadcast() before join()", field="update_weights", hint="call join first")
@@ -190,12 +218,48 @@ class EmbeddedEngine(Engine):
             self._group.broadcast(flat)
         except BroadcastError as error:
             raise _not_arrived(error) from error
-        self._receiver.receive(unpack(flat, tensors))
+        self._take(flat, tensors, digest)
+
+    def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
+        """As `Engine`."""
+        from slimefsdp.weight_sync.packed_bucket import packed_bytes
+
+        try:
+            data = self._buffers.get(handle)
+        except OSError as error:
+            raise SyncError(
+                f"weights did not arrive: {error}",
+                field="rollout.weight_transport",
+                hint="ipc is for engines beside the trainer's first rank; set broadcast",
+            ) from error
+        self._take(data[: packed_bytes(tensors)], tensors, digest)
+        if self._is_on_cuda:  # rank 0 writes to it again when this has returned
+            import torch
+
+            torch.cuda.synchronize()
+
+    def receive_disk(self, path: str) -> None:
+        """As `Engine`."""
+        from actors.workers.weights_folder import checked_weights, read_weights
+
+        for named in read_weights(checked_weights(path), self._manifest):
+            self._receiver.receive([named])
+
+    def _take(self, data: Any, tensors: Sequence[TensorInfo], digest: str | None) -> None:
+        from actors.workers.weight_transport import altered
+        from slimefsdp.weight_sync.packed_bucket import check_digest, unpack
+
+        try:
+            check_digest(data, digest)
+        except ValueError:
+            raise altered(f"a bucket of {data.numel()} bytes") from None
+        self._receiver.receive(unpack(data, tensors))
 
     def commit(self, version: int) -> None:
         """As `Engine`."""
         with self._before_the_next_token():
             self._receiver.commit(version)
+            self._frozen = self._frozen_coming
             self._sampler.take_new_weights(version)
 
     def sleep(self) -> None:
@@ -203,6 +267,7 @@ class EmbeddedEngine(Engine):
         self.abort()
         with self._before_the_next_token():
             self._receiver.forget()
+            self._frozen = None
             for _, parameter in () if self._bytes else self._policy.named_weights():
                 storage = parameter.untyped_storage()
                 self._bytes[parameter] = storage.nbytes()
@@ -240,8 +305,10 @@ class EmbeddedEngine(Engine):
 
 
 def _not_arrived(error: Exception) -> SyncError:
-    return SyncError(
+    made = SyncError(
         f"weights did not arrive: {error}",
         field="update_weights",
         hint="send the update again; where the sender has ended, start it first",
     )
+    made.is_of_group = True
+    return made

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ from slimefsdp.errors import (
     WorkerHung,
 )
 from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.results import FailedReceiver, SyncReport
 from slimefsdp.sampling.params import SamplingParams
 
 _HOMES = {
@@ -267,7 +269,8 @@ class EnginePool:
             aborts: what is being sampled is aborted, and drawn anew from the new weights; else it goes on with them.
 
         Raises:
-            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s.
+            SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
+                weights, where there are any; it samples nothing until it has been sent them.
         """
         if self._beside is not None:
             self._beside.keep_parameters_only()
@@ -275,17 +278,28 @@ class EnginePool:
             return self._update(group, range(len(self._engines)))
         self._may_ask.clear()
         try:
-            self.abort()
+            with suppress(*LOST):  # the update finds out
+                self.abort()
             return self._update(group, range(len(self._engines)))
         finally:
             self._may_ask.set()
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
+        report = self._delivered(group, indices)
+        for one in report.failed:
+            raise one.error
+        return report.version
+
+    def _delivered(self, group: Any, indices: Sequence[int]) -> SyncReport:
+        """An update of these engines, which may be asleep; failed ones are named by their index."""
         return self._sent(group, indices) if self._beside is None else self._sent_to_sleepers(group, indices)
 
-    def _sent(self, group: Any, indices: Sequence[int]) -> int:
-        version: int = group.update_weights([self._engines[index] for index in indices]).version
-        return version
+    def _sent(self, group: Any, indices: Sequence[int]) -> SyncReport:
+        report: SyncReport = group.update_weights([self._engines[index] for index in indices], drop_failed=True)
+        failed = [FailedReceiver(indices[one.receiver], one.error) for one in report.failed]
+        for one in failed:
+            one.error.rank = one.receiver
+        return replace(report, failed=tuple(failed))
 
     # ------------------------------------------------------------------ turns with the trainer
 
@@ -362,22 +376,23 @@ class EnginePool:
                     field="update_weights", hint="restart it", rank=index,
                 ) from error  # fmt: skip
 
-    def _sent_to_sleepers(self, group: Any, indices: Sequence[int]) -> int:
-        """As `_sent`, on devices that change hands."""
+    def _sent_to_sleepers(self, group: Any, indices: Sequence[int]) -> SyncReport:
+        """As `_sent`, on devices that change hands; once all engines have the weights, they take the rest they need."""
         assert self._beside is not None
         while True:
             self._are_asleep = False
             try:
                 self._have_awake(indices, ("weights",))
                 with self._beside.sending():
-                    version = self._sent(group, indices)
+                    report = self._sent(group, indices)
                 self._beside.free_parameters()
             except SyncError:
                 if not self._are_asleep:
                     raise
             if not self._are_asleep:
-                self._have_awake(indices, ("kv_cache",))
-                return version
+                if not report.failed:
+                    self._have_awake(range(len(self._engines)), ("kv_cache",))
+                return report
             # ranks were lost, and all engines sleep since others were started
             indices = range(len(self._engines))
             self._beside.keep_parameters_only()
@@ -575,10 +590,17 @@ class EnginePool:
         """Has all samples end that are running or wait, as they are.
 
         Raises:
-            WorkerDied, WorkerHung: an engine ended or did not answer.
+            WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
         """
-        abort = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
-        self._wait(abort, "abort", self._config.cluster.call_timeout_s)
+        refs = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
+        lost: list[SlimeError] = []
+        for index, ref in enumerate(refs):
+            try:
+                self._wait([ref], "abort", self._config.cluster.call_timeout_s, first_rank=index)
+            except LOST as error:
+                lost.append(error)
+        if lost:
+            raise lost[0]
 
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""

@@ -23,8 +23,9 @@ _ROUNDING = 1e-5  # by which a log-prob may be above 0
 
 Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
-Transport = Literal["object_store", "broadcast"]
-"""How weights travel: as `receive` has them from Ray's object store, or in a group that trainer and engines form."""
+Transport = Literal["object_store", "broadcast", "disk", "ipc"]
+"""How weights travel: through Ray's object store, in a group that trainer and engines form, as a folder, or in memory
+that processes of a machine share; by `receive`, or the method of that name."""
 EngineTag = Literal["weights", "kv_cache"]
 ENGINE_TAGS: tuple[EngineTag, ...] = ("weights", "kv_cache")
 """What an engine holds of its device. One that has a cache for what it samples alone has nothing to take for it."""
@@ -138,8 +139,18 @@ class Engine(Watched):
         """Ends all samples that are running or wait, as they are: their `finish_reason` is "abort"."""
         raise NotImplementedError
 
+    def has_frozen(self, source: str) -> bool:
+        """Asked before `begin`: whether the frozen weights of `source` are here, from an update that was committed.
+
+        Where all engines have them, `begin` is told of those that are not sent. Engines that keep none say False.
+        """
+        return False
+
     def begin(self, version: int, manifest: Manifest) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`."""
+        """As `slimefsdp.weight_sync.receive.Receiver`.
+
+        Where `has_frozen` may be True it has a third argument, the names of `WeightReceiver.begin`'s `kept`.
+        """
         raise NotImplementedError
 
     def receive(self, bucket: Any) -> None:
@@ -159,8 +170,34 @@ class Engine(Watched):
         """
         raise NotImplementedError
 
-    def receive_broadcast(self, tensors: Sequence[TensorInfo]) -> None:
-        """As `receive`, of a bucket that rank 0 of the group broadcasts now: one tensor of bytes, one after another."""
+    def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
+        """As `receive`, of a bucket that rank 0 of the group broadcasts now: one tensor of bytes, one after another.
+
+        Args:
+            digest: of these bytes, as `slimefsdp.weight_sync.packed_bucket.digest_of`; None: they are not checked.
+
+        Raises:
+            SyncError: they were altered on the way. One with `is_of_group`: the group broke, for all that is known.
+        """
+        raise NotImplementedError
+
+    def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
+        """As `receive_broadcast`, of bytes that lie at the beginning of a buffer until this returns.
+
+        Args:
+            handle: of `slimefsdp.weight_sync.shared_buffer`; one of few, that come again.
+
+        Raises:
+            SyncError: the buffer is on another machine, or what came is not what was sent.
+        """
+        raise NotImplementedError
+
+    def receive_disk(self, path: str) -> None:
+        """As `receive`, of all weights that are sent: a folder of `slimefsdp.weight_sync.weights_folder`.
+
+        Raises:
+            SyncError: it is not there, not whole, or was altered.
+        """
         raise NotImplementedError
 
     def commit(self, version: int) -> None:

@@ -28,6 +28,7 @@ from actors.rollout.protocol import (
     Request,
     Sample,
     TensorInfo,
+    Transport,
 )
 from actors.rollout.served_samples import Drawn, length_with_stop
 from actors.rollout.server_client import Refusal, ServerClient
@@ -36,13 +37,14 @@ from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.models.hf_weight_names import is_no_weight, stored_parts
+from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
 from slimefsdp.sampling.params import FinishReason
 
 _MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
 _TICK_S = 1.0
 _HEALTH_S = 10.0
 _ABORT_AGAIN_S = 0.1
+GROUP = "the broadcast group"  # in what our end in a server says when that breaks (slimefsdp.weight_sync.broadcast)
 TIED_HEAD = "lm_head.weight"
 
 
@@ -135,6 +137,7 @@ class ServedEngine(Engine):
     ALIVE: ClassVar[str] = "/health"  # a route that a server answers at any time
     GENERATE: ClassVar[str]  # the route that samples
     GROUP: ClassVar[GroupKind] = "slimefsdp"
+    TRANSPORTS: ClassVar[tuple[Transport, ...]]
 
     # ------------------------------------------------------------------ what differs from server to server
 
@@ -174,8 +177,16 @@ class ServedEngine(Engine):
         """Ends what is sampled, and makes the server ready for weights; one that nobody has finished may be open."""
         raise NotImplementedError
 
-    def _take_bucket(self, tensors: Sequence[TensorInfo]) -> None:
-        """Has the server take what rank 0 broadcasts now."""
+    def _take_bucket(self, tensors: Sequence[TensorInfo], **how: Any) -> None:
+        """Has the server take what rank 0 broadcasts now.
+
+        Args:
+            how: `digest` of it; `buffer`, a handle of memory where it lies instead.
+        """
+        raise NotImplementedError
+
+    def _take_folder(self, path: str) -> None:
+        """Has the server load a folder of weights."""
         raise NotImplementedError
 
     def _close_update(self, version: int) -> str:
@@ -239,7 +250,7 @@ class ServedEngine(Engine):
         facts = self._known()
         heartbeat.enter(heartbeat.IDLE)
         return EngineInfo(
-            f"{self.NAME.lower()} {facts.version}", facts.vocab_size, facts.dtype, facts.max_model_len, ("broadcast",),
+            f"{self.NAME.lower()} {facts.version}", facts.vocab_size, facts.dtype, facts.max_model_len, self.TRANSPORTS,
             facts.workers, self.GROUP,
         )  # fmt: skip
 
@@ -416,20 +427,43 @@ class ServedEngine(Engine):
     def receive(self, bucket: Any) -> None:
         """Refuses: this engine takes weights by broadcast alone."""
         raise SyncError(
-            f"{self.NAME} takes weights by broadcast alone, not from the object store",
-            field="rollout.engine", hint="send them by broadcast, as EngineInfo.transports says",
+            f"{self.NAME} takes weights by {' or '.join(self.TRANSPORTS)}, not from the object store",
+            field="rollout.engine", hint="send them as EngineInfo.transports says",
         )  # fmt: skip
 
-    def receive_broadcast(self, tensors: Sequence[TensorInfo]) -> None:
+    def receive_broadcast(self, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
         """As `Engine`.
 
         Raises:
             StateError: no update was begun. SyncError: a tensor that was not announced, or what went wrong on the way.
         """
+        self._receive(tensors, "receive_broadcast", digest=digest)
+
+    def receive_ipc(self, handle: Any, tensors: Sequence[TensorInfo], digest: str | None = None) -> None:
+        """As `Engine`, and `receive_broadcast`."""
+        self._receive(tensors, "receive_ipc", digest=digest, buffer=handle)
+
+    def receive_disk(self, path: str) -> None:
+        """As `Engine`, and `receive_broadcast`."""
+        from actors.workers.weights_folder import checked_weights
+
+        self._require_begun("receive_disk")
+        with self._updating, self._or_fail():
+            there = checked_weights(path).tensors
+            kind = self._folder.model_type
+            self._take_folder(path)
+            self._missing = {
+                name
+                for name in self._missing
+                if not all(part.name in there for part in hub_parts(kind, name, self._manifest[name]))
+            }
+
+    def _require_begun(self, name: str) -> None:
         if self._incoming is None:
-            raise StateError(
-                "receive_broadcast() before begin()", field="update_weights", hint="call begin(version, manifest)"
-            )
+            raise StateError(f"{name}() before begin()", field="update_weights", hint="call begin(version, manifest)")
+
+    def _receive(self, tensors: Sequence[TensorInfo], name: str, **how: Any) -> None:
+        self._require_begun(name)
         tensors = [TensorInfo(*tensor) for tensor in tensors]  # plain tuples will do
         with self._updating, self._or_fail():
             for name, _, shape in tensors:
@@ -438,7 +472,7 @@ class ServedEngine(Engine):
                         f"tensor {name!r} came as {tuple(shape)}, announced was {self._manifest.get(name)}",
                         field="update_weights", hint="send the tensors of the manifest",
                     )  # fmt: skip
-            self._take_bucket(tensors)
+            self._take_bucket(tensors, **how)
             self._missing -= {tensor.name for tensor in tensors}
             heartbeat.tick()
 
@@ -488,6 +522,10 @@ class ServedEngine(Engine):
                 self._end_waiting()
             raise
 
+    def _is_of_group(self, route: str, refusal: Refusal) -> bool:
+        """Whether a server refused because the broadcast group broke, or did not form: for all it knows, by others."""
+        return GROUP in str(refusal)
+
     @property
     def _sync_timeout_s(self) -> float:
         return self.config.cluster.sync_timeout_s
@@ -510,10 +548,12 @@ class ServedEngine(Engine):
         except Refusal as refusal:
             if refusal.status >= 500 and self._child is not None and self._child.ends_within(0.5):
                 raise self._client.lost(str(refusal)) from refusal
-            raise SyncError(
+            error = SyncError(
                 f"weights did not arrive at engine {self.index}: {refusal}",
                 field="update_weights", hint="send the whole update again",
-            ) from refusal  # fmt: skip
+            )  # fmt: skip
+            error.is_of_group = self._is_of_group(route, refusal)
+            raise error from refusal
         except WorkerHung as error:
             raise SyncError(
                 f"weights did not arrive: engine {self.index} has not answered {route} within {limit_s:g} s",

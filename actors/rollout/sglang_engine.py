@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo
+from actors.rollout.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo, Transport
 from actors.rollout.served_engine import ServedEngine
 from actors.rollout.served_samples import Drawn
 from actors.rollout.server_client import Refusal
@@ -28,6 +28,7 @@ class SglangEngine(ServedEngine):
     ALIVE: ClassVar[str] = "/model_info"  # /health samples a token, which waits while weights come
     GENERATE: ClassVar[str] = "/generate"
     GROUP: ClassVar[GroupKind] = "torch"
+    TRANSPORTS: ClassVar[tuple[Transport, ...]] = ("broadcast", "disk")
     _group_name: str | None = None  # of the group that the server's workers are in
 
     def _start_server(self) -> tuple[ChildServer, str]:
@@ -81,6 +82,8 @@ class SglangEngine(ServedEngine):
 
     def _open_update(self) -> None:
         self._update("/pause_generation", {"mode": "abort"})
+        if self._comes_by_disk:  # which is a whole update to SGLang
+            return
         try:
             self._client.post("/begin_weight_update", {"selector": "target"}, timeout_s=self._sync_timeout_s)
         except Refusal:  # one that nobody has finished is open
@@ -88,7 +91,21 @@ class SglangEngine(ServedEngine):
                 self._client.post("/end_weight_update", {}, timeout_s=self._sync_timeout_s)
             self._update("/begin_weight_update", {"selector": "target"})
 
-    def _take_bucket(self, tensors: Sequence[TensorInfo]) -> None:
+    def _take_folder(self, path: str) -> None:
+        body = {
+            "model_path": path,
+            "load_format": "auto",  # else the server's own: dummy
+            "flush_cache": False,  # once, at the end
+            "abort_all_requests": False,
+        }
+        self._update("/update_weights_from_disk", body)
+
+    @property
+    def _comes_by_disk(self) -> bool:
+        return self.config.rollout.transport == "disk"
+
+    def _take_bucket(self, tensors: Sequence[TensorInfo], **how: Any) -> None:
+        assert not any(how.values()), "the settings refuse checksums, and its transports ipc"
         # a parameter of all experts holds what SGLang takes for each, one after another; it skips a head that is tied
         kind = self._folder.model_type
         named = [(part.name, one.dtype, part.shape) for one in tensors for part in hub_parts(kind, one.name, one.shape)]
@@ -105,7 +122,8 @@ class SglangEngine(ServedEngine):
         self._update("/update_weights_from_distributed", body)
 
     def _close_update(self, version: int) -> str:
-        self._update("/end_weight_update", {})
+        if not self._comes_by_disk:
+            self._update("/end_weight_update", {})
         self._synced("/flush_cache", lambda limit_s: self._client.tell("/flush_cache", timeout_s=limit_s), None)
         self._update("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._update("/continue_generation", {"torch_empty_cache": False})
@@ -115,6 +133,10 @@ class SglangEngine(ServedEngine):
         # what waits at a paused server cannot be aborted there; what it draws now is thrown away
         self._client.post("/continue_generation", {"torch_empty_cache": False}, timeout_s=_CONTROL_S)
         self._client.post("/abort_request", {"abort_all": True}, timeout_s=_CONTROL_S)
+
+    def _is_of_group(self, route: str, refusal: Refusal) -> bool:
+        # torch's words in a server, which are many, do not tell whose fault it was
+        return route in ("/init_weights_update_group", "/update_weights_from_distributed")
 
     # ------------------------------------------------------------------ its life
 

@@ -28,39 +28,59 @@ class RestartingEngines(EnginePool):
         self._version: int | None = None  # of the engines' weights
         self._restarts = Restarts(config.cluster.max_restarts, "engines")
         self._lock = threading.RLock()  # of replacing: one thread may update while another samples
+        self._updating = threading.RLock()
+        self._updates = 0  # counted when they begin and when they have ended
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
         """As of `EnginePool`."""
         self._group = group
-        self._version = super().update_from(group, aborts=aborts)
+        with self._updating:
+            self._updates += 1
+            self._version = super().update_from(group, aborts=aborts)
+            self._updates += 1
         return self._version
 
     def _drawn(
         self, requests: Sequence[Request], each: Callable[[Sampled], None] | None, may_mix: bool
     ) -> tuple[int, list[Sampled]]:
         while True:
-            version = self._version
+            updates = self._updates
             try:
                 drawn = super()._drawn(requests, each, may_mix)
             except StateError:
-                if self._version == version:
-                    raise
+                with self._updating:  # an engine that failed in one has no weights until it ends
+                    if self._updates == updates:
+                        raise
                 continue  # other weights came meanwhile
             self._restarts.progress()
             return drawn
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
+        """As of `EnginePool`; engines that failed are replaced, and sent the weights by themselves."""
+        version = None
         while True:
             engines = self.receivers
             try:
-                return super()._update(group, indices)
-            except SyncError as error:
+                report = self._delivered(group, indices)
+            except SyncError as error:  # of all of them
                 with self._lock:
                     lost = self.dead()
                     if lost:
                         self._replace(lost, error)
+                        indices = sorted({*indices, *lost})
                     elif self.receivers == engines:  # else one was replaced while it was sent to
                         raise
+                continue
+            if version not in (None, report.version):  # the others are of an earlier one
+                version, indices = None, range(len(engines))
+                continue
+            version, indices = report.version, [one.receiver for one in report.failed]
+            if not indices:
+                return version
+            with self._lock:
+                for one in report.failed:
+                    if self._engines[one.receiver] is engines[one.receiver]:
+                        self._replace([one.receiver], one.error)
 
     def _after_loss(self, index: int, engine: Any, error: SlimeError) -> None:
         if self._group is None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.protocol import EngineTag, Request, TensorInfo
+from actors.rollout.protocol import EngineTag, Request, TensorInfo, Transport
 from actors.rollout.served_engine import TIED_HEAD, ServedEngine
 from actors.rollout.served_samples import Drawn
 from actors.rollout.server_client import Refusal
@@ -24,6 +24,7 @@ class VllmEngine(ServedEngine):
 
     NAME: ClassVar[str] = "vLLM"
     GENERATE: ClassVar[str] = "/inference/v1/generate"
+    TRANSPORTS: ClassVar[tuple[Transport, ...]] = ("broadcast", "disk", "ipc")
 
     def _start_server(self) -> tuple[ChildServer, str]:
         return start_server(self.config, self._folder, self.index)
@@ -71,13 +72,18 @@ class VllmEngine(ServedEngine):
                 self._client.post("/finish_weight_update", timeout_s=self._sync_timeout_s)
             self._update("/start_weight_update")
 
-    def _take_bucket(self, tensors: Sequence[TensorInfo]) -> None:
+    def _take_bucket(self, tensors: Sequence[TensorInfo], **how: Any) -> None:
         info = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "parts": [self._parts(tensor) for tensor in tensors],
+            **how,
         }
+        self._update("/update_weights", {"update_info": info})
+
+    def _take_folder(self, path: str) -> None:
+        info = {"names": [], "dtypes": [], "shapes": [], "parts": [], "folder": path}
         self._update("/update_weights", {"update_info": info})
 
     def _parts(self, tensor: TensorInfo) -> list[tuple[str, int | None, int, int]]:

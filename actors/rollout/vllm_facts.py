@@ -12,7 +12,7 @@ from slimefsdp.errors import EngineError
 from slimefsdp.models.hf_folder import ModelFolder
 
 SUPPORTED = "0.32"
-PROTOCOL = 1  # as in slimefsdp.weight_sync.vllm_plugin
+PROTOCOL = 2  # as in slimefsdp.weight_sync.vllm_plugin
 
 
 def check_server(client: ServerClient, config: RunConfig, folder: ModelFolder) -> ServerFacts:

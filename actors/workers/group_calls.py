@@ -266,22 +266,24 @@ class GroupCalls:
 
     # ------------------------------------------------------------------ weights and state
 
-    def update_weights(self, receivers: Sequence[Any]) -> SyncReport:
+    def update_weights(self, receivers: Sequence[Any], *, drop_failed: bool = False) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines.
 
         Args:
             receivers: Ray actors with `begin`, `receive` and `commit` as of `slimefsdp.weight_sync.receive.Receiver`.
+            drop_failed: the update goes on without receivers that fail, which the report names; else it ends with the
+                first failure.
 
         Raises:
-            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; it must not be sampled
-                from until the next update.
+            SyncError: a receiver refused, died, or did not answer within cluster.sync_timeout_s; under `drop_failed`,
+                all of them. None that had begun must be sampled from until the next update.
         """
-        return self.update_weights_async(receivers).result()
+        return self.update_weights_async(receivers, drop_failed=drop_failed).result()
 
-    def update_weights_async(self, receivers: Sequence[Any]) -> Future[SyncReport]:
+    def update_weights_async(self, receivers: Sequence[Any], *, drop_failed: bool = False) -> Future[SyncReport]:
         """As `update_weights`, returning a future."""
         require_receivers(receivers)
-        return self._start(Request("update_weights", (list(receivers),)))
+        return self._start(Request("update_weights", (list(receivers), drop_failed)))
 
     def update_ref(self) -> None:
         """Makes the reference model equal to the actor, beside it or in a group of its own.

@@ -27,7 +27,7 @@ class TrainWorker(Watched):
         self.rank = rank
         self.world_size = world_size
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
-        self._broadcast: Any = None  # the sender that engines have formed a group with
+        self._last_update: Any = None  # with its group or its buffers, for the next one
         self._listener: socket.socket | None = None  # of rank 0, until its process group has it
 
     def free_address(self) -> tuple[str, int]:
@@ -109,29 +109,39 @@ class TrainWorker(Watched):
             raise self._failed(error, request.name, trainer.config, role) from None
         return result if request.of_all_ranks or self.rank == 0 else None
 
-    def update_weights(self, receivers: list[Any], timeout_s: float, role: str = "actor") -> Any:
+    def update_weights(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str = "actor") -> Any:
         """The Trainer's `update_weights`, by the transport of the settings where receivers are engines."""
-        targets = [self._sender(receivers, timeout_s, role)] if self.rank == 0 and receivers else []
+        targets = [self._weight_update(receivers, drop_failed, timeout_s, role)] if self.rank == 0 and receivers else []
         return self.call(Request("update_weights", (targets,)), role)
 
-    def _sender(self, receivers: list[Any], timeout_s: float, role: str) -> Any:
-        from actors.workers.weight_transport import BroadcastReceiver, ObjectStoreReceiver
+    def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
+        from actors.workers.weight_transport import ObjectStoreUpdate
 
         trainer = self.trainers[role]
-        is_of_engines = all(hasattr(receiver, "join") for receiver in receivers)
-        if not is_of_engines or trainer.config.rollout.transport == "object_store":
-            return ObjectStoreReceiver(receivers, timeout_s)
-        if self._broadcast is None or not self._broadcast.serves(receivers):
-            if self._broadcast is not None:
-                self._broadcast.close()
-            self._broadcast = BroadcastReceiver(
-                receivers,
-                timeout_s,
-                address=ray.util.get_node_ip_address(),
-                device=trainer.mesh.device,
-                is_shared=trainer.config.rollout.placement == "colocated",
+        settings = trainer.config.rollout
+        how = {"drops": drop_failed, "checksums": settings.weight_checksums}
+        are_engines = all(hasattr(receiver, "join") for receiver in receivers)
+        if not are_engines or settings.transport == "object_store":
+            return ObjectStoreUpdate(receivers, timeout_s, **how)
+        if settings.transport == "disk":
+            from actors.workers.disk_update import WEIGHTS, DiskUpdate
+            from slimefsdp.training.build import compute_dtype
+
+            folder, dtype = trainer.config.run.dir / WEIGHTS, compute_dtype(trainer.config)
+            return DiskUpdate(receivers, timeout_s, folder=folder, source=trainer.folder, dtype=dtype, **how)
+        device, before = trainer.mesh.device, self._last_update
+        if settings.transport == "ipc":
+            from actors.workers.ipc_update import IpcUpdate
+
+            self._last_update = IpcUpdate(receivers, timeout_s, device=device, before=before, **how)
+        else:
+            from actors.workers.broadcast_update import BroadcastUpdate
+
+            address, is_shared = ray.util.get_node_ip_address(), settings.placement == "colocated"
+            self._last_update = BroadcastUpdate(
+                receivers, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **how
             )
-        return self._broadcast
+        return self._last_update
 
     def begin(self, version: int, manifest: dict[str, tuple[int, ...]]) -> None:
         """As `slimefsdp.weight_sync.receive.Receiver`; for a reference group."""

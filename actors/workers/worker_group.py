@@ -265,14 +265,16 @@ class WorkerGroup(GroupCalls):
             return self._begin_update(request, *request.args)
         if request.name == "update_ref" and self.reference_group is not None:
             request = replace(request, name="update_weights")
-            future = self._begin_update(request, self.reference_group.receivers)
+            future = self._begin_update(request, self.reference_group.receivers, False)
             self.reference_group._coming_weights = future
             return future
         return self._begin(request, lambda worker: worker.call.remote(request, self.role))
 
-    def _begin_update(self, request: Request, receivers: Sequence[Any]) -> CallFuture:
+    def _begin_update(self, request: Request, receivers: Sequence[Any], drop_failed: bool) -> CallFuture:
         timeout_s = self.config.cluster.sync_timeout_s
-        return self._begin(request, lambda worker: worker.update_weights.remote(receivers, timeout_s, self.role))
+        return self._begin(
+            request, lambda worker: worker.update_weights.remote(receivers, drop_failed, timeout_s, self.role)
+        )
 
     def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
         workers = self._workers  # another thread may end the group meanwhile

@@ -15,6 +15,7 @@ import torch
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.atomic_dir import new_folder
+from slimefsdp.io.checksummed_files import Checksum
 from slimefsdp.io.safetensors_file import TensorFileWriter, TensorSpec
 from slimefsdp.models.hf_folder import INDEX_FILE, SINGLE_FILE, ModelFolder
 from slimefsdp.models.hf_weight_names import hub_parts
@@ -35,6 +36,7 @@ def write_model_folder(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 2**30,
+    checksum_file: str | None = None,
 ) -> None:
     """A Hugging Face folder at `path` from a stream of full tensors; config and tokenizer files come from `source`.
 
@@ -49,6 +51,7 @@ def write_model_folder(
         dtype: a name in `EXPORT_DTYPES`, for the floating-point tensors; None keeps each tensor's own. config.json
             states what was written.
         max_shard_bytes: a file ends before it would exceed this; a tensor that alone exceeds it has its own.
+        checksum_file: name of one in which the sha256 and size of each file of weights stand, as JSON; None: of none.
 
     Raises:
         CheckpointError: `path` is taken, `dtype` is unknown or too narrow for a value, a name comes twice, the stream
@@ -70,7 +73,10 @@ def write_model_folder(
             total_bytes = sum(spec.nbytes for spec in written)
             index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             _write_json(folder / INDEX_FILE, index)
-        _write_weights(folder, files, _in_hub_names(tensors, source.model_type))
+        checksums = _write_weights(folder, files, _in_hub_names(tensors, source.model_type))
+        if checksum_file is not None:
+            held_in = {name: {"sha256": one.sha256, "bytes": one.bytes} for name, one in checksums.items()}
+            _write_json(folder / checksum_file, held_in)
 
 
 def _planned_files(
@@ -107,7 +113,11 @@ def _in_hub_names(tensors: Iterable[tuple[str, torch.Tensor]], model_type: str) 
         del tensor  # before the next one is made
 
 
-def _write_weights(folder: Path, files: dict[str, list[TensorSpec]], parts: Iterator[tuple[str, torch.Tensor]]) -> None:
+def _write_weights(
+    folder: Path, files: dict[str, list[TensorSpec]], parts: Iterator[tuple[str, torch.Tensor]]
+) -> dict[str, Checksum]:
+    """Of each file."""
+    checksums = {}
     for file_name, held in files.items():
         with TensorFileWriter(folder / file_name, held, metadata={"format": "pt"}) as writer:
             for spec in held:
@@ -118,8 +128,10 @@ def _write_weights(folder: Path, files: dict[str, list[TensorSpec]], parts: Iter
                     )
                 writer.write(name, _in_dtype(name, tensor, spec.dtype))
                 del tensor
+            checksums[file_name] = writer.close()
     if (more := next(parts, None)) is not None:
         raise _unannounced(f"{more[0]} came and was not announced")
+    return checksums
 
 
 def _unannounced(problem: str) -> CheckpointError:

@@ -97,10 +97,14 @@ class RolloutSettings(Settings):
         description="largest mean difference of sampled tokens' log-probs between an engine that is not embedded and "
         "the trainer, looked at after the first weights; beyond, the run ends; null: 0.001 under float32, else 0.05",
     )
-    weight_transport: Literal["auto", "object_store", "broadcast"] = Field(
+    weight_transport: Literal["auto", "object_store", "broadcast", "disk", "ipc"] = Field(
         "auto",
-        description="how weights reach the engines: through Ray's object store, or broadcast in a group of trainer and "
-        "engines (gloo on CPU, NCCL on CUDA); auto: broadcast to engines that are servers, else the object store",
+        description="how weights reach the engines: through Ray's object store; broadcast in a group of trainer and "
+        "engines (gloo on CPU, NCCL on CUDA); as a folder below run.dir; or in memory shared with engines on the "
+        "machine, or the GPU, of the first rank (ipc); auto: broadcast to engines that are servers, else the store",
+    )
+    weight_checksums: bool = Field(
+        False, description="engines compare every bucket of weights with a checksum that comes with it (not sglang)"
     )
     sync_interval_steps: PositiveInt = Field(
         1, description="the engines take the policy's weights after every so many steps, and before an evaluation"
@@ -158,7 +162,7 @@ class RolloutSettings(Settings):
     )
 
     @property
-    def transport(self) -> Literal["object_store", "broadcast"]:
+    def transport(self) -> Literal["object_store", "broadcast", "disk", "ipc"]:
         """What `weight_transport` stands for."""
         if self.weight_transport == "auto":
             return "broadcast" if self.engine in SERVED_ENGINES else "object_store"
@@ -187,6 +191,19 @@ class RolloutSettings(Settings):
             raise ValueError(
                 "rollout.engine_args are for servers that the run starts, and rollout.engine_urls names such as are "
                 "there already; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_sglang_weights(self) -> RolloutSettings:
+        if self.engine == "sglang" and self.weight_checksums:
+            raise ValueError(
+                "rollout.weight_checksums does nothing with rollout.engine=sglang, which compares none; remove it"
+            )
+        if self.engine == "sglang" and self.transport not in ("broadcast", "disk"):
+            raise ValueError(
+                f"rollout.engine=sglang takes no weights by rollout.weight_transport={self.weight_transport}; set it "
+                "to broadcast or disk"
             )
         return self
 

@@ -132,6 +132,14 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_disk_transport_has_a_folder(self) -> RunConfig:
+        if self.rollout.transport == "disk" and self.run.dir is None:
+            raise ValueError(
+                "rollout.weight_transport=disk writes below run.dir, which is not set; set it, or use broadcast"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_sync_interval(self) -> RunConfig:
         syncs, saves = self.rollout.sync_interval_steps, self.checkpoint.interval_steps
         if saves is not None and saves % syncs:

@@ -96,7 +96,7 @@ class TensorFileWriter:
         # a view's sign is in no byte of its memory
         for piece in _pieces(tensor.detach().resolve_conj().resolve_neg(), _CHUNK_BYTES // tensor.dtype.itemsize):
             on_host = piece.cpu().contiguous()  # named, so that it outlives the view of its memory
-            self._append(_memory(on_host))
+            self._append(memory_of(on_host))
         self._left.pop()
         heartbeat.tick()
 
@@ -165,13 +165,13 @@ def read_rows(
     offset = entry.offset + start * math.prod(row_shape) * dtype.itemsize
     target = target.detach()
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
-        _read_exactly(stream, entry, offset, _memory(target))
+        _read_exactly(stream, entry, offset, memory_of(target))
         heartbeat.tick()
         return
     buffer = torch.empty(min(buffer_bytes // dtype.itemsize, target.numel()), dtype=dtype)
     for piece in _pieces(target, max(1, buffer_bytes // dtype.itemsize)):
         raw = buffer[: piece.numel()]
-        _read_exactly(stream, entry, offset, _memory(raw))
+        _read_exactly(stream, entry, offset, memory_of(raw))
         piece.copy_(raw.view(piece.shape))
         offset += raw.nbytes
         heartbeat.tick()
@@ -211,7 +211,7 @@ def _pieces(tensor: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
             yield from _pieces(part, max_elements)
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, not copied; valid while the tensor lives."""
     # not through numpy, which pins a storage to its size: the tensor could not be freed by sleep any more
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

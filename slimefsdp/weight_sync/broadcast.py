@@ -1,4 +1,4 @@
-"""A group in which rank 0 broadcasts weights to engines, and the form of a bucket in it: one tensor of bytes.
+"""A group in which rank 0 broadcasts weights to engines.
 
 Trainer ranks, embedded engines and the workers of a rollout server with an environment of its own import this file, so
 it needs torch alone. The group is no global process group: a process may be in others, and join this one again.
@@ -6,26 +6,36 @@ it needs torch alone. The group is no global process group: a process may be in 
 
 from __future__ import annotations
 
-import math
 import socket
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-ALIGNMENT = 16  # bytes: a view of bytes as another dtype must begin at a multiple of its size
-_POLL_S = 0.0005
-_AFTER_S = 60.0  # NCCL ends the whole process when its own time is over: it must never be first
+from slimefsdp.weight_sync.packed_bucket import Layout, layout_of, pack
 
-Layout = Sequence[tuple[str, str, Sequence[int]]]
-"""Name, dtype such as "float32", and shape of each tensor of a bucket; both sides know it."""
+_POLL_S = 0.0005
+_LOOK_S = 0.05  # for others to come
+_ASK_S = 1.0  # whether rank 0 is there
+_LEFT = "rank 0 has left"  # a key of the store
+# broadcasts that nobody waits for any more, with their groups and tensors: gloo does not end them before their time,
+# and a group that goes would wait for its own
+_unended: list[tuple[Any, Any, torch.Tensor]] = []
+GROUP = "the broadcast group"  # said in every BroadcastError, so that one can be known by its text
+_AFTER_S = 60.0  # NCCL ends the whole process when its own time is over: it must never be first
 
 
 class BroadcastError(RuntimeError):
-    """A member of the group ended, or did not come in time."""
+    """A member of the group ended, or did not come in time: `missing` are the ranks that are known not to have come."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
 
 
 class BroadcastGroup:
@@ -37,6 +47,7 @@ class BroadcastGroup:
         backend: gloo or nccl; tensors are on the host, or on the current CUDA device.
         timeout_s: for the constructor, and for each broadcast.
         listener: bound to the port, on rank 0, and taken over; a port that was only found free may be gone by now.
+        is_given_up: on rank 0; once it is set, nobody waits for others any more.
 
     Raises:
         BroadcastError: the others did not come. ValueError: there is no such backend.
@@ -52,6 +63,7 @@ class BroadcastGroup:
         timeout_s: float,
         *,
         listener: socket.socket | None = None,
+        is_given_up: threading.Event | None = None,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend={backend!r} is neither gloo nor nccl")
@@ -59,6 +71,9 @@ class BroadcastGroup:
         self._name = f"rank {rank} of {world_size} at {address}:{port}"
         self._port = port
         self._group: Any = None
+        self._is_first = rank == 0
+        self._is_given_up = is_given_up or threading.Event()
+        _unended[:] = [one for one in _unended if not one[1].is_completed()]
         timeout = timedelta(seconds=timeout_s)
         try:
             self._store = dist.TCPStore(
@@ -71,7 +86,8 @@ class BroadcastGroup:
         except RuntimeError as error:  # what torch raises of its store and of gloo descends from it
             self.close()
             raise BroadcastError(
-                f"{self._name}: the group did not come together within {timeout_s:g} s: {_first_line(error)}"
+                f"{self._name}: {GROUP} did not come together within {timeout_s:g} s: {_first_line(error)}",
+                getattr(error, "missing", ()),
             ) from error
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,40 +97,79 @@ class BroadcastGroup:
             BroadcastError: a member ended or was late; the group is of no use any more.
         """
         if self._group is None:
-            raise BroadcastError(f"{self._name}: the group is closed")
+            raise BroadcastError(f"{self._name}: {GROUP} is closed")
         try:
             work = self._group.broadcast(tensor, 0)
-            if isinstance(self._group, dist.ProcessGroupGloo):
-                work.wait()
-            else:  # waiting for NCCL has no end; asking it has
-                deadline = time.monotonic() + self._timeout_s
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        self._group.abort()
-                        raise BroadcastError(f"{self._name}: a broadcast took more than {self._timeout_s:g} s")
-                    time.sleep(_POLL_S)
-                work.wait()
+            self._await(work, tensor)
         except BroadcastError:
             raise
         except RuntimeError as error:
-            raise BroadcastError(f"{self._name}: a broadcast failed: {_first_line(error)}") from error
+            raise BroadcastError(f"{self._name}: {GROUP} broke: {_first_line(error)}") from error
         return tensor
+
+    def _await(self, work: Any, tensor: torch.Tensor) -> None:
+        """Waits for a broadcast in time, and no longer when this side or rank 0 has left; neither backend would tell.
+
+        Raises:
+            BroadcastError, RuntimeError: it did not end, or not well.
+        """
+        group, began = self._group, time.monotonic()
+        asked, why = began, None
+        while why is None and not work.is_completed():
+            now = time.monotonic()
+            if now - began > self._timeout_s:
+                why = f"a broadcast took more than {self._timeout_s:g} s"
+            elif self._is_given_up.is_set():
+                why = "this side has left"
+            elif now - asked > _ASK_S:
+                asked, why = now, None if self._is_first_there() else "rank 0 has left"
+            time.sleep(_POLL_S)
+        if why is None:
+            work.wait()
+            return
+        if isinstance(group, dist.ProcessGroupGloo):
+            _unended.append((group, work, tensor))
+        else:
+            group.abort()
+        raise BroadcastError(f"{self._name}: {GROUP} broke: {why}")
+
+    def _is_first_there(self) -> bool:
+        """Whether rank 0, who keeps the store, has not left."""
+        try:
+            return not self._store.check([_LEFT])
+        except (RuntimeError, AttributeError):  # it is gone there, or here
+            return False
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
         """The form of a bucket in this group, and what is in it, in that order."""
         held = list(tensors)
-        return _layout(held), pack(tensor for _, tensor in held)
+        return layout_of(held), pack(tensor for _, tensor in held)
 
     def close(self) -> None:
-        """Leaves the group and gives its sockets back; idempotent. The others notice at their next broadcast."""
+        """Leaves the group and gives its sockets back; idempotent. The others notice at their next broadcast.
+
+        A broadcast that another thread waits for ends with an error, and those of the others, where this is rank 0.
+        """
+        self._is_given_up.set()
+        with suppress(RuntimeError, AttributeError):  # it is closed already, or never was
+            if self._is_first:
+                self._store.set(_LEFT, "")
         if self._group is not None and hasattr(self._group, "shutdown"):
             self._group.shutdown()
         self._group = None
         self.__dict__.pop("_store", None)
 
     def _meet(self, rank: int, world_size: int) -> None:
-        self._store.set(f"here/{rank}", "")
-        self._store.wait([f"here/{other}" for other in range(world_size)])
+        keys = [f"here/{other}" for other in range(world_size)]
+        self._store.set(keys[rank], "")
+        if rank > 0:
+            self._store.wait(keys)
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(keys):
+            if time.monotonic() > deadline or self._is_given_up.wait(_LOOK_S):
+                missing = [other for other, key in enumerate(keys) if not self._store.check([key])]
+                raise BroadcastError(f"ranks {missing} have not come", missing)
 
     def _store_of_group(self, backend: str) -> dist.Store:
         return dist.PrefixStore("weights", self._store)
@@ -142,7 +197,7 @@ class TorchBroadcastGroup(BroadcastGroup):
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
         """As `BroadcastGroup`: bytes without gaps. Larger elements come first, so each begins where its dtype may."""
         held = sorted(tensors, key=lambda named: -named[1].element_size())
-        return _layout(held), pack((tensor for _, tensor in held), alignment=1)
+        return layout_of(held), pack((tensor for _, tensor in held), alignment=1)
 
     def _meet(self, rank: int, world_size: int) -> None:
         pass
@@ -156,65 +211,6 @@ class TorchBroadcastGroup(BroadcastGroup):
 def torch_group_name(port: int) -> str:
     """What both ends call the group that meets at a port."""
     return f"slimefsdp_{port}"
-
-
-def pack(tensors: Iterable[torch.Tensor], *, alignment: int = ALIGNMENT) -> torch.Tensor:
-    """The bytes of tensors of one device, [bytes] uint8, each beginning at a multiple of `alignment`."""
-    held = list(tensors)
-    starts, size = _places([tensor.numel() * tensor.element_size() for tensor in held], alignment)
-    flat = torch.zeros(size, dtype=torch.uint8, device=held[0].device if held else "cpu")
-    for tensor, start in zip(held, starts, strict=True):
-        _part(flat, start, tensor.dtype, tensor.shape).copy_(tensor)
-    return flat
-
-
-def packed_bytes(layout: Layout) -> int:
-    """How long `pack` makes such tensors."""
-    return _places([_size(dtype, shape) for _, dtype, shape in layout])[1]
-
-
-def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:
-    """The inverse of `pack`: views of the same memory, by name."""
-    starts, size = _places([_size(dtype, shape) for _, dtype, shape in layout])
-    if size != flat.numel():
-        raise ValueError(f"a bucket of {flat.numel()} bytes was to have {size}")
-    return [
-        (name, _part(flat, start, dtype_named(dtype), shape))
-        for (name, dtype, shape), start in zip(layout, starts, strict=True)
-    ]
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that prints as torch.<name>.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
-    return found
-
-
-def _part(flat: torch.Tensor, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    return flat[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
-
-
-def _size(dtype: str, shape: Sequence[int]) -> int:
-    return math.prod(shape) * dtype_named(dtype).itemsize
-
-
-def _layout(tensors: Sequence[tuple[str, torch.Tensor]]) -> Layout:
-    return [(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors]
-
-
-def _places(sizes: Sequence[int], alignment: int = ALIGNMENT) -> tuple[list[int], int]:
-    """Where each begins, and where the last one ends, with its padding."""
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // alignment) * alignment
-    return starts, end
 
 
 def _way_to(address: str, port: int) -> str:

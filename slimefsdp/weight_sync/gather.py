@@ -23,6 +23,7 @@ def full_weights(
     *,
     dtype: torch.dtype,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    copies: bool = True,
 ) -> Iterator[Bucket]:
     """Buckets of (name, full tensor on the mesh's device); collective, every rank must take every bucket.
 
@@ -31,33 +32,39 @@ def full_weights(
             host where FSDP keeps them there.
         dtype: of the tensors handed out; shards are cast before they travel.
         bucket_bytes: a bucket is at most this large, or one tensor.
+        copies: what is handed out is nobody else's; else it may be a parameter's own memory, to be read alone.
     """
     bucket: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:
         nbytes = parameter.numel() * dtype.itemsize
         if bucket and size + nbytes > bucket_bytes:
-            yield _gather(bucket, group, dtype)
+            yield _gather(bucket, group, dtype, copies)
             heartbeat.tick()
             bucket, size = [], 0
         bucket.append((name, parameter))
         size += nbytes
     if bucket:
-        yield _gather(bucket, group, dtype)
+        yield _gather(bucket, group, dtype, copies)
 
 
 @torch.no_grad()
-def _gather(bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype) -> Bucket:
+def _gather(
+    bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype, copies: bool
+) -> Bucket:
     world_size = dist.get_world_size(group)
+    first = bucket[0][1]
+    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+    if world_size == 1:
+        return [(name, local_shard(one).detach().to(device, dtype, copy=copies)) for name, one in bucket]
     # the last ranks may hold fewer rows, or none
     rows_per_rank = [-(-parameter.shape[0] // world_size) for _, parameter in bucket]
     sizes = [rows * p.shape[1:].numel() for (_, p), rows in zip(bucket, rows_per_rank, strict=True)]
-    first = bucket[0][1]
-    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
-    mine = torch.zeros(sum(sizes), dtype=dtype, device=device)
+    mine = torch.empty(sum(sizes), dtype=dtype, device=device)
     for (_, parameter), place in zip(bucket, mine.split(sizes), strict=True):
         local = local_shard(parameter)
         place[: local.numel()].copy_(local.reshape(-1))
+        place[local.numel() :].zero_()
     everyone = mine.new_empty(world_size, mine.numel())
     dist.all_gather_into_tensor(everyone.view(-1), mine, group=group)
     full: Bucket = []

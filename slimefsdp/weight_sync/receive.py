@@ -6,7 +6,7 @@ Until the commit the model is between two versions and must not be used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -39,8 +39,11 @@ class WeightReceiver:
         self._incoming: int | None = None
         self.version: int | None = None  # of the weights in the model; None before the first commit and in between
 
-    def begin(self, version: int, manifest: Manifest) -> None:
+    def begin(self, version: int, manifest: Manifest, kept: Collection[str] = ()) -> None:
         """Announces an update.
+
+        Args:
+            kept: of the manifest, tensors that are not sent: they are here.
 
         Raises:
             SyncError: the sender's tensors are not this model's.
@@ -55,7 +58,7 @@ class WeightReceiver:
                 hint="sender and receiver must load the same architecture",
             )
         self._incoming, self.version = version, None
-        self._missing = set(manifest)
+        self._missing = set(manifest) - set(kept)
 
     @torch.no_grad()
     def receive(self, bucket: Bucket) -> None:

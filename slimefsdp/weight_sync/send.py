@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed.consensus import run_on_first
+from slimefsdp.distributed.consensus import gathered, run_on_first
 from slimefsdp.results import SyncReport
-from slimefsdp.weight_sync.gather import full_weights
+from slimefsdp.weight_sync.gather import Bucket, full_weights
 from slimefsdp.weight_sync.receive import Manifest, Receiver
+
+
+class BeginAgain(Exception):
+    """What a receiver that stands for several raises when some are left, and have to be sent the whole update again."""
 
 
 def stream_weights(
@@ -23,35 +27,78 @@ def stream_weights(
     dtype: torch.dtype,
     group: dist.ProcessGroup,
     shard_group: dist.ProcessGroup,
+    source: str | None = None,
 ) -> SyncReport:
     """Collective: begins, feeds and commits one update on every receiver; only rank 0's receivers are used.
+
+    A receiver may have `takes_device_tensors`, to be given them as they are; `keeps_nothing`, where it has read a
+    bucket when `receive` returns, so that tensors may be the parameters' own memory; and `has_frozen`, as of
+    `actors.rollout.protocol.Engine`, where it need not be sent frozen parameters twice.
 
     Args:
         named: parameters sharded over `shard_group`, under the names the receivers know.
         group: all ranks; where they hold several copies of the model, that of rank 0 is sent.
         dtype: what travels.
+        source: what the frozen parameters are called, as long as they are what they are; None: all are sent.
 
     Raises:
         SyncError: or whatever a receiver raised, on every rank; no receiver has committed unless all took every bucket.
     """
     start = time.perf_counter()
     manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
-    buckets = full_weights(named, shard_group, dtype=dtype)
+    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    copies = not all(getattr(receiver, "keeps_nothing", False) for receiver in receivers)
+    while True:
+        kept = frozenset(frozen if frozen and source and _have_frozen(receivers, source, group) else ())
+        sent = [(name, parameter) for name, parameter in named if name not in kept]
+        buckets = full_weights(sent, shard_group, dtype=dtype, copies=copies)
+        try:
+            run_on_first(lambda: _send(receivers, version, manifest, kept, buckets), group, buckets)  # noqa: B023
+            break
+        except BeginAgain:  # on every rank
+            continue
+    count = sum(parameter.numel() for _, parameter in sent) * dtype.itemsize
+    failed = [one for receiver in receivers for one in getattr(receiver, "failed", ())]
+    return SyncReport(version, count, time.perf_counter() - start, tuple(failed))
 
-    def send() -> None:
-        for receiver in receivers:
-            receiver.begin(version, manifest)
-        for bucket in buckets:
-            on_host = None
-            for receiver in receivers:
-                if getattr(receiver, "takes_device_tensors", False):
-                    receiver.receive(bucket)
-                    continue
-                on_host = on_host or [(name, tensor.cpu()) for name, tensor in bucket]
-                receiver.receive(on_host)
-        for receiver in receivers:
-            receiver.commit(version)
 
-    run_on_first(send, group, buckets)
-    sent = sum(parameter.numel() for _, parameter in named) * dtype.itemsize
-    return SyncReport(version, sent, time.perf_counter() - start)
+def _send(
+    receivers: Sequence[Receiver], version: int, manifest: Manifest, kept: frozenset[str], buckets: Iterator[Bucket]
+) -> None:
+    for receiver in receivers:
+        receiver.begin(version, manifest, *([kept] if kept else []))
+    for bucket in buckets:
+        on_host = None
+        for receiver in receivers:
+            if getattr(receiver, "takes_device_tensors", False):
+                receiver.receive(bucket)
+                continue
+            on_host = on_host or _on_host(bucket)
+            receiver.receive(on_host)
+    for receiver in receivers:
+        receiver.commit(version)
+
+
+def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.ProcessGroup) -> bool:
+    """Collective: whether no receiver needs the frozen parameters again."""
+    answers: list[bool] = []
+
+    def ask() -> None:
+        answers.extend([hasattr(one, "has_frozen") and one.has_frozen(source) for one in receivers])
+
+    run_on_first(ask, group)
+    of_first: list[bool] = gathered(answers, group)[0]
+    return bool(of_first) and all(of_first)
+
+
+def _on_host(bucket: Bucket) -> Bucket:
+    """The tensors in host memory; from a CUDA device they come through pinned memory, at the bus's own speed."""
+    if all(tensor.device.type == "cpu" for _, tensor in bucket):
+        return bucket
+    # torch keeps pinned memory that is freed, and hands it out again
+    pinned = [
+        (name, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
+        for name, tensor in bucket
+    ]
+    torch.cuda.current_stream(bucket[0][1].device).synchronize()
+    return pinned

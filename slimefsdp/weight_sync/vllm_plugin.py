@@ -7,7 +7,9 @@ which the trainer broadcasts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,12 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from slimefsdp.weight_sync.broadcast import BroadcastGroup, packed_bytes, unpack
+from slimefsdp.weight_sync.broadcast import BroadcastGroup
+from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
+from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
 BACKEND = "slimefsdp"
-PROTOCOL = 1  # of the two classes below; both sides must have the same
+PROTOCOL = 2  # of the two classes below; both sides must have the same
 
 
 @dataclass
@@ -40,16 +44,20 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket, in the order in which its tensors are packed.
+    """One bucket, in the order in which its tensors are packed; or a folder of weights.
 
     `parts` says of each tensor which tensors of a Hugging Face folder it holds: (name, expert or None, first row, end),
     rows being those of the expert; a whole tensor is one part without an expert, and one to be left out has no part.
+    The bytes come by broadcast, or lie in a `buffer` of `slimefsdp.weight_sync.shared_buffer`.
     """
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     parts: list[list[tuple[str, int | None, int, int]]]
+    digest: str | None = None  # of the bytes
+    buffer: dict[str, Any] | None = None
+    folder: str | None = None
 
 
 class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -59,6 +67,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     _group: BroadcastGroup | None = None
     _is_open = False  # an update has begun and not ended
+    _buffers = OpenedBuffers()  # one engine a process
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the group, and leaves the one before."""
@@ -85,23 +94,21 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Takes one bucket and hands it to vLLM's loader.
+        """Takes one bucket, or a folder, and hands it to vLLM's loader.
 
         Raises:
-            BroadcastError: as BroadcastGroup. ValueError: a tensor of another dtype than the model's.
+            BroadcastError: as BroadcastGroup. OSError: the buffer or the folder is not on this machine.
+            ValueError: a tensor of another dtype than the model's, or bytes that were altered on the way.
         """
-        if self._group is None:
-            raise RuntimeError("update_weights before init_weight_transfer_engine")
         info = update_info
+        if info.folder is not None:
+            self.model.load_weights(self._of_folder(Path(info.folder)))
+            return
         layout = list(zip(info.names, info.dtypes, info.shapes, strict=True))
-        # a new one for each bucket: vLLM keeps views of it until a layer is complete
-        flat = torch.empty(packed_bytes(layout), dtype=torch.uint8, device=self.device)
-        # first of all, or rank 0 and the other engines would wait for this one
-        self._group.broadcast(flat)
-        own = str(self.model_config.dtype).removeprefix("torch.")
+        flat = self._bytes(packed_bytes(layout), info.buffer)
+        check_digest(flat, info.digest)
         for name, dtype, _ in layout:
-            if dtype != own:
-                raise ValueError(f"tensor {name!r} came as {dtype}, and the model's weights are {own}")
+            self._require_dtype(name, dtype)
         self.model.load_weights(
             [
                 (part, tensor if expert is None else tensor[expert, start:end])
@@ -109,6 +116,28 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
                 for part, expert, start, end in parts
             ]
         )
+
+    def _bytes(self, count: int, buffer: dict[str, Any] | None) -> torch.Tensor:
+        """Those of a bucket, in memory of their own: vLLM keeps views of it until a layer is complete."""
+        if buffer is not None:
+            return self._buffers.get(buffer)[:count].clone()
+        if self._group is None:
+            raise RuntimeError("update_weights before init_weight_transfer_engine")
+        # before anything else can fail, or rank 0 and the other engines would wait for this one
+        return self._group.broadcast(torch.empty(count, dtype=torch.uint8, device=self.device))
+
+    def _of_folder(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        from safetensors.torch import load_file  # vLLM reads weights by it
+
+        for file in sorted(folder.glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                self._require_dtype(name, str(tensor.dtype).removeprefix("torch."))
+                yield name, tensor
+
+    def _require_dtype(self, name: str, dtype: str) -> None:
+        own = str(self.model_config.dtype).removeprefix("torch.")
+        if dtype != own:
+            raise ValueError(f"tensor {name!r} came as {dtype}, and the model's weights are {own}")
 
     def finish_weight_update(self) -> None:
         """Arranges what came for the kernels."""

@@ -271,6 +271,7 @@ def test_every_setting_refuses_the_wrong_type_under_its_own_name(section):
 
 
 # the name of a validator, settings it accepts, settings it refuses, and what it then says
+_SGLANG = {"rollout__engine": "sglang", "rollout__engine_python": "p"}
 _REFERENCE_GROUP = {
     "reference__placement": "group",
     "reference__update_interval_steps": 5,
@@ -665,6 +666,24 @@ RULES = [
         {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__engine_args": ["--max-num-seqs=4"]},
         {"rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1"], "rollout__engine_args": ["--x"]},
         ["rollout.engine_args", "rollout.engine_urls"],
+    ),
+    (
+        "check_sglang_weights",
+        {**_SGLANG, "rollout__weight_transport": "disk", "run__dir": "runs/one"},
+        {**_SGLANG, "rollout__weight_transport": "ipc"},
+        ["rollout.engine=sglang", "rollout.weight_transport=ipc", "broadcast or disk"],
+    ),
+    (
+        "check_sglang_weights",
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__weight_checksums": True},
+        {**_SGLANG, "rollout__weight_checksums": True},
+        ["rollout.engine=sglang", "rollout.weight_checksums"],
+    ),
+    (
+        "check_disk_transport_has_a_folder",
+        {"rollout__weight_transport": "disk", "run__dir": "runs/one"},
+        {"rollout__weight_transport": "disk"},
+        ["rollout.weight_transport=disk", "run.dir"],
     ),
     (
         "check_staleness",

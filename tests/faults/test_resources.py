@@ -396,15 +396,14 @@ def test_what_ray_raises_for_a_rank_is_typed_unless_it_is_a_bug_to_show() -> Non
 
 def test_weights_that_the_store_has_no_room_for_are_an_error_of_their_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
     from actors.cluster import ray_errors
-    from actors.workers.weight_transport import ObjectStoreReceiver
+    from actors.workers.weight_transport import ObjectStoreUpdate
 
     def full(value: Any) -> None:
         raise OutOfDiskError("the disk is full")
 
     monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_errors.ray, "put", full)
-    receiver = ObjectStoreReceiver([], timeout_s=60.0)
-    receiver.receive([("head", torch.zeros(2))])
+    receiver = ObjectStoreUpdate([], timeout_s=60.0)
     with refused(SyncError, "weights"):
         receiver.receive([("tail", torch.zeros(2))])
 

@@ -20,6 +20,7 @@ from actors.rollout import server_launch
 from actors.rollout.protocol import Request, Sample, TensorInfo
 from actors.rollout.sglang_engine import SglangEngine
 from actors.rollout.sglang_launch import server_arguments
+from actors.workers.weights_folder import write_weights
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied
 from slimefsdp.models.hf_folder import read_model_folder
@@ -116,7 +117,7 @@ def test_an_engine_says_what_its_server_is_and_of_what_kind_its_group(
 ) -> None:
     info = engine.info()
     assert info.name == "sglang 0.5.23" and info.dtype == "float32" and info.max_tokens == MOST_TOKENS
-    assert info.vocab_size == len(tensors[EMBEDDING]) and info.transports == ("broadcast",)
+    assert info.vocab_size == len(tensors[EMBEDDING]) and info.transports == ("broadcast", "disk")
     assert (info.processes, info.group) == (1, "torch")
 
 
@@ -395,6 +396,26 @@ def test_tensors_of_another_model_are_refused_and_change_nothing(
         engine.begin(1, {**sender.manifest, "model.extra": (7,)})
     assert len(server.calls) == before
     assert drawn(engine, Request(PROMPT, 1, params()))[0, 0].versions[0].version == 0
+
+
+def test_weights_come_as_a_folder_too(
+    sender: WeightSender, server: SglangServer, make_config: Any, tmp_path: Path
+) -> None:
+    config = settings(make_config, server.url)
+    rollout = config.rollout.model_copy(update={"weight_transport": "disk"})
+    engine = SglangEngine(config.model_copy(update={"rollout": rollout}), 0)
+    try:
+        tensors = {name: tensor.clone() + 1 for name, tensor in sender.tensors.items()}
+        manifest = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        source = read_model_folder(config.model.path)
+        write_weights(tmp_path / "weights", manifest, tensors.items(), source, torch.float32)
+        engine.begin(7, manifest)
+        engine.receive_disk(str(tmp_path / "weights"))
+        engine.commit(7)
+        assert all(torch.equal(server.tensors[name], tensor) for name, tensor in tensors.items())
+        assert drawn(engine, Request(PROMPT, 1, params()))[0, 0].versions[0].version == 7
+    finally:
+        engine.stop()
 
 
 @pytest.mark.parametrize("failing", [0, 2])

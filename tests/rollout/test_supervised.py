@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ import ray
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
-from slimefsdp.errors import ConfigError, EngineError, WorkerDied
+from actors.workers.weight_transport import ObjectStoreUpdate
+from slimefsdp.errors import ConfigError, EngineError, SyncError, WorkerDied
+from slimefsdp.results import SyncReport
 from tests.support.own_engine import LIES
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S
@@ -31,11 +32,13 @@ class Policy:
     def __init__(self) -> None:
         self.sent_to: list[int] = []  # how many receivers, by update
 
-    def update_weights(self, receivers: list[Any]) -> Any:
+    def update_weights(self, receivers: list[Any], *, drop_failed: bool) -> SyncReport:
+        assert drop_failed
         self.sent_to.append(len(receivers))
-        for receiver in receivers:
-            ray.get([receiver.begin.remote(self.version, {}), receiver.commit.remote(self.version)], timeout=PATIENCE_S)
-        return SimpleNamespace(version=self.version)
+        update = ObjectStoreUpdate(receivers, PATIENCE_S, drops=True)
+        update.begin(self.version, {})
+        update.commit(self.version)
+        return SyncReport(self.version, 0, 0.0, tuple(update.failed))
 
 
 @pytest.fixture
@@ -88,9 +91,7 @@ def test_an_engine_that_is_lost_in_an_update_is_replaced_and_all_get_the_weights
     engines, policy = launch(), Policy()
     first, _ = pids(engines)
 
-    def fails_once(receivers: list[Any]) -> Any:
-        from slimefsdp.errors import SyncError
-
+    def fails_once(receivers: list[Any], *, drop_failed: bool) -> Any:
         del policy.update_weights  # type: ignore[attr-defined]
         ray.kill(receivers[1])
         raise SyncError("one has gone")
@@ -99,6 +100,38 @@ def test_an_engine_that_is_lost_in_an_update_is_replaced_and_all_get_the_weights
     assert engines.update_from(policy) == 7
     assert pids(engines)[0] == first and policy.sent_to == [2]
     assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
+
+
+def test_an_engine_that_fails_in_an_update_comes_back_alone_and_the_others_have_the_weights(
+    launch: Launch, tmp_path: Path
+) -> None:
+    engines, policy = launch(), Policy()
+    first, second = pids(engines)
+    (tmp_path / "ends_at_commit").write_text("engine 1\n")
+    (tmp_path / "raises_at_begin").write_text("engine 1\n")
+    for version in (7, 8):
+        policy.version = version
+        assert engines.update_from(policy) == version
+        now = pids(engines)
+        assert now[0] == first and now[1] != second
+        second = now[1]
+    assert policy.sent_to == [2, 1, 2, 1]
+    assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
+
+
+def test_where_nothing_brings_an_engine_back_the_error_names_it_and_the_others_have_the_weights(
+    make_config: Any, cluster: None, tmp_path: Path
+) -> None:
+    settings = {"engine": "tests.support.own_engine:TellingEngine", "engines": 2}
+    engines = EnginePool.launch(make_config(run={"dir": str(tmp_path)}, rollout=settings))
+    try:
+        (tmp_path / "ends_at_commit").write_text("engine 1\n")
+        with pytest.raises(SyncError) as failed:
+            engines.update_from(Policy())
+        assert failed.value.rank == 1
+        assert ray.get(engines.receivers[0].committed.remote(), timeout=PATIENCE_S) == 7
+    finally:
+        engines.shutdown()
 
 
 @pytest.mark.parametrize(("max_restarts", "starts"), [(0, 0), (2, 2), (10, MAX_WITHOUT_PROGRESS)])

@@ -66,6 +66,37 @@ def test_an_engine_that_is_killed_between_updates_is_replaced_and_another_group_
     assert engines.generate(PROMPTS, samples_per_prompt=2, seed=(1,))[0] == version
 
 
+@pytest.mark.parametrize("transport", ["object_store", "broadcast", "disk", "ipc"])
+def test_an_engine_that_is_killed_in_an_update_comes_back_alone(
+    cluster: None, make_config: Any, small_batch: Any, tmp_path: Path, transport: str
+) -> None:
+    settings = {"engine": "tests.support.troubled_engine:TroubledEngine", "weight_checksums": True}
+    config = make_config(
+        run={"dir": str(tmp_path)},
+        rollout={**settings, "weight_transport": transport},
+        cluster={"max_restarts": 3},
+        model={"frozen": ["*.mlp.*"]},
+    )
+    group, engines = WorkerGroup.launch(config), RestartingEngines.launch(config)
+    try:
+        engines.update_from(group)
+        before = pids(engines)
+        for version, call in enumerate(("begin", "receive", "commit"), 1):
+            group.train_step(small_batch)
+            (tmp_path / "trouble").write_text(f"{version % 2} {call}")
+            assert engines.update_from(group) == version
+            now = pids(engines)
+            assert [new == old for new, old in zip(now, before, strict=True)] == [version % 2 == 1, version % 2 == 0]
+            before = now
+            assert max(engines.check_log_probs(group, PROMPTS)) < 1e-5
+            assert engines.generate(PROMPTS, samples_per_prompt=2, seed=(version,))[0] == version
+        if transport == "disk":
+            assert len(list((tmp_path / "weights").iterdir())) == 1
+    finally:
+        engines.shutdown()
+        group.shutdown()
+
+
 def test_ranks_broadcast_to_a_server_whose_group_torch_makes(cluster: None, make_config: Any) -> None:
     server = SglangServer("qwen3", str)
     config = make_config(rollout={"engine": "sglang", "engines": 1, "engine_urls": [server.url]})

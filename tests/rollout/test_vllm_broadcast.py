@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from slimefsdp.weight_sync.broadcast import ALIGNMENT, BroadcastError, BroadcastGroup, pack, packed_bytes, unpack
+from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
+from slimefsdp.weight_sync.packed_bucket import ALIGNMENT, pack, packed_bytes, unpack
 from tests.support.waiting import PATIENCE_S
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -52,10 +54,10 @@ def receive_a_bucket(parent: Connection, port: int, rank: int) -> None:
         parent.send([(name, tensor.view(-1).view(torch.uint8).tolist()) for name, tensor in got])
 
 
-def take_part(parent: Connection, port: int, rank: int, world_size: int) -> None:
+def take_part(parent: Connection, port: int, rank: int, world_size: int, timeout_s: float = LATE_S) -> None:
     """Joins, says so, and receives when it is told to."""
     parent.send("started")  # which takes long on a busy machine
-    group = joined(port, rank, world_size, LATE_S)
+    group = joined(port, rank, world_size, timeout_s)
     parent.send("joined")
     parent.recv()
     began = time.monotonic()
@@ -173,6 +175,29 @@ def test_a_member_that_is_stopped_is_an_error_for_the_sender() -> None:
             group.broadcast(torch.zeros(LARGE, dtype=torch.uint8))
         assert LATE_S / 2 < time.monotonic() - began < LATE_S + SLACK_S
         group.close()
+
+
+def test_a_sender_that_leaves_frees_those_who_wait_for_a_member_that_takes_no_part() -> None:
+    listener, port = listening()
+    with (
+        member(take_part, port, 1, 4, PATIENCE_S) as (one, _),
+        member(take_part, port, 2, 4, PATIENCE_S) as (two, _),
+        member(take_part, port, 3, 4, PATIENCE_S) as (three, _),
+    ):
+        assert [heard(each) for each in (one, two, three)] == ["started"] * 3
+        group = joined(port, 0, 4, PATIENCE_S, listener=listener)
+        assert [heard(each) for each in (one, two, three)] == ["joined"] * 3
+        three.send("receive")  # from one of the others, or one of them from it
+        two.send("receive")
+        with ThreadPoolExecutor(1) as side:
+            sending = side.submit(group.broadcast, torch.zeros(LARGE, dtype=torch.uint8))
+            assert not one.poll(1.0)
+            group.close()
+            with pytest.raises(BroadcastError):
+                sending.result(timeout=PATIENCE_S / 2)
+        for each in (two, three):
+            assert each.poll(PATIENCE_S / 2)
+            each.recv()
 
 
 def test_groups_leave_nothing_open() -> None:

@@ -17,10 +17,13 @@ from actors.rollout import server_launch
 from actors.rollout.protocol import Request, Sample, TensorInfo
 from actors.rollout.vllm_engine import VllmEngine
 from actors.rollout.vllm_launch import server_arguments
+from actors.workers.weights_folder import write_weights
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, EngineError, StateError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
+from slimefsdp.weight_sync.packed_bucket import digest_of, layout_of, pack
+from slimefsdp.weight_sync.shared_buffer import SharedBuffer
 from tests.support.refusals import refused
 from tests.support.table_server import EMBEDDING, next_logits
 from tests.support.vllm_server import Faults, ProtocolServer
@@ -114,7 +117,11 @@ def model_log_probs(embedding: torch.Tensor, tokens: list[int], temperature: flo
 def test_an_engine_says_what_its_server_is(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> None:
     info = engine.info()
     assert info.name == "vllm 0.32.0" and info.dtype == "float32" and info.max_tokens == MOST_TOKENS
-    assert info.vocab_size == len(tensors[EMBEDDING]) and info.transports == ("broadcast",) and info.processes == 1
+    assert (
+        info.vocab_size == len(tensors[EMBEDDING])
+        and info.transports == ("broadcast", "disk", "ipc")
+        and info.processes == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,7 @@ def test_an_engine_says_what_its_server_is(engine: VllmEngine, tensors: dict[str
         (Faults(has_dev_mode=False), ["VLLM_SERVER_DEV_MODE=1"]),
         (Faults(has_plugin=False), ["slimefsdp_worker"]),
         (Faults(has_scale_out=False), [403]),
-        (Faults(said={"protocol": 7}), [7, 1]),
+        (Faults(said={"protocol": 7}), [7, 2]),
         (Faults(said={"backend": "nccl"}), ["nccl", "slimefsdp"]),
         (Faults(said={"logprobs_mode": "raw_logprobs"}), ["raw_logprobs", "processed_logprobs"]),
         (Faults(said={"dtype": "bfloat16"}), ["bfloat16", "float32"]),
@@ -449,6 +456,49 @@ def test_calls_out_of_order_are_refused(engine: VllmEngine, sender: WeightSender
     with refused(SyncError, "update_weights", 3):
         engine.commit(3)
     assert drawn(engine, Request(PROMPT, 1, params())), "the weights of before are still there"
+
+
+def test_weights_come_in_shared_memory_or_as_a_folder_as_they_do_by_broadcast(
+    engine: VllmEngine, sender: WeightSender, server: ProtocolServer, tmp_path: Path
+) -> None:
+    sender.change(1)
+    engine.begin(1, sender.manifest)
+    buffer = SharedBuffer(2**22, torch.device("cpu"))
+    for bucket in sender.buckets():
+        flat = pack([tensor for _, tensor in bucket], into=buffer.data)
+        engine.receive_ipc(buffer.handle, layout_of(bucket), digest_of(flat))
+    engine.commit(1)
+    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in sender.tensors.items())
+
+    sender.change(2)
+    source = read_model_folder(engine.config.model.path)
+    write_weights(tmp_path / "weights", sender.manifest, sender.tensors.items(), source, torch.float32)
+    engine.begin(2, sender.manifest)
+    engine.receive_disk(str(tmp_path / "weights"))
+    engine.commit(2)
+    assert all(torch.equal(server.tensors[name], tensor) for name, tensor in sender.tensors.items())
+    sample = drawn(engine, Request(PROMPT, 1, params()))[0, 0]
+    expected = model_log_probs(sender.tensors[EMBEDDING], sample.tokens, 0.8)
+    assert sample.log_probs == pytest.approx(expected, abs=1e-5) and sample.versions[0].version == 2
+
+    (tmp_path / "weights" / "model.safetensors").write_bytes(b"")
+    engine.begin(3, sender.manifest)
+    with refused(SyncError, "rollout.weight_transport", str(tmp_path)):
+        engine.receive_disk(str(tmp_path / "weights"))
+    with refused(StateError, "update_weights"):
+        drawn(engine, Request(PROMPT, 1, params()))
+
+
+def test_a_bucket_that_was_altered_is_an_error_and_is_not_committed(engine: VllmEngine, sender: WeightSender) -> None:
+    bucket = next(sender.buckets())
+    buffer = SharedBuffer(2**22, torch.device("cpu"))
+    digest = digest_of(pack([tensor for _, tensor in bucket], into=buffer.data))
+    buffer.data[9] ^= 1
+    engine.begin(1, sender.manifest)
+    with refused(SyncError, "update_weights", "altered on the way"):
+        engine.receive_ipc(buffer.handle, layout_of(bucket), digest)
+    with refused(StateError, "update_weights"):
+        drawn(engine, Request(PROMPT, 1, params()))
 
 
 def test_an_engine_that_joins_again_takes_weights_from_the_new_group(engine: VllmEngine, sender: WeightSender) -> None:

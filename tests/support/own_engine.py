@@ -18,8 +18,8 @@ from slimefsdp.sampling.params import VersionSpan
 class TellingEngine(Engine):
     """A sample's tokens are the number of its prompt's tokens, then its own number.
 
-    In `run.dir` it writes a line for each start; one whose name is in the file `ends_at_start` or `ends_at_generate`
-    takes itself from there, and ends.
+    In `run.dir` it writes a line for each start; one whose name is in the file `ends_at_start`, `ends_at_generate` or
+    `ends_at_commit` takes itself from there, and ends; one in `raises_at_begin` raises.
     """
 
     def __init__(self, config: RunConfig, index: int) -> None:
@@ -33,18 +33,26 @@ class TellingEngine(Engine):
         heartbeat.enter(heartbeat.IDLE)
 
     def end_if_told(self, when: str) -> None:
-        """Ends this process if the file names it, and takes one such line from there."""
+        if self.is_told(when):
+            os._exit(1)
+
+    def is_told(self, when: str) -> bool:
+        """Whether the file names it; takes one such line from there."""
         file = self.folder / when
         text = file.read_text() if file.exists() else ""
         if self.name in text:
             file.write_text(text.replace(self.name, "", 1))
-            os._exit(1)
+            return True
+        return False
 
     def info(self) -> EngineInfo:
         return EngineInfo("telling", 320, "float32", None, ("object_store",))  # as the example's model
 
     def end_token_ids(self) -> frozenset[int]:
         return frozenset({0})
+
+    def committed(self) -> int | None:
+        return self.version
 
     def pid(self) -> int:
         return os.getpid()
@@ -60,10 +68,13 @@ class TellingEngine(Engine):
 
     def begin(self, version: int, manifest: Manifest) -> None:
         self.version = None
+        if self.is_told("raises_at_begin"):
+            raise KeyError("as it was told to")
 
     def receive(self, bucket: Any) -> None: ...
 
     def commit(self, version: int) -> None:
+        self.end_if_told("ends_at_commit")
         self.version = version
 
 

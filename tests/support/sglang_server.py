@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
 from tests.support.table_server import CommonFaults, Refused, TableServer
@@ -116,6 +118,13 @@ class SglangServer(TableServer):
         self._bucket += 1
         self.tensors.update(weights)  # in place, as they come
         return {"success": True, "message": ""}
+
+    def on_update_weights_from_disk(self, query: str, body: Any) -> Any:
+        assert self._coming is None, "a folder in a weight-update session"
+        assert (body["load_format"], body["flush_cache"]) == ("auto", False)
+        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+            self.tensors.update(load_file(file))
+        return {"success": True, "message": "Succeeded to update model weights."}
 
     def on_end_weight_update(self, query: str, body: Any) -> Any:
         if self._coming is None:

@@ -6,12 +6,16 @@ It takes weights from a broadcast group, as vLLM's workers do. What real servers
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 import torch
+from safetensors.torch import load_file
 
-from slimefsdp.weight_sync.broadcast import BroadcastGroup, packed_bytes, unpack
+from slimefsdp.weight_sync.broadcast import BroadcastGroup
+from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
+from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 from tests.support.table_server import CommonFaults, Refused, TableServer
 
 
@@ -39,7 +43,7 @@ class ProtocolServer(TableServer):
         self.faults = Faults()
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._said = {
-            "protocol": 1,
+            "protocol": 2,
             "backend": "slimefsdp",
             "dtype": "float32",
             "logprobs_mode": "processed_logprobs",
@@ -50,6 +54,7 @@ class ProtocolServer(TableServer):
         self._coming: dict[str, torch.Tensor] | None = None
         self._bucket = 0
         self._group: BroadcastGroup | None = None
+        self._buffers = OpenedBuffers()
         super().__init__(decode)
 
     def _leave_group(self) -> None:
@@ -105,10 +110,18 @@ class ProtocolServer(TableServer):
         if self._coming is None:
             raise Refused(500, "start_weight_update must be called before update_weights.")
         info = body["update_info"]
+        if info.get("folder") is not None:
+            for file in sorted(Path(info["folder"]).glob("*.safetensors")):
+                self._coming.update(load_file(file))
+            return
         layout = list(zip(info["names"], info["dtypes"], info["shapes"], strict=True))
-        assert self._group is not None
         try:
-            flat = self._group.broadcast(torch.empty(packed_bytes(layout), dtype=torch.uint8))
+            if info.get("buffer") is not None:
+                flat = self._buffers.get(info["buffer"])[: packed_bytes(layout)].clone()
+            else:
+                assert self._group is not None
+                flat = self._group.broadcast(torch.empty(packed_bytes(layout), dtype=torch.uint8))
+            check_digest(flat, info.get("digest"))
             if self._bucket == self.faults.failing_bucket:
                 raise Refused(500, f"bucket {self._bucket} cannot be loaded")
         except Exception:

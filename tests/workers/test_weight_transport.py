@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 
 from actors.rollout.embedded import EmbeddedEngine
 from actors.rollout.protocol import EngineInfo
+from actors.workers.broadcast_update import BroadcastUpdate
 from actors.workers.watchdog import remote_class
-from actors.workers.weight_transport import BroadcastReceiver, ObjectStoreReceiver, pack_bucket, unpack_bucket
+from actors.workers.weight_transport import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
 from tests.support.refusals import refused
@@ -80,14 +81,14 @@ BUCKET = [("weight", torch.arange(4.0))]
 MANIFEST = {"weight": (4,)}
 
 
-def send(receiver: ObjectStoreReceiver) -> None:
+def send(receiver: ObjectStoreUpdate) -> None:
     receiver.begin(3, MANIFEST)
     receiver.receive(BUCKET)
     receiver.commit(3)
 
 
 def test_every_receiver_gets_every_message_in_order(notebooks: list[Any]) -> None:
-    send(ObjectStoreReceiver(notebooks, timeout_s=30.0))
+    send(ObjectStoreUpdate(notebooks, timeout_s=30.0))
     expected = [("begin", 3, MANIFEST), ("receive", [("weight", BUCKET[0][1].numpy().tobytes())]), ("commit", 3)]
     assert ray.get([actor.notes.remote() for actor in notebooks]) == [expected, expected]
 
@@ -111,14 +112,14 @@ def test_trouble_at_one_receiver_is_a_sync_error_in_time_and_nothing_is_committe
 ) -> None:
     ray.get(notebooks[1].plan_trouble.remote(trouble))
     with refused(SyncError, field, *values):
-        send(ObjectStoreReceiver(notebooks, timeout_s=timeout_s))
+        send(ObjectStoreUpdate(notebooks, timeout_s=timeout_s))
     assert "commit" not in [name for name, *_ in ray.get(notebooks[0].notes.remote())]
 
 
 def test_the_deadline_is_for_the_whole_update(notebooks: list[Any]) -> None:
     ray.get(notebooks[0].plan_trouble.remote({"begin": 0.7, "receive": 0.7, "commit": 0.7}))
     with refused(SyncError, "cluster.sync_timeout_s", 1.8):
-        send(ObjectStoreReceiver(notebooks[:1], timeout_s=1.8))
+        send(ObjectStoreUpdate(notebooks[:1], timeout_s=1.8))
 
 
 def test_a_dead_receiver_is_a_sync_error(notebooks: list[Any]) -> None:
@@ -133,7 +134,7 @@ def test_a_dead_receiver_is_a_sync_error(notebooks: list[Any]) -> None:
 
     assert wait_until(is_dead)
     with refused(SyncError, "update_weights", "begin"):
-        send(ObjectStoreReceiver(notebooks, timeout_s=30.0))
+        send(ObjectStoreUpdate(notebooks, timeout_s=30.0))
 
 
 # ------------------------------------------------------------------ a real engine in bfloat16
@@ -183,7 +184,7 @@ class Unwilling:
 def test_engines_on_the_senders_own_gpu_are_sent_weights_by_gloo(cluster: None, is_shared: bool, backend: str) -> None:
     engine = ray.remote(num_cpus=0)(Unwilling).remote()
     gpu = torch.device("cuda")
-    receiver = BroadcastReceiver([engine], 5.0, address="127.0.0.1", device=gpu, is_shared=is_shared)
+    receiver = BroadcastUpdate([engine], 5.0, address="127.0.0.1", device=gpu, is_shared=is_shared)
     with refused(SyncError, "update_weights", f"asked for {backend}"):
         receiver.begin(0, {})
     ray.kill(engine)

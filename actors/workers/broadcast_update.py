@@ -1,0 +1,187 @@
+"""Weights to engines by broadcast, in a group that they and rank 0 form."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from actors.workers.weight_update import AGAIN, WeightUpdate, as_sync_error, in_thread
+from slimefsdp.errors import SyncError
+from slimefsdp.weight_sync.broadcast import BroadcastGroup, TorchBroadcastGroup
+from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.packed_bucket import digest_of
+from slimefsdp.weight_sync.receive import Manifest
+from slimefsdp.weight_sync.send import BeginAgain
+
+_FREED_S = 10.0  # for engines to notice that the group is gone, and to say so
+_PING_S = 5.0
+
+
+class BroadcastUpdate(WeightUpdate):
+    """To engines (`actors.rollout.protocol.Engine`). The group stays from update to update while its engines do.
+
+    A member that fails breaks the group. Where the update goes on without it, those that are left form another one, and
+    BeginAgain asks for everything anew. Where nobody knows which member it was, all of them have one more try.
+
+    Args:
+        address: of this machine, as engines reach it.
+        device: of the tensors that are sent; NCCL on CUDA, else gloo.
+        is_shared: engines are on the same device, where NCCL takes one process alone; gloo copies through the host.
+        before: the update before, whose group is taken over or left.
+    """
+
+    takes_device_tensors = True
+
+    def __init__(
+        self, actors: Sequence[Any], timeout_s: float, *, address: str, device: torch.device,
+        is_shared: bool = False, before: BroadcastUpdate | None = None, **how: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(actors, timeout_s, **how)
+        self._address = address
+        self._backend = "nccl" if device.type == "cuda" and not is_shared else "gloo"
+        self._group: BroadcastGroup | None = None
+        self._suspects: set[int] = set()
+        if before is not None and list(before._left.values()) == list(actors):
+            self._group, before._group = before._group, None
+        elif before is not None:
+            before.close()
+
+    def begin(self, version: int, manifest: Manifest, *kept: frozenset[str]) -> None:
+        """Announces an update to all, after the group has formed."""
+        while True:
+            while self._group is None:
+                self._form()
+            members = list(self._left)
+            self._call("begin", version, manifest, *kept)
+            if members == list(self._left):
+                return
+            self.close()
+
+    def commit(self, version: int) -> None:
+        """Ends the update on all; the group ends with it where one of them failed."""
+        members = list(self._left)
+        super().commit(version)
+        if members != list(self._left):
+            self.close()
+
+    def close(self) -> None:
+        """Leaves the group; idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group = None
+
+    def _form(self) -> None:
+        """Makes the group, or drops who kept it from forming."""
+        infos = self._call("info")
+        firsts, world_size = {}, 1
+        for index, info in infos.items():
+            firsts[index], world_size = world_size, world_size + info.processes
+        made = TorchBroadcastGroup if next(iter(infos.values())).group == "torch" else BroadcastGroup  # all are alike
+        listener = socket.create_server((self._address, 0))
+        address, port, is_given_up = self._address, listener.getsockname()[1], threading.Event()
+
+        def form() -> BroadcastGroup:
+            return made(
+                address, port, 0, world_size, self._backend, self._timeout_s,
+                listener=listener, is_given_up=is_given_up,
+            )  # fmt: skip
+
+        joining = {
+            self._left[index].join.remote(address, port, first, world_size, self._backend, self._timeout_s): index
+            for index, first in firsts.items()
+        }
+        forming = in_thread(form, "join")
+        errors = self._beside(forming, joining, "join", is_given_up.set)
+        if errors is None:
+            self._group = forming.result(timeout=0)
+            return
+        missing = getattr(forming.exception(timeout=0) if forming.done() else None, "missing", ())
+        absent = {
+            index
+            for index, first in firsts.items()
+            if any(first <= rank < first + infos[index].processes for rank in missing)
+        }
+        self._blame(errors, joining, set() if self._left_s() else absent, "join")
+
+    def _prepared(self, bucket: Bucket) -> Any:
+        if self._group is None:  # the bucket before broke it, and `_finish` says so
+            return None
+        layout, flat = self._group.packed(bucket)
+        return layout, flat, (digest_of(flat),) if self._checksums else ()
+
+    def _send(self, ready: Any) -> None:
+        group, (layout, flat, digest) = self._group, ready
+        assert group is not None
+        receiving = {actor.receive_broadcast.remote(layout, *digest): index for index, actor in self._left.items()}
+        sending = in_thread(lambda: group.broadcast(flat), "broadcast")
+        errors = self._beside(sending, receiving, "receive_broadcast", self.close)
+        if errors is not None:
+            self._blame(errors, receiving, set(), "receive_broadcast")
+            raise BeginAgain
+
+    def _beside(
+        self, own: Future[Any], waiting: dict[Any, int], name: str, give_up: Callable[[], None]
+    ) -> dict[int, Exception] | None:
+        """What engines raised in something that rank 0 and they do together; None where that went well.
+
+        Args:
+            waiting: keeps those that have not answered.
+            give_up: ends this side's part, whereupon engines that wait for it say so.
+        """
+
+        def is_broken(errors: dict[int, Exception]) -> bool:
+            return bool(errors) or (own.done() and own.exception(timeout=0) is not None)
+
+        _, errors = self._answers(waiting, name, self._deadline, is_broken)
+        if not waiting and not is_broken(errors):
+            try:
+                own.result(timeout=self._left_s())
+                return None
+            except Exception:  # late, or failed: engines are not at fault as far as they know
+                pass
+        give_up()
+        errors |= self._answers(waiting, name, time.monotonic() + _FREED_S, lambda _: False)[1]
+        return errors
+
+    def _blame(self, errors: Mapping[int, Exception], silent: Mapping[Any, int], absent: set[int], name: str) -> None:
+        """Drops who broke the group.
+
+        Args:
+            errors: that were raised, by engine; those of the group alone are nobody's fault that is known.
+            silent: engines that have not answered.
+            absent: that never came, where it is not known why.
+        """
+        found = {index: as_sync_error(error, index, name) for index, error in errors.items()}
+        found |= {index: self._late(index, name) for index in silent.values()}
+        at_fault = {index for index, error in found.items() if not error.is_of_group and index in errors}
+        at_fault |= {index for index in silent.values() if not self._answers_at_all(index)}
+        at_fault = at_fault or absent or self._suspects & (found.keys() or self._left.keys())
+        if not (at_fault or self._drops):
+            at_fault = set(found)
+        self._drop({index: found.get(index) or self._broken() for index in at_fault})
+        if not at_fault:
+            if not self._drops:
+                raise self._broken()
+            self._suspects = set(found or self._left)
+            self._deadline = time.monotonic() + self._timeout_s
+
+    def _answers_at_all(self, index: int) -> bool:
+        try:
+            ray.get(self._left[index].progress.remote(), timeout=_PING_S)
+        except RayError:
+            return False
+        return True
+
+    def _broken(self) -> SyncError:
+        return SyncError(
+            f"weights did not arrive: the broadcast group broke, or took more than {self._timeout_s:g} s",
+            field="update_weights", hint=AGAIN,
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Weights to engines by a folder on a disk that they and rank 0 see."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from actors.workers.weight_update import WeightUpdate, in_thread
+from actors.workers.weights_folder import write_weights
+from slimefsdp.errors import SlimeError, SyncError
+from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.receive import Manifest
+
+WEIGHTS = "weights"  # below run.dir
+_LOOK_S = 0.1
+
+
+class DiskUpdate(WeightUpdate):
+    """To engines (`actors.rollout.protocol.Engine`), which go on with their weights while the folder is written.
+
+    Once all have committed, no other folder is left beside it.
+
+    Args:
+        folder: below which the folders of updates are, and nothing else.
+        source: the model's folder.
+        dtype: of the tensors that are sent.
+    """
+
+    keeps_nothing = False  # a thread writes a bucket, and may do so still when the update has failed
+
+    def __init__(
+        self, actors: Sequence[Any], timeout_s: float, *, folder: Path, source: ModelFolder, dtype: torch.dtype,
+        **how: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(actors, timeout_s, **how)
+        self._folder, self._source, self._dtype = folder.absolute(), source, dtype
+        self._begun: tuple[Any, ...] = ()
+        self._path = self._folder
+        self._coming: SimpleQueue[tuple[Bucket, threading.Event] | None] = SimpleQueue()
+        self._writing: Future[None]
+
+    def begin(self, version: int, manifest: Manifest, *kept: frozenset[str]) -> None:
+        """Begins to write; engines hear of it when the folder is there."""
+        self._begun = (version, manifest, *kept)
+        sent = {name: shape for name, shape in manifest.items() if not (kept and name in kept[0])}
+        self._path = self._folder / f"{version}_{uuid.uuid4().hex[:8]}"
+        self._writing = in_thread(
+            lambda: write_weights(self._path, sent, self._tensors(), self._source, self._dtype), "weights on disk"
+        )
+
+    def commit(self, version: int) -> None:
+        """Ends the folder, has all load it, and removes the others."""
+        self._finish()
+        self._coming.put(None)
+        self._written(self._left_s())
+        try:
+            self._call("begin", *self._begun)
+            self._call("receive_disk", str(self._path))
+            self._call("commit", version)
+        except BaseException:
+            shutil.rmtree(self._path, ignore_errors=True)
+            raise
+        for other in self._folder.iterdir():
+            if other != self._path:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _prepared(self, bucket: Bucket) -> Any:
+        return bucket
+
+    def _send(self, ready: Any) -> None:
+        is_written = threading.Event()
+        self._coming.put((ready, is_written))
+        while not is_written.wait(_LOOK_S):
+            if self._writing.done() or self._left_s() == 0:
+                self._written(0.0)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is written, as it comes."""
+        while True:
+            try:
+                found = self._coming.get(timeout=self._left_s())
+            except Empty:
+                raise self._too_slow() from None
+            if found is None:
+                return
+            bucket, is_written = found
+            yield from bucket
+            is_written.set()
+
+    def _written(self, timeout_s: float) -> None:
+        """
+        Raises:
+            SyncError: the folder could not be written, or not in time.
+        """
+        try:
+            self._writing.result(timeout=timeout_s)
+        except TimeoutError:
+            raise self._too_slow() from None
+        except SyncError:
+            raise
+        except SlimeError as error:
+            raise SyncError(f"weights cannot be written: {error.message}", field="run.dir", hint=error.hint) from error
+
+    def _too_slow(self) -> SyncError:
+        return SyncError(
+            f"weights were not written to {self._path} within {self._timeout_s:g} s",
+            field="cluster.sync_timeout_s", hint="use a faster disk, or raise the timeout",
+        )  # fmt: skip

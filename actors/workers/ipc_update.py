@@ -1,0 +1,46 @@
+"""Weights to engines on the machine of rank 0, in memory that they share with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from actors.workers.weight_update import WeightUpdate
+from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.packed_bucket import digest_of, layout_of, pack, packed_bytes
+from slimefsdp.weight_sync.shared_buffer import SharedBuffer
+
+
+class IpcUpdate(WeightUpdate):
+    """To engines (`actors.rollout.protocol.Engine`). Of two buffers engines read one while the other is filled.
+
+    Args:
+        device: of the tensors that are sent; engines on the same GPU where it is one, else on the same machine.
+        before: the update before, whose buffers are taken over.
+    """
+
+    takes_device_tensors = True
+
+    def __init__(
+        self, actors: Sequence[Any], timeout_s: float, *, device: torch.device, before: IpcUpdate | None = None,
+        **how: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(actors, timeout_s, **how)
+        self._device = device
+        self._buffers: list[SharedBuffer | None] = [None, None] if before is None else before._buffers
+
+    def _prepared(self, bucket: Bucket) -> Any:
+        layout = layout_of(bucket)
+        buffer, self._buffers = self._buffers[0], self._buffers[::-1]
+        if buffer is None or buffer.data.numel() < packed_bytes(layout):
+            buffer = SharedBuffer(packed_bytes(layout), self._device)
+            self._buffers[1] = buffer
+        flat = pack((tensor for _, tensor in bucket), into=buffer.data)
+        if self._device.type == "cuda":  # engines do not know this process's streams
+            torch.cuda.synchronize(self._device)
+        return buffer.handle, layout, *((digest_of(flat),) if self._checksums else ())
+
+    def _send(self, ready: Any) -> None:
+        self._call("receive_ipc", *ready)

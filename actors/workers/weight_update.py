@@ -1,0 +1,178 @@
+"""One weight update to several Ray actors: one deadline, and what becomes of those that fail.
+
+A subclass says how a bucket travels. On rank 0 it stands for all of the receivers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+
+from actors.workers.futures import SLICE_S, CallFuture
+from slimefsdp import heartbeat
+from slimefsdp.errors import SlimeError, SyncError
+from slimefsdp.results import FailedReceiver
+from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.receive import Manifest
+
+_HERE_S = 5.0  # for an answer that Ray says is here
+AGAIN = "restart the receiver; none may sample until a later update reaches it"
+
+
+class WeightUpdate:
+    """What all transports share.
+
+    A bucket is sent while the next one is gathered: `receive` waits for the one before it, and never for its own.
+
+    Args:
+        actors: that are sent to.
+        timeout_s: for the whole update, from `begin` to the end of `commit`; where a receiver is dropped, those left
+            have so long again.
+        drops: the update goes on without receivers that fail, as long as one is left; they are in `failed`. Else every
+            method raises SyncError when a receiver fails, dies or is late.
+        checksums: receivers verify what they get.
+    """
+
+    takes_device_tensors = False
+    keeps_nothing = True  # of a bucket's tensors, once `_prepared` returns
+
+    def __init__(
+        self, actors: Sequence[Any], timeout_s: float, *, drops: bool = False, checksums: bool = False
+    ) -> None:
+        self.failed: list[FailedReceiver] = []
+        self._left = dict(enumerate(actors))
+        self._timeout_s = timeout_s
+        self._drops = drops
+        self._checksums = checksums
+        self._deadline = time.monotonic() + timeout_s
+        self._sending: Future[None] | None = None
+
+    def has_frozen(self, source: str) -> bool:
+        """As `actors.rollout.protocol.Engine`, of all of them."""
+        are_engines = all(hasattr(actor, "has_frozen") for actor in self._left.values())
+        return are_engines and all(self._call("has_frozen", source).values())
+
+    def begin(self, version: int, manifest: Manifest, *kept: frozenset[str]) -> None:
+        """Announces an update to all, which may keep some weights."""
+        self._call("begin", version, manifest, *kept)
+
+    def receive(self, bucket: Bucket) -> None:
+        """Begins to send a bucket, once the one before it is there."""
+        ready = self._prepared(bucket)
+        self._finish()
+        self._sending = in_thread(lambda: self._send(ready), "weights")
+
+    def commit(self, version: int) -> None:
+        """Ends the update on all."""
+        self._finish()
+        self._call("commit", version)
+
+    def _prepared(self, bucket: Bucket) -> Any:
+        """What `_send` is given, while the bucket before is on its way."""
+        raise NotImplementedError
+
+    def _send(self, ready: Any) -> None:
+        """Returns when all have it."""
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+
+    # ------------------------------------------------------------------ calls, and what comes of them
+
+    def _call(self, name: str, *args: Any) -> dict[int, Any]:
+        """What all answer that are left afterwards."""
+        waiting = {getattr(actor, name).remote(*args): index for index, actor in self._left.items()}
+        answers, errors = self._answers(waiting, name, self._deadline, lambda found: bool(found) and not self._drops)
+        if self._drops or not errors:
+            errors |= {index: self._late(index, name) for index in waiting.values()}
+        self._drop({index: as_sync_error(error, index, name) for index, error in errors.items()})
+        return answers
+
+    def _answers(
+        self, waiting: dict[Any, int], name: str, deadline: float, is_over: Callable[[dict[int, Exception]], bool]
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        """What came and what was raised until then, by receiver.
+
+        Args:
+            waiting: receivers by what they are waited for; keeps those that have not answered.
+            is_over: asked with what was raised so far.
+        """
+        answers: dict[int, Any] = {}
+        errors: dict[int, Exception] = {}
+        while waiting and not is_over(errors):
+            left_s = deadline - time.monotonic()
+            found = ray.wait(list(waiting), num_returns=1, timeout=min(SLICE_S, max(0.0, left_s)))[0]
+            for ref in found:
+                index = waiting.pop(ref)
+                one = CallFuture([ref], name=name, timeout_s=max(_HERE_S, left_s), first_only=True, first_rank=index)
+                try:
+                    answers[index] = one.result()
+                except Exception as error:  # whatever a receiver raises
+                    errors[index] = error
+            if not found and left_s <= 0:
+                break
+        return answers, errors
+
+    def _drop(self, errors: Mapping[int, SyncError]) -> None:
+        """Goes on without these, where that may be.
+
+        Raises:
+            SyncError: of the first of them.
+        """
+        if not errors:
+            return
+        for index, error in sorted(errors.items()):
+            if not self._drops:
+                raise error
+            del self._left[index]
+            self.failed.append(FailedReceiver(index, error))
+        if not self._left:
+            first, *others = self.failed
+            first.error.others += tuple(f"receiver {one.receiver}: {one.error.message}" for one in others)
+            raise first.error
+        self._deadline = time.monotonic() + self._timeout_s
+        heartbeat.tick()
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline - time.monotonic())
+
+    def _late(self, index: int, name: str) -> SyncError:
+        return SyncError(
+            f"weights did not arrive: receiver {index} has not answered {name} after {self._timeout_s:g} s",
+            field="cluster.sync_timeout_s",
+            hint="restart the receiver, or raise cluster.sync_timeout_s",
+        )
+
+
+def as_sync_error(error: Exception, index: int, name: str) -> SyncError:
+    """What the sending ranks all learn, whatever a receiver raised."""
+    if isinstance(error, SyncError):
+        return error
+    said = error.message if isinstance(error, SlimeError) else error
+    made = SyncError(
+        f"weights did not arrive: {name} failed at receiver {index}: {said}", field="update_weights", hint=AGAIN
+    )
+    made.__cause__ = error
+    return made
+
+
+def in_thread(action: Callable[[], Any], name: str) -> Future[Any]:
+    """What an action returns, or raises, on a thread of its own that does not keep the process alive."""
+    done: Future[Any] = Future()
+
+    def act() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # for whoever waits
+            done.set_exception(error)
+
+    threading.Thread(target=act, name=name, daemon=True).start()
+    return done

@@ -1,0 +1,96 @@
+"""Weights as a folder on a disk that trainer and engines see: it is there whole or not at all, with its checksums.
+
+It is what `AutoModelForCausalLM` opens, as far as its weights go: frozen ones that engines hold may be left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from slimefsdp import heartbeat
+from slimefsdp.checkpoint.hf_export import write_model_folder
+from slimefsdp.errors import ModelError, SlimeError, SyncError
+from slimefsdp.io.safetensors_file import TensorSpec
+from slimefsdp.models.hf_folder import ModelFolder, read_model_folder
+from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.load_weights import OpenTensors
+from slimefsdp.weight_sync.receive import Manifest
+
+CHECKSUMS = "weights_sha256.json"
+_CHUNK_BYTES = 1 << 20
+
+
+def write_weights(
+    path: Path, manifest: Manifest, tensors: Iterable[tuple[str, torch.Tensor]], source: ModelFolder, dtype: torch.dtype
+) -> None:
+    """A new folder at `path`; on disk when this returns.
+
+    Args:
+        manifest: of the tensors, in the order in which they come.
+        source: where config.json and the tokenizer's files come from.
+
+    Raises:
+        CheckpointError: the disk refused; nothing is left there, as after any other error.
+    """
+    specs = [TensorSpec(name, dtype, shape) for name, shape in manifest.items()]
+    write_model_folder(path, specs, tensors, source, checksum_file=CHECKSUMS)
+
+
+def checked_weights(path: str | Path) -> ModelFolder:
+    """The folder, after its files were compared with its checksums.
+
+    Raises:
+        SyncError: it is not there, was cut or altered.
+    """
+    try:
+        folder = read_model_folder(path)
+        checksums = json.loads((folder.path / CHECKSUMS).read_text())
+        files = {entry.file for entry in folder.tensors.values()}
+        if {file.name for file in files} != checksums.keys():
+            raise ValueError(f"{CHECKSUMS} is of other files")
+        for file in files:
+            if checksums[file.name] != {"sha256": _sha256(file), "bytes": file.stat().st_size}:
+                raise ValueError(f"{file.name} was altered: its checksum is another one")
+    except (SlimeError, OSError, ValueError, AttributeError) as error:
+        said = error.message if isinstance(error, SlimeError) else error
+        raise SyncError(
+            f"weights did not arrive: {path} is no whole folder of weights: {said}",
+            field="rollout.weight_transport",
+            hint="send the update again; engines must see run.dir under the trainer's path",
+        ) from error
+    return folder
+
+
+def read_weights(folder: ModelFolder, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of the manifest that the folder has, one at a time.
+
+    Raises:
+        SyncError: a file cannot be read.
+    """
+    with OpenTensors(folder.tensors) as files:
+        for name, shape in manifest.items():
+            parts = hub_parts(folder.model_type, name, shape)
+            if parts[0].name not in folder.tensors:
+                continue
+            tensor = torch.empty(shape, dtype=files.dtype(parts[0].name))
+            for part in parts:
+                place = tensor if part.expert is None else tensor[part.expert, part.start : part.end]
+                try:
+                    files.read(part.name, 0, place.view(-1))
+                except (ModelError, KeyError) as error:
+                    raise SyncError(f"weights did not arrive: {error}", field="rollout.weight_transport") from error
+            yield name, tensor
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            heartbeat.tick()
+    return digest.hexdigest()
