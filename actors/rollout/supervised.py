@@ -40,6 +40,15 @@ class RestartingEngines(EnginePool):
             self._updates += 1
         return self._version
 
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+        """As of `EnginePool`; the engine that is asked is replaced where it is lost."""
+        while True:
+            engine = self._engines[0]
+            try:
+                return super().encode(prompts)
+            except LOST as error:
+                self._after_loss(0, engine, error)
+
     def _drawn(
         self, requests: Sequence[Request], each: Callable[[Sampled], None] | None, may_mix: bool
     ) -> tuple[int, list[Sampled]]:
