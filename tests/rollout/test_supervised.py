@@ -102,6 +102,7 @@ def test_an_engine_that_is_lost_in_an_update_is_replaced_and_all_get_the_weights
     assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
 
 
+@pytest.mark.default_tier  # what it starts are processes without torch
 def test_an_engine_that_fails_in_an_update_comes_back_alone_and_the_others_have_the_weights(
     launch: Launch, tmp_path: Path
 ) -> None:
