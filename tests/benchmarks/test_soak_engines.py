@@ -22,4 +22,5 @@ def test_updates_leave_no_file_thread_or_memory_behind_on_either_side(cluster: N
     for process, held in late.items():
         # a file or thread left by every update would be 45, grpc's pools start one now and then
         assert held["files"] - early[process]["files"] < 15 and held["threads"] - early[process]["threads"] < 15
-        assert held["bytes"] - early[process]["bytes"] < 8 * MEGABYTE
+        # a copy of the weights left by every update would be 80; what the C library keeps of its threads' is less
+        assert held["bytes"] - early[process]["bytes"] < 24 * MEGABYTE
