@@ -108,10 +108,9 @@ def test_an_engine_that_fails_in_an_update_comes_back_alone_and_the_others_have_
 ) -> None:
     engines, policy = launch(), Policy()
     first, second = pids(engines)
-    (tmp_path / "ends_at_commit").write_text("engine 1\n")
-    (tmp_path / "raises_at_begin").write_text("engine 1\n")
-    for version in (7, 8):
+    for version, trouble in ((7, "ends_at_commit"), (8, "raises_at_begin")):
         policy.version = version
+        (tmp_path / trouble).write_text("engine 1\n")
         assert engines.update_from(policy) == version
         now = pids(engines)
         assert now[0] == first and now[1] != second
