@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +20,11 @@ from actors.rollout.protocol import ENGINE_TAGS, EngineTag
 from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RunFolder
 from actors.signals import Interrupts
+from actors.workers.weight_transport import ObjectStoreUpdate
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ConfigError, EngineError, Interrupted, StateError, SyncError
-from slimefsdp.results import TAGS, Tag
+from slimefsdp.errors import ConfigError, EngineError, Interrupted, StateError
+from slimefsdp.results import TAGS, SyncReport, Tag
 from tests.support.refusals import refused
 from tests.support.runs import bits, rows_of
 from tests.support.waiting import PATIENCE_S
@@ -64,16 +64,13 @@ class Ranks:
         self.note(f"wake_up {' '.join(tags)}")
         self.held |= set(tags)
 
-    def update_weights(self, receivers: list[Any]) -> Any:
+    def update_weights(self, receivers: list[Any], *, drop_failed: bool) -> SyncReport:
         self.held.add("parameters")
         self.note("update_weights")
-        try:
-            for receiver in receivers:
-                calls = [receiver.begin.remote(self.version, {}), receiver.commit.remote(self.version)]
-                ray.get(calls, timeout=PATIENCE_S)
-        except Exception as error:
-            raise SyncError("an engine refused") from error
-        return SimpleNamespace(version=self.version)
+        update = ObjectStoreUpdate(receivers, PATIENCE_S, drops=drop_failed)
+        update.begin(self.version, {})
+        update.commit(self.version)
+        return SyncReport(self.version, 0, 0.0, tuple(update.failed))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
@@ -94,6 +95,9 @@ def test_an_engine_that_is_lost_in_an_update_is_replaced_and_all_get_the_weights
     def fails_once(receivers: list[Any], *, drop_failed: bool) -> Any:
         del policy.update_weights  # type: ignore[attr-defined]
         ray.kill(receivers[1])
+        with pytest.raises(RayActorError):  # it ends some time after that call
+            while True:
+                ray.get(receivers[1].committed.remote(), timeout=PATIENCE_S)
         raise SyncError("one has gone")
 
     policy.update_weights = fails_once  # type: ignore[method-assign]
