@@ -181,7 +181,8 @@ def test_every_update_decides_the_tokens_and_their_log_probs(trained: Trained) -
 def test_a_server_says_what_it_is(tied: Trained) -> None:
     info = tied.info
     assert info.name.startswith("vllm 0.32") and (info.vocab_size, info.dtype) == (320, "float32")
-    assert info.max_tokens == MOST_TOKENS and info.transports == ("broadcast",) and info.processes == 1
+    assert info.max_tokens == MOST_TOKENS and info.processes == 1
+    assert info.transports == ("broadcast", "disk", "ipc")
 
 
 def test_samples_end_by_the_tokens_and_texts_that_were_asked_for(tied: Trained) -> None:
