@@ -247,6 +247,7 @@ def make_run(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathF
     def make(name: str, rollout: dict[str, Any], run: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
         own = {"dir": str(folder / name), "steps": 4, "seed": 5, "export_dir": str(folder / name / "model")}
         small = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1}
+        of_ppo = {name: sections.pop(name) for name in ("algorithm", "critic") if name in sections}
         found: RunConfig = make_config(
             **{
                 "run": {**own, **(run or {})},
@@ -259,7 +260,7 @@ def make_run(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathF
                 **sections,
             }
         )
-        return found
+        return RunConfig.model_validate({**found.model_dump(exclude_unset=True), **of_ppo})
 
     return make
 
