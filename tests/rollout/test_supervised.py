@@ -163,7 +163,7 @@ def test_engines_that_are_lost_while_they_start_are_replaced_too(launch: Launch,
 
 def test_without_restarts_a_lost_engine_is_an_error_that_names_it(launch: Launch, tmp_path: Path) -> None:
     engines = launch()
-    Policy().update_weights(engines.receivers)
+    Policy().update_weights(engines.receivers, drop_failed=True)
     (tmp_path / "ends_at_generate").write_text("engine 1\n")
     with pytest.raises(WorkerDied) as lost:  # nobody said where weights come from
         engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
