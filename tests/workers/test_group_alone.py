@@ -92,7 +92,9 @@ class Rank:
 
     def __init__(self, events: list[Any]) -> None:
         self.call = SimpleNamespace(remote=lambda request, role: self.took(events, request))
-        self.update_weights = SimpleNamespace(remote=lambda receivers, timeout_s, role: self.took(events, receivers))
+        self.update_weights = SimpleNamespace(
+            remote=lambda receivers, drop, timeout_s, role: self.took(events, receivers)
+        )
 
     @staticmethod
     def took(events: list[Any], what: Any) -> object:
