@@ -21,7 +21,8 @@ from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.fault_tolerance.recovery import LOST
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.rollout.colocated import RanksBeside, ranks_beside
-from actors.rollout.protocol import Engine, EngineInfo, EngineTag, Request, Sample, VersionSpan, check_sample
+from actors.rollout.handshake import means_apart, require_fit
+from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
@@ -138,53 +139,11 @@ class EnginePool:
         with stage(f"starting {len(ready)} engines", answered(infos)):
             for index, *refs in zip(indices, ready, infos, strict=True):
                 found = [self._wait([ref], "launch", timeout_s, began, first_rank=index)[0] for ref in refs]
-                self._require_fit(index, found[1])
+                require_fit(config, index, found[1], self._vocab_size)
         (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", timeout_s, began)
         if self._beside is not None:
             self._have_sleep(indices)
             self._are_asleep |= len(indices) == len(engines)
-
-    def _require_fit(self, index: int, info: EngineInfo) -> None:
-        """
-        Raises:
-            EngineError: the run cannot use such an engine.
-        """
-        config = self._config
-        for what, found, wanted, field in (
-            ("a vocabulary", info.vocab_size, self._vocab_size, "model.path"),
-            ("weights in", info.dtype, config.precision.compute_dtype, "precision.compute_dtype"),
-        ):
-            if found != wanted:
-                raise EngineError(
-                    f"engine {index} ({info.name}) has {what} of {found}, and the trainer of {wanted}",
-                    field=field,
-                    hint="start the engine with the model and the dtype of the run",
-                    rank=index,
-                )
-        if info.max_tokens is not None and config.rollout.max_new_tokens >= info.max_tokens:
-            raise EngineError(
-                f"engine {index} ({info.name}) takes {info.max_tokens} tokens of prompt and response, and "
-                f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt",
-                field="rollout.max_new_tokens",
-                hint="lower it, or start the engine with a longer context",
-                rank=index,
-            )
-        if self._beside is not None and info.processes > 1:
-            raise EngineError(
-                f"engine {index} ({info.name}) has {info.processes} workers, and rollout.placement=colocated gives "
-                "each engine the place of one rank",
-                field="rollout.placement",
-                hint="start it with one worker, or set rollout.placement=own",
-                rank=index,
-            )
-        if config.rollout.transport not in info.transports:
-            raise EngineError(
-                f"engine {index} ({info.name}) takes weights by {' or '.join(info.transports)}, not by "
-                f"{config.rollout.transport}",
-                field="rollout.weight_transport",
-                hint=f"set it to {info.transports[0]}",
-                rank=index,
-            )
 
     def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
         """Compares log-probs of a few sampled tokens with the trainer's; by engine, the mean difference.
@@ -217,24 +176,7 @@ class EnginePool:
             [{"tokens": one.tokens, "response_length": one.response_length} for one in samples],
             temperature=settings.temperature,
         )
-        apart = np.abs(group.compute_log_probs(batch).log_probs - drawn)
-        means = [float(apart[owners == index].mean()) for index in range(count)]
-        is_float32 = self._config.precision.compute_dtype == "float32"
-        bound = settings.engine_logprob_bound or (0.001 if is_float32 else 0.05)
-        worst = int(np.argmax(means))
-        if means[worst] > bound:
-            cause = "its weights are not those that were sent, or it computes otherwise than the trainer"
-            if settings.temperature != 1:
-                cause += ", or they are those without the temperature (vLLM: --logprobs-mode processed_logprobs; "
-                cause += "SGLang: no SGLANG_RETURN_ORIGINAL_LOGPROB)"
-            raise EngineError(
-                f"log-probs of what engine {worst} sampled differ from the trainer's by {means[worst]:.3g} in the mean "
-                f"of {int((owners == worst).sum())} tokens, more than {bound:g}: {cause}",
-                field="rollout.engine_logprob_bound",
-                hint="correct the engine, or raise the bound where its arithmetic is coarser",
-                rank=worst,
-            )
-        return means
+        return means_apart(self._config, owners, np.abs(group.compute_log_probs(batch).log_probs - drawn))
 
     def relaunch(self, indices: Sequence[int] | None = None) -> None:
         """Ends engines as they are and starts others in their places, or in new ones if those are gone.
