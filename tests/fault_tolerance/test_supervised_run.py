@@ -37,8 +37,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, kind in (("group", SupervisedGroup), ("engines", RestartingEngines)):
 
-        def launch(config: Any, name: str = name, original: Any = kind.launch) -> Any:
-            found[name] = original(config)
+        def launch(*args: Any, name: str = name, original: Any = kind.launch) -> Any:
+            found[name] = original(*args)
             return found[name]
 
         monkeypatch.setattr(kind, "launch", launch)
