@@ -3,8 +3,8 @@
     python benchmarks/guarding.py --json benchmarks/results/guarding.json
 
 Guarding code is, on the driver, checking batches and plans, the call log, and the watchdog with its questions; in a
-rank agreeing on the batch and the plan, its ticks of progress, and its answers to the watchdog. The share is of a
-step's wall time; what driver and ranks take is added up. Rounds of both groups alternate.
+rank its ticks of progress, and its answers to the watchdog. The share is of a step's wall time; what driver and ranks
+take is added up. Rounds of both groups alternate.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from actors.workers.train_worker import TrainWorker  # noqa: E402
 from benchmarks.faults import software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from benchmarks.rpc_overhead import cpu_seconds, random_batch, save_model, settings  # noqa: E402
+from slimefsdp.preparation import prepared  # noqa: E402
 
 LIMIT = 0.02  # of the step's time
 WHAT = (
@@ -47,7 +49,15 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self._running: list[float] = []  # of each open function, the seconds of those inside of it
+        self._threads = threading.local()
+
+    @property
+    def _running(self) -> list[float]:
+        """Of each function that is open in this thread, the seconds of those inside of it."""
+        if not hasattr(self._threads, "running"):
+            self._threads.running = []
+        found: list[float] = self._threads.running
+        return found
 
     def watch(self, owner: Any, name: str, label: str | None) -> None:
         """From now on the function adds to a label; None: only takes its time off those around it."""
@@ -86,11 +96,8 @@ class TimedWorker(TrainWorker):
     _answers_s = 0.0
 
     def start(self, *args: Any, **kwargs: Any) -> Any:
-        from slimefsdp import heartbeat, trainer
+        from slimefsdp import heartbeat
 
-        self._stopwatch = Stopwatch()
-        self._stopwatch.watch(trainer, "check_together", "agreeing on the batch")
-        self._stopwatch.watch(trainer, "agreed_plan", "agreeing on the plan")
         self._ticks = heartbeat.snapshot().ticks
         scratch = heartbeat.Progress()
         began = time.perf_counter()
@@ -112,7 +119,7 @@ class TimedWorker(TrainWorker):
         from slimefsdp import heartbeat
 
         ticks = heartbeat.snapshot().ticks
-        taken = self._stopwatch.take() | {
+        taken = {
             "ticks of progress": (ticks - self._ticks) * self._tick_s,
             "answers to the watchdog": self._answers_s,
         }
@@ -123,13 +130,17 @@ class TimedWorker(TrainWorker):
 def driver_stopwatch() -> Stopwatch:
     """Watches this process's guarding code."""
     stopwatch = Stopwatch()
-    for name in ("check_batch", "check_plan"):
-        stopwatch.watch(worker_group, name, "checking batch and plan")
-    stopwatch.watch(Supervisor, "submit", "call log")
+    for name in ("checked_advantages", "check_plan"):
+        stopwatch.watch(prepared, name, "checking batch and plan")
+    for name in ("submit", "_prepare_and_log"):
+        stopwatch.watch(Supervisor, name, "call log")
     for name in ("append", "remove", "forget"):
         stopwatch.watch(CallLog, name, "call log")
-    for name in ("prepare", "begin"):  # what a bare group does as well
-        stopwatch.watch(worker_group.WorkerGroup, name, None)
+    for owner, name in (  # what a group without a supervisor does as well, and what is no check
+        (worker_group.WorkerGroup, "check"), (worker_group.WorkerGroup, "prepared"),
+        (worker_group.WorkerGroup, "begin"), (prepared, "_policy_advantages"),
+    ):  # fmt: skip
+        stopwatch.watch(owner, name, None)
     return stopwatch
 
 
@@ -154,7 +165,6 @@ def guarded_step(group: SupervisedGroup, batch: Any, pids: list[int], stopwatch:
     step = one_step(lambda: group.train_step(batch), pids)
     driver = stopwatch.take() | {"watchdog": watchdog.COST.seconds - watched}
     ranks = ray.get([worker.guarding.remote() for worker in workers], timeout=60)
-    # agreeing includes the wait for whoever comes last: the rank that waits least shows what it costs
     in_rank = {name: min(rank[name] for rank in ranks) for name in ranks[0]}
     seconds = sum(driver.values()) + sum(in_rank.values())
     asked = watchdog.COST.questions - questions
