@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from slimefsdp.attention.call_plan import PackAttention
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.batching.packing import LocalShare, PackedBatch, local_share, on_device, pack
 from slimefsdp.batching.prefix_tree import SharedPrefixes
-from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import abandon_update, gradients_summed_once, reshard
@@ -40,6 +40,9 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
 from slimefsdp.training.metrics import MetricSums
+
+if TYPE_CHECKING:  # a name for mypy only: the step alone runs where pydantic is not installed
+    from slimefsdp.config import RunConfig
 
 TOKENS = "micro_batch_tokens"
 """An attribute that an error of memory gets."""

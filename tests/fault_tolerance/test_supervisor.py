@@ -221,7 +221,7 @@ class ScriptedGroup:
 
     receive = commit = begin
 
-    def _update_weights(self, receivers: list[Any]) -> tuple[Any, ...]:
+    def _update_weights(self, receivers: list[Any], drop_failed: bool) -> tuple[Any, ...]:
         return self.state
 
     def _save(self, step: int, loop_state: None) -> None:

@@ -191,9 +191,9 @@ def test_tensors_that_were_written_and_read_can_still_be_freed(tmp_path):
 def test_no_copy_of_a_tensor_is_made(tmp_path, monkeypatch):
     tensor = torch.ones(4 << 20)
     written_from = []
-    memory = safetensors_file._memory
+    memory = safetensors_file.memory_of
     monkeypatch.setattr(
-        safetensors_file, "_memory", lambda t: written_from.append((t.data_ptr(), t.nbytes)) or memory(t)
+        safetensors_file, "memory_of", lambda t: written_from.append((t.data_ptr(), t.nbytes)) or memory(t)
     )
     tracemalloc.start()
     written(tmp_path / "x", {"w": tensor})

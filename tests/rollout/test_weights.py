@@ -127,14 +127,20 @@ def test_a_buffer_that_is_not_here_is_refused_by_name(engine: OpenEngine, versio
 
 
 def test_shared_memory_has_no_name_and_no_descriptor_is_left() -> None:
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    def ours() -> list[str]:
+        links = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sorted(link for link in links if "slimefsdp_" in link)
+
+    before = ours()
     for _ in range(20):
         buffer = SharedBuffer(1 << 16, CPU)
         there = opened(buffer.handle)
         there[7] = 9
         assert buffer.data[7] == 9
+        handle, open_ones = buffer.handle, ours()
         del buffer, there
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+        assert any(handle["name"] in link for link in open_ones)
+    assert ours() == before
     assert not list(Path("/dev/shm").glob("slimefsdp_*"))
 
 

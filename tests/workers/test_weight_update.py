@@ -171,6 +171,7 @@ def test_without_drops_the_first_failure_ends_it_and_nobody_commits(launch: Laun
     assert ray.get([actor.holds.remote() for actor in actors], timeout=PATIENCE_S)[0][0] is None
 
 
+@pytest.mark.default_tier  # of all transports one, with two processes
 def test_memory_that_is_shared_is_taken_over_by_the_next_update(launch: Launch) -> None:
     actors = launch(2)
     first = update_to(actors, "ipc", drops=True, checksums=True)
