@@ -51,7 +51,8 @@ def profile(frame, event, argument):
         return
     if name == "slimefsdp/trainer.py" and code.co_name == "train_step" and not state["step"]:
         state["step"] = True
-    if name in seen and (not state["step"] or name in in_step):
+    is_update = state["step"] and code.co_name == "update_shards"  # optimizer.step() by a function of the project's own
+    if name in seen and (not state["step"] or name in in_step) and not is_update:
         return
     if is_import(frame):
         return
@@ -61,14 +62,17 @@ def profile(frame, event, argument):
     if state["step"] and name not in in_step:
         in_step.add(name)
         note("in_step", name)
+    if is_update:
+        stepping()
+
+def stepping(*_):
+    note("optimizer", "-")
+    sys.setprofile(None)
+    threading.setprofile(None)
+    state.update(step=False, stopped=True)
 
 def at_optimizer():
     from torch.optim.optimizer import register_optimizer_step_pre_hook
-    def stepping(*_):
-        note("optimizer", "-")
-        sys.setprofile(None)
-        threading.setprofile(None)
-        state.update(step=False, stopped=True)
     register_optimizer_step_pre_hook(stepping)
 
 def in_ray_calls(module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,10 +20,9 @@ import torch
 
 from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup
 from slimefsdp.weight_sync.packed_bucket import ALIGNMENT, pack, packed_bytes, unpack
+from tests.support.forks import FORKS
 from tests.support.waiting import PATIENCE_S
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["slimefsdp.weight_sync.broadcast", "tests.support.waiting"])
 LATE_S = 3.0
 SLACK_S = 20.0  # of a busy machine
 LARGE = 64 * 2**20  # bytes: no socket holds them for a process that does not read
@@ -87,8 +85,8 @@ def descriptors() -> int:
 @contextmanager
 def member(function: Callable[..., None], *args: Any) -> Iterator[tuple[Connection, Any]]:
     """A process that runs it, and the other end of its connection; it is gone afterwards."""
-    here, there = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=function, args=(there, *args))
+    here, there = FORKS.Pipe()
+    process = FORKS.Process(target=function, args=(there, *args))
     process.start()
     there.close()
     try:

@@ -1,26 +1,14 @@
-"""Ranks in processes of their own, new for each call: for what must survive a process, or its violent end.
-
-They are forked from a server that has imported everything, so that a new one costs milliseconds, not seconds.
-"""
+"""Ranks in processes of their own, new for each call: for what must survive a process, or its violent end."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "slimefsdp.trainer",
-        "transformers.models.qwen3.modeling_qwen3",
-        "tests.support.trainers",
-        "tests.support.fresh_ranks",
-    ]
-)
+from tests.support.forks import FORKS
 
 
 def run_fresh(world_size: int, function: Callable[..., None], *args: Any) -> list[tuple[list[Any], int | None]]:
@@ -32,9 +20,9 @@ def run_fresh(world_size: int, function: Callable[..., None], *args: Any) -> lis
     port = listener.getsockname()[1]
     started = []
     for rank in range(world_size):
-        here, there = _CONTEXT.Pipe()
+        here, there = FORKS.Pipe()
         store = listener if rank == 0 else None
-        process = _CONTEXT.Process(target=_run, args=(there, rank, world_size, port, store, function, args))
+        process = FORKS.Process(target=_run, args=(there, rank, world_size, port, store, function, args))
         process.start()
         there.close()
         started.append((process, here))
