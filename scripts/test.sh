@@ -28,10 +28,13 @@ esac
 
 audit=0
 bash scripts/audit.sh .venv/bin/python || audit=$?
+log=$(mktemp) vllm_log=$(mktemp)
+# 3 GB come while the tests run
+timeout 1800 bash scripts/setup_vllm.sh >"$vllm_log" 2>&1 &
+vllm=$!
+trap 'kill "$vllm" 2>/dev/null; rm -f "$log" "$vllm_log"' EXIT
 .venv/bin/python -m pytest --all "${both[@]}"
 # shown only when they fail, so that the line above with the number of passed tests stays the last one
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
 quietly() {  # WHAT COMMAND...
   local what=$1 code=0
   shift
@@ -43,11 +46,11 @@ quietly() {  # WHAT COMMAND...
   fi
 }
 quietly "with the lowest supported transformers" bash scripts/test_lowest_transformers.sh .venv/bin/python
-if timeout 900 bash scripts/setup_vllm.sh >"$log" 2>&1; then
+if wait "$vllm"; then
   export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
   quietly "with a real vLLM" .venv/bin/python -m pytest --all tests/engines/test_vllm.py
 else
-  tail -3 "$log" >&2
+  tail -3 "$vllm_log" >&2
   echo "scripts/test.sh: vLLM could not be installed, and was not tested" >&2
 fi
 exit "$audit"

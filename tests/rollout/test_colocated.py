@@ -285,7 +285,6 @@ def digest(*arrays: Any) -> str:
 # of a table, whose log-probs are none of the trainer's model
 SERVED = {"weight_transport": "broadcast", "engine_logprob_bound": 1e9}
 RUNS: dict[str, dict[str, Any]] = {
-    "one rank": {},
     "data ranks": {"mesh": {"dp": 2}, "rollout": {"engines": 2}},
     "context ranks with a reference": {"mesh": {"dp": 1, "cp": 2}, "loss": {"kl_coefficient": 0.1}},
     "a critic": {"algorithm": "ppo", "critic": {"lr": 0.01}},
