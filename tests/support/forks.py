@@ -15,6 +15,5 @@ FORKS.set_forkserver_preload(
         "transformers.models.qwen3.modeling_qwen3",
         "tests.support.trainers",
         "tests.support.fresh_ranks",
-        "tests.support.rank_pool",
     ]
 )
