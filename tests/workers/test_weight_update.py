@@ -221,6 +221,7 @@ def test_of_folders_only_the_last_one_is_left_whoever_failed(
     assert left != before
 
 
+@pytest.mark.default_tier  # with one process
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_update(
     launch: Launch, make_config: Any, tmp_path: Path
 ) -> None:
