@@ -1,4 +1,6 @@
-"""Engines in the places of ranks: what each side does when the devices change hands.
+"""Engines in the places of ranks: what the trainer does when the devices change hands.
+
+The engines' side, and when a turn begins and ends: actors/rollout/engine.py.
 
 While engines sample, nothing of the trainer is on the devices; while it trains, nothing of the engines. In between, the
 weights are sent: then a device holds the parameters of its rank and the weights of its engine, and neither optimiser

@@ -3,7 +3,7 @@
 Each is asked once a second how far it is, on a thread of its own there, so that it answers while a call is stuck. A
 process hangs when it does not answer (it is stopped, or something holds its interpreter lock), or when it answers that
 it has not got on for longer than such an activity takes. Ranks that wait in a collective for a stuck one do not get on
-either, and are not blamed.
+either, and are not blamed. That a process has ended is noticed by the call itself: actors/workers/futures.py.
 """
 
 from __future__ import annotations
