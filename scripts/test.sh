@@ -32,7 +32,7 @@ log=$(mktemp) vllm_log=$(mktemp)
 # 3 GB come while the tests run
 timeout 1800 bash scripts/setup_vllm.sh >"$vllm_log" 2>&1 &
 vllm=$!
-trap 'kill "$vllm" 2>/dev/null; rm -f "$log" "$vllm_log"' EXIT
+trap 'kill "$vllm" 2>/dev/null || true; rm -f "$log" "$vllm_log"' EXIT
 .venv/bin/python -m pytest --all "${both[@]}"
 # shown only when they fail, so that the line above with the number of passed tests stays the last one
 quietly() {  # WHAT COMMAND...
