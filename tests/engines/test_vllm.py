@@ -398,7 +398,7 @@ def test_a_server_that_is_killed_is_named_and_a_new_engine_works(
         time.sleep(0.7)
         os.kill(engine._child.pid, signal.SIGKILL)
         with refused(WorkerDied, "rollout.engine", 0) as caught:
-            running.result(timeout=60)
+            running.result(timeout=PATIENCE_S)
     assert str(engine._child.log) in str(caught.value) and wait_until(lambda: engine._child.status() is not None, 30)
     engine.stop()
     after = Trained(settings(make_config, run={"dir": str(run_dir)}))

@@ -25,6 +25,7 @@ from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, EngineError, Interrupted, StateError
 from slimefsdp.results import TAGS, SyncReport, Tag
+from tests.support.ray_fixtures import end_actor
 from tests.support.refusals import refused
 from tests.support.runs import bits, rows_of
 from tests.support.waiting import PATIENCE_S
@@ -127,7 +128,7 @@ def test_no_device_holds_more_of_either_side_than_the_moment_needs(launch: Any) 
 
 
 def lose(pool: Any, index: int) -> None:
-    ray.kill(pool.receivers[index])
+    end_actor(pool.receivers[index])
 
 
 @pytest.mark.parametrize("lost_before", ["wake_up parameters optimizer", "sleep optimizer reference"])

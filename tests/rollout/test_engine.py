@@ -40,7 +40,7 @@ def engines(two_engines: tuple[EnginePool, StateError], group: Any) -> EnginePoo
 
 
 def test_engines_whose_places_are_gone_come_up_in_others(cluster: None, make_config: Any) -> None:
-    pool = EnginePool.launch(make_config(rollout={"engines": 1}, cluster={"launch_timeout_s": 60.0}))
+    pool = EnginePool.launch(make_config(rollout={"engines": 1}, cluster={"launch_timeout_s": PATIENCE_S}))
     try:
         (lost,) = pool._places._groups.values()
         remove_placement_group(lost)

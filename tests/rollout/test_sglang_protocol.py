@@ -28,7 +28,7 @@ from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from tests.support.refusals import refused
 from tests.support.sglang_server import Faults, SglangServer
 from tests.support.table_server import EMBEDDING, next_logits
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.weight_sender import WeightSender
 
 END = 2
@@ -306,7 +306,7 @@ def test_aborted_samples_end_as_they_are(engine: SglangEngine, sender: WeightSen
         assert wait_until(lambda: server.running == 3)
         time.sleep(0.2)
         engine.abort()
-        samples = running.result(timeout=30)
+        samples = running.result(timeout=PATIENCE_S)
     assert {sample.finish_reason for sample in samples.values()} == {"abort"}
     assert all(0 < len(sample.tokens) == len(sample.log_probs) < 60 for sample in samples.values())
 
@@ -324,7 +324,7 @@ def test_what_nobody_waits_for_is_aborted_and_the_rest_is_not(
         assert len(next(stream)) == 1 and wait_until(lambda: server.running == 6)
         stream.close()
         assert wait_until(lambda: server.running == 1, 2.0), "60 tokens would have taken 3 s"
-        assert len(kept.result(timeout=30)[0, 0].tokens) == 40
+        assert len(kept.result(timeout=PATIENCE_S)[0, 0].tokens) == 40
 
 
 # ---------------------------------------------------------------------- weights
@@ -341,7 +341,7 @@ def test_samples_go_on_across_an_update_with_the_version_of_each_token(
         time.sleep(0.2)
         sender.change(1)
         sender.send(engine, 1)
-        samples = running.result(timeout=30)
+        samples = running.result(timeout=PATIENCE_S)
     for sample in samples.values():
         first, second = sample.versions
         assert (first.version, second.version, second.end) == (0, 1, 30) and 0 < first.end == second.start
@@ -444,7 +444,7 @@ def test_samples_across_an_update_that_fails_end_with_an_error(
         with refused(SyncError, "update_weights"):
             sender.send(engine, 1)
         with refused(StateError, "update_weights"):
-            running.result(timeout=30)
+            running.result(timeout=PATIENCE_S)
     server.faults = Faults()
     assert wait_until(lambda: server.running == 0)
 
@@ -462,7 +462,7 @@ def test_an_update_whose_sender_goes_in_the_middle_gives_way_to_the_next(
         assert wait_until(lambda: server.calls[-2:] == ["/update_weights_from_distributed"] * 2)
         sender.leave()
         with refused(SyncError, "update_weights", "Failed to receive weights"):
-            receiving.result(timeout=60)
+            receiving.result(timeout=PATIENCE_S)
     with refused(StateError, "update_weights"):
         drawn(engine, Request(PROMPT, 1, params()))
     sender.join(engine)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
 
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
@@ -17,6 +16,7 @@ from actors.workers.weight_transport import ObjectStoreUpdate
 from slimefsdp.errors import ConfigError, EngineError, SyncError, WorkerDied
 from slimefsdp.results import SyncReport
 from tests.support.own_engine import LIES
+from tests.support.ray_fixtures import end_actor
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S
 
@@ -94,10 +94,7 @@ def test_an_engine_that_is_lost_in_an_update_is_replaced_and_all_get_the_weights
 
     def fails_once(receivers: list[Any], *, drop_failed: bool) -> Any:
         del policy.update_weights  # type: ignore[attr-defined]
-        ray.kill(receivers[1])
-        with pytest.raises(RayActorError):  # it ends some time after that call
-            while True:
-                ray.get(receivers[1].committed.remote(), timeout=PATIENCE_S)
+        end_actor(receivers[1])
         raise SyncError("one has gone")
 
     policy.update_weights = fails_once  # type: ignore[method-assign]

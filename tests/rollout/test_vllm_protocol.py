@@ -27,7 +27,7 @@ from slimefsdp.weight_sync.shared_buffer import SharedBuffer
 from tests.support.refusals import refused
 from tests.support.table_server import EMBEDDING, next_logits
 from tests.support.vllm_server import Faults, ProtocolServer
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.weight_sender import WeightSender
 
 HEAD = "lm_head.weight"
@@ -309,7 +309,7 @@ def test_aborted_samples_end_as_they_are(engine: VllmEngine, sender: WeightSende
         assert wait_until(lambda: server.running == 3)
         time.sleep(0.2)
         engine.abort()
-        samples = running.result(timeout=30)
+        samples = running.result(timeout=PATIENCE_S)
     assert {sample.finish_reason for sample in samples.values()} == {"abort"}
     assert all(0 < len(sample.tokens) == len(sample.log_probs) < 60 for sample in samples.values())
     assert {sample.finish_reason for sample in drawn(engine, Request(PROMPT, 1, params())).values()} != {"abort"}
@@ -330,7 +330,7 @@ def test_samples_go_on_across_an_update_with_the_version_of_each_token(
         time.sleep(0.2)
         sender.change(1)
         sender.send(engine, 1)
-        samples = running.result(timeout=30)
+        samples = running.result(timeout=PATIENCE_S)
     for sample in samples.values():
         first, second = sample.versions
         assert (first.version, second.version, second.end) == (0, 1, 30) and 0 < first.end == second.start
@@ -358,7 +358,7 @@ def test_a_stop_text_that_begins_before_an_update_ends_the_sample_after_it(
         time.sleep(0.3)
         sender.send(engine, 1)  # the same weights
         server.faults = Faults()
-        (sample,) = running.result(timeout=30).values()
+        (sample,) = running.result(timeout=PATIENCE_S).values()
     assert sample.tokens == whole.tokens and sample.finish_reason == "stop"
     assert [span.version for span in sample.versions] == [0, 1] and sample.versions[-1].end == 12
 
@@ -372,7 +372,7 @@ def test_calls_during_an_update_wait_for_its_end(engine: VllmEngine, sender: Wei
         for bucket in sender.buckets():
             sender.broadcast(engine, bucket)
         engine.commit(1)
-        assert {sample.versions[0].version for sample in running.result(timeout=30).values()} == {1}
+        assert {sample.versions[0].version for sample in running.result(timeout=PATIENCE_S).values()} == {1}
 
 
 def test_calls_do_not_wait_for_ever(server: ProtocolServer, sender: WeightSender, make_config: Any) -> None:
@@ -561,5 +561,5 @@ def test_calls_run_beside_each_other(engine: VllmEngine, sender: WeightSender, s
         long = side.submit(drawn, engine, Request(PROMPT, 1, params(40, end_token_ids=frozenset())))
         assert wait_until(lambda: server.running == 1)
         short = side.submit(drawn, engine, Request(PROMPT, 2, params(2)))
-        assert len(short.result(timeout=30)) == 2 and not long.done()
-        assert len(long.result(timeout=30)[0, 0].tokens) == 40
+        assert len(short.result(timeout=PATIENCE_S)) == 2 and not long.done()
+        assert len(long.result(timeout=PATIENCE_S)[0, 0].tokens) == 40

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from actors.cluster.connect import connect, disconnect
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
+from tests.support.forked_workers import forked_workers
 from tests.support.ragged import ragged_batch
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 VOCAB_SIZE = 320  # of the example's model
@@ -56,9 +59,10 @@ def make_config(example: Path) -> MakeConfig:
 @pytest.fixture(scope="session")
 def cluster(make_config: MakeConfig) -> Iterator[None]:
     """A local Ray cluster with room for every group of the session."""
-    connect(make_config(mesh={"dp": 24}))
-    yield
-    disconnect()
+    with forked_workers():
+        connect(make_config(mesh={"dp": 24}))
+        yield
+        disconnect()
 
 
 @pytest.fixture(scope="session")
@@ -98,3 +102,11 @@ def batch() -> RolloutBatch:
 def small_batch(batch: RolloutBatch) -> RolloutBatch:
     """Few enough samples for one update."""
     return batch.select([4, 5, 6, 7])
+
+
+def end_actor(actor: Any) -> None:
+    """Kills an actor, and returns when calls of it fail: `ray.kill` alone returns before."""
+    ray.kill(actor)
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote(), timeout=PATIENCE_S)

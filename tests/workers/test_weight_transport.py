@@ -20,8 +20,9 @@ from actors.workers.watchdog import remote_class
 from actors.workers.weight_transport import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
+from tests.support.ray_fixtures import end_actor
 from tests.support.refusals import refused
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -88,7 +89,7 @@ def send(receiver: ObjectStoreUpdate) -> None:
 
 
 def test_every_receiver_gets_every_message_in_order(notebooks: list[Any]) -> None:
-    send(ObjectStoreUpdate(notebooks, timeout_s=30.0))
+    send(ObjectStoreUpdate(notebooks, timeout_s=PATIENCE_S))
     expected = [("begin", 3, MANIFEST), ("receive", [("weight", BUCKET[0][1].numpy().tobytes())]), ("commit", 3)]
     assert ray.get([actor.notes.remote() for actor in notebooks]) == [expected, expected]
 
@@ -123,18 +124,9 @@ def test_the_deadline_is_for_the_whole_update(notebooks: list[Any]) -> None:
 
 
 def test_a_dead_receiver_is_a_sync_error(notebooks: list[Any]) -> None:
-    ray.kill(notebooks[0])
-
-    def is_dead() -> bool:
-        try:
-            ray.get(notebooks[0].__ray_ready__.remote(), timeout=PATIENCE_S)
-        except ray.exceptions.RayActorError:
-            return True
-        return False
-
-    assert wait_until(is_dead)
+    end_actor(notebooks[0])
     with refused(SyncError, "update_weights", "begin"):
-        send(ObjectStoreUpdate(notebooks, timeout_s=30.0))
+        send(ObjectStoreUpdate(notebooks, timeout_s=PATIENCE_S))
 
 
 # ------------------------------------------------------------------ a real engine in bfloat16
@@ -184,7 +176,7 @@ class Unwilling:
 def test_engines_on_the_senders_own_gpu_are_sent_weights_by_gloo(cluster: None, is_shared: bool, backend: str) -> None:
     engine = ray.remote(num_cpus=0)(Unwilling).remote()
     gpu = torch.device("cuda")
-    receiver = BroadcastUpdate([engine], 5.0, address="127.0.0.1", device=gpu, is_shared=is_shared)
+    receiver = BroadcastUpdate([engine], PATIENCE_S, address="127.0.0.1", device=gpu, is_shared=is_shared)
     with refused(SyncError, "update_weights", f"asked for {backend}"):
         receiver.begin(0, {})
     ray.kill(engine)
