@@ -39,8 +39,8 @@ from actors.workers import weights_folder  # noqa: E402
 from actors.workers.broadcast_update import BroadcastUpdate  # noqa: E402
 from actors.workers.disk_update import DiskUpdate  # noqa: E402
 from actors.workers.ipc_update import IpcUpdate  # noqa: E402
+from actors.workers.object_store_update import ObjectStoreUpdate  # noqa: E402
 from actors.workers.watchdog import Watched, remote_class  # noqa: E402
-from actors.workers.weight_transport import ObjectStoreUpdate  # noqa: E402
 from actors.workers.weight_update import WeightUpdate  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig, config_from_dict  # noqa: E402

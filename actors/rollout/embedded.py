@@ -188,7 +188,7 @@ class EmbeddedEngine(Engine):
 
     def receive(self, bucket: Any) -> None:
         """As `Engine`."""
-        from actors.workers.weight_transport import unpack_bucket
+        from actors.workers.object_store_update import unpack_bucket
 
         self._receiver.receive(unpack_bucket(bucket))
 
@@ -246,7 +246,7 @@ class EmbeddedEngine(Engine):
             self._receiver.receive([named])
 
     def _take(self, data: Any, tensors: Sequence[TensorInfo], digest: str | None) -> None:
-        from actors.workers.weight_transport import altered
+        from actors.workers.object_store_update import altered
         from slimefsdp.weight_sync.packed_bucket import check_digest, unpack
 
         try:

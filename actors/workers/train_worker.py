@@ -115,7 +115,7 @@ class TrainWorker(Watched):
         return self.call(Request("update_weights", (targets,)), role)
 
     def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
-        from actors.workers.weight_transport import ObjectStoreUpdate
+        from actors.workers.object_store_update import ObjectStoreUpdate
 
         trainer = self.trainers[role]
         settings = trainer.config.rollout
@@ -150,7 +150,7 @@ class TrainWorker(Watched):
 
     def receive(self, bucket: Any) -> None:
         """As `slimefsdp.weight_sync.receive.Receiver`, from the object store."""
-        from actors.workers.weight_transport import unpack_bucket
+        from actors.workers.object_store_update import unpack_bucket
 
         self.trainers["ref"].receiver.receive(unpack_bucket(bucket))
 

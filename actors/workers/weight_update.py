@@ -1,6 +1,6 @@
 """One weight update to several Ray actors: one deadline, and what becomes of those that fail.
 
-A subclass says how a bucket travels: the object store's is in weight_transport.py, the others' in a module each, and a
+A subclass says how a bucket travels, in a module each (object_store_update.py, broadcast_update.py, ...), and a
 new one goes beside them, with its name in config/rollout.py and a line in train_worker.py. On rank 0 it stands for all
 of the receivers.
 """

@@ -20,7 +20,7 @@ from actors.rollout.protocol import ENGINE_TAGS, EngineTag
 from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RunFolder
 from actors.signals import Interrupts
-from actors.workers.weight_transport import ObjectStoreUpdate
+from actors.workers.object_store_update import ObjectStoreUpdate
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, EngineError, Interrupted, StateError

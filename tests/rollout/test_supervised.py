@@ -12,7 +12,7 @@ import ray
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
-from actors.workers.weight_transport import ObjectStoreUpdate
+from actors.workers.object_store_update import ObjectStoreUpdate
 from slimefsdp.errors import ConfigError, EngineError, SyncError, WorkerDied
 from slimefsdp.results import SyncReport
 from tests.support.own_engine import LIES

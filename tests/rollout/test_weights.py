@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.rollout.embedded import EmbeddedEngine
 from actors.rollout.protocol import Request
-from actors.workers.weight_transport import pack_bucket
+from actors.workers.object_store_update import pack_bucket
 from actors.workers.weights_folder import CHECKSUMS, write_weights
 from slimefsdp.errors import StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder

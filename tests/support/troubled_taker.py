@@ -12,8 +12,8 @@ import ray
 import torch
 
 from actors.rollout.protocol import EngineInfo, Manifest, TensorInfo
+from actors.workers.object_store_update import unpack_bucket
 from actors.workers.watchdog import Watched
-from actors.workers.weight_transport import unpack_bucket
 from actors.workers.weights_folder import checked_weights, read_weights
 from slimefsdp.errors import SyncError
 from slimefsdp.weight_sync.broadcast import BroadcastError, BroadcastGroup

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from actors.rollout.embedded import EmbeddedEngine
 from actors.rollout.protocol import EngineInfo
 from actors.workers.broadcast_update import BroadcastUpdate
+from actors.workers.object_store_update import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.watchdog import remote_class
-from actors.workers.weight_transport import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.errors import SyncError
 from tests.support.ray_fixtures import end_actor
