@@ -12,15 +12,17 @@ from slimefsdp._moved import install
 
 if TYPE_CHECKING:
     from actors.cluster.connect import connect
+    from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.rollout.engine import EnginePool
     from actors.workers.worker_group import WorkerGroup
 
-__all__ = ["EnginePool", "WorkerGroup", "connect"]
+__all__ = ["EnginePool", "SupervisedGroup", "WorkerGroup", "connect"]
 
 install()
 
 _HOME = {
     "EnginePool": "actors.rollout.engine",
+    "SupervisedGroup": "actors.fault_tolerance.supervisor",
     "WorkerGroup": "actors.workers.worker_group",
     "connect": "actors.cluster.connect",
 }
