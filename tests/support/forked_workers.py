@@ -21,7 +21,6 @@ import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 ADDRESS = "SLIMEFSDP_TEST_FORKED_WORKERS"  # the server's socket, in the environment of a raylet
 SERVE = "--serve"
@@ -113,19 +112,12 @@ def forked_workers() -> Iterator[None]:
     """The clusters that this process starts meanwhile have forked workers."""
     from unittest import mock
 
-    from ray._private.parameter import RayParams
-
-    given = RayParams.update_if_absent
-
-    def update_if_absent(params: RayParams, **found: Any) -> None:
-        if "setup_worker_path" in found:
-            found["setup_worker_path"] = __file__
-        given(params, **found)
+    from ray._private import ray_constants
 
     with (
         tempfile.TemporaryDirectory() as folder,
         socket.socket(socket.AF_UNIX) as listener,
-        mock.patch.object(RayParams, "update_if_absent", update_if_absent),
+        mock.patch.object(ray_constants, "SETUP_WORKER_FILENAME", __file__),  # absolute: no folder is put before it
         mock.patch.dict(os.environ, {ADDRESS: f"{folder}/socket"}),
     ):
         listener.bind(os.environ[ADDRESS])
