@@ -14,14 +14,16 @@ if TYPE_CHECKING:
     from actors.cluster.connect import connect
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.rollout.engine import EnginePool
+    from actors.rollout.supervised import RestartingEngines
     from actors.workers.worker_group import WorkerGroup
 
-__all__ = ["EnginePool", "SupervisedGroup", "WorkerGroup", "connect"]
+__all__ = ["EnginePool", "RestartingEngines", "SupervisedGroup", "WorkerGroup", "connect"]
 
 install()
 
 _HOME = {
     "EnginePool": "actors.rollout.engine",
+    "RestartingEngines": "actors.rollout.supervised",
     "SupervisedGroup": "actors.fault_tolerance.supervisor",
     "WorkerGroup": "actors.workers.worker_group",
     "connect": "actors.cluster.connect",

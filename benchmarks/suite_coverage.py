@@ -26,14 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.record import environment
 
 PACKAGES = ("slimefsdp", "actors")
-# ranks end in os._exit, Ray's workers by a signal; without `patch` and `sigterm` neither would leave its counts
+# ranks end in os._exit, Ray's workers, which are forked, by a signal; without `patch` and `sigterm` neither would leave
+# its counts
 COVERAGE = """\
 [run]
 source = {packages}
 data_file = {folder}/.coverage
 parallel = true
 concurrency = thread,multiprocessing
-patch = subprocess,_exit
+patch = subprocess,fork,_exit
 sigterm = true
 disable_warnings = no-data-collected,module-not-imported,module-not-measured,couldnt-parse
 """

@@ -39,7 +39,7 @@ _DECIDING: Any = {
 # where a sample is drawn and rewarded, and how weights got there, makes no difference to it
 _NOT_DECIDING = {
     *("engines", "placement", "engine_python", "engine_args", "engine_urls", "engine_logprob_bound"),
-    "weight_transport",
+    *("weight_transport", "weight_checksums"),
     *("reward_workers", "reward_timeout_s", "reward_concurrency"),
 }
 

@@ -148,7 +148,8 @@ class EnginePool:
     def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
         """Compares log-probs of a few sampled tokens with the trainer's; by engine, the mean difference.
 
-        Every engine samples for all prompts, from the weights that it has; they must be the trainer's present ones.
+        Every engine samples for all prompts, from the weights that it has; they must be the trainer's present ones. It
+        ends the turn of colocated engines.
 
         Args:
             group: the trainer's.

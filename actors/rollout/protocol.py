@@ -193,7 +193,7 @@ class Engine(Watched):
         raise NotImplementedError
 
     def receive_disk(self, path: str) -> None:
-        """As `receive`, of all weights that are sent: a folder of `slimefsdp.weight_sync.weights_folder`.
+        """As `receive`, of all weights that are sent: a folder of `actors.workers.weights_folder`.
 
         Raises:
             SyncError: it is not there, not whole, or was altered.

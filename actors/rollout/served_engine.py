@@ -1,9 +1,9 @@
 """What engines have in common that are a Ray actor beside a rollout server, which they start or find at a URL.
 
 The server has an environment of its own, and this process speaks to it by HTTP. Prompts and samples are token ids. New
-weights come to the server in a broadcast group that the trainer's first rank and the server's workers form; what is
-being sampled when they come is aborted, and what it has so far is sent again, as part of the prompt, once they are
-committed.
+weights come to the server by broadcast, in a group that the trainer's first rank and the server's workers form, as a
+folder, or in shared memory (`TRANSPORTS` of each class); what is being sampled when they come is aborted, and what it
+has so far is sent again, as part of the prompt, once they are committed.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ class ServedEngine(Engine):
                 self._open_update()
 
     def receive(self, bucket: Any) -> None:
-        """Refuses: this engine takes weights by broadcast alone."""
+        """Refuses: no server reads from Ray's object store."""
         raise SyncError(
             f"{self.NAME} takes weights by {' or '.join(self.TRANSPORTS)}, not from the object store",
             field="rollout.engine", hint="send them as EngineInfo.transports says",

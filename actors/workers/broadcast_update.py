@@ -85,7 +85,14 @@ class BroadcastUpdate(WeightUpdate):
         for index, info in infos.items():
             firsts[index], world_size = world_size, world_size + info.processes
         made = TorchBroadcastGroup if next(iter(infos.values())).group == "torch" else BroadcastGroup  # all are alike
-        listener = socket.create_server((self._address, 0))
+        try:
+            listener = socket.create_server((self._address, 0))
+        except OSError as error:
+            raise SyncError(
+                f"weights cannot be sent: engines cannot be waited for at {self._address}: {error}",
+                field="update_weights",
+                hint="see that the machine has this address, and a free port and file descriptor",
+            ) from error
         address, port, is_given_up = self._address, listener.getsockname()[1], threading.Event()
 
         def form() -> BroadcastGroup:
@@ -112,9 +119,10 @@ class BroadcastUpdate(WeightUpdate):
         self._blame(errors, joining, set() if self._left_s() else absent, "join")
 
     def _prepared(self, bucket: Bucket) -> Any:
-        if self._group is None:  # the bucket before broke it, and `_finish` says so
+        group = self._group  # read once: the thread that sends the bucket before may close it
+        if group is None:  # that bucket broke it, and `_finish` says so
             return None
-        layout, flat = self._group.packed(bucket)
+        layout, flat = group.packed(bucket)
         return layout, flat, (digest_of(flat),) if self._checksums else ()
 
     def _send(self, ready: Any) -> None:

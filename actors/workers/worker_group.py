@@ -59,7 +59,9 @@ class WorkerGroup(GroupCalls):
         cost = cost_model_of(config, folder.config)
         self._planner = BatchPlanner(config, role, vocab_size, folder.max_sample_tokens, cost)
         self._queue = CallQueue()
-        self._coming_weights: CallFuture | None = None  # of a reference group: its actor's newest update_ref
+        # of a reference group: its actor's newest update_ref, until it has been waited for; how the one before failed
+        self._coming_weights: CallFuture | None = None
+        self._failed_update: Exception | None = None
 
     @classmethod
     def launch(
@@ -240,16 +242,23 @@ class WorkerGroup(GroupCalls):
 
         Raises:
             WorkerDied, WorkerHung, PeerFailed: ranks of the actor were lost in it, and nobody knows what came.
+            StateError: it failed in another way, and no other has come to its end since: some weights may be new.
         """
         coming, self._coming_weights = self._coming_weights, None
-        if coming is None:
-            return
-        try:
-            coming.result()
-        except (WorkerDied, WorkerHung, PeerFailed):
-            raise
-        except Exception:  # for whoever waits for that call; where ranks of this group are lost, its next call says so
-            pass
+        if coming is not None:
+            try:
+                coming.result()
+                self._failed_update = None
+            except Exception as error:  # for whoever waits for that call, too
+                self._failed_update = error
+                if isinstance(error, WorkerDied | WorkerHung | PeerFailed):
+                    raise
+        if self._failed_update is not None:
+            raise StateError(
+                f"the reference's weights may be of two versions: its last update failed: {self._failed_update}",
+                field="update_ref",
+                hint="call update_ref again",
+            )
 
     def _with_reference(self, work: PreparedBatch, reference: WorkerGroup) -> PreparedBatch:
         """The log-probs of a reference group, where a loss reads them and the batch has none."""
@@ -264,17 +273,18 @@ class WorkerGroup(GroupCalls):
         if request.name == "update_weights":
             return self._begin_update(request, *request.args)
         if request.name == "update_ref" and self.reference_group is not None:
-            request = replace(request, name="update_weights")
-            future = self._begin_update(request, self.reference_group.receivers, False)
-            self.reference_group._coming_weights = future
-            return future
+            return self._begin_update(replace(request, name="update_weights"), self.reference_group.receivers, False)
         return self._begin(request, lambda worker: worker.call.remote(request, self.role))
 
     def _begin_update(self, request: Request, receivers: Sequence[Any], drop_failed: bool) -> CallFuture:
         timeout_s = self.config.cluster.sync_timeout_s
-        return self._begin(
+        future = self._begin(
             request, lambda worker: worker.update_weights.remote(receivers, drop_failed, timeout_s, self.role)
         )
+        reference = self.reference_group
+        if reference is not None and any(receiver in reference.receivers for receiver in receivers):
+            reference._coming_weights = future
+        return future
 
     def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
         workers = self._workers  # another thread may end the group meanwhile

@@ -70,7 +70,7 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
         began: of `time.perf_counter`, from when on the step's seconds count.
 
     Raises:
-        StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in a row.
+        StateError: too many non-finite gradient norms in a row.
     """
     state.memory_manager.wake_up(("parameters",))
     if state.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before

@@ -25,11 +25,12 @@ from actors.workers import futures, worker_group
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import StateError, WorkerDied
+from slimefsdp.errors import StateError, SyncError, WorkerDied
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.preparation import prepared
 from slimefsdp.preparation.plan import plan_training
 from slimefsdp.results import LogProbs
+from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S, wait_until
 
 OWN_REFERENCE = {"loss": {"kl_coefficient": 0.1}, "reference": {"placement": "group"}}
@@ -40,6 +41,13 @@ class Bug(RayTaskError):
 
     def __init__(self) -> None:
         self.cause = ZeroDivisionError("bug")
+
+
+class Refused(RayTaskError):
+    """What Ray hands over where a receiver did not take weights."""
+
+    def __init__(self) -> None:
+        self.cause = SyncError("receiver 0 refused", field="update_weights", hint="restart it")
 
 
 class Answer:
@@ -56,6 +64,7 @@ class Rank:
         self.job, self.state, self.is_dead = job, 0, False
         self.call = SimpleNamespace(remote=self._call)
         self.update_weights = SimpleNamespace(remote=self._update_weights)
+        self.health = SimpleNamespace(remote=lambda role: Answer(None))
 
     def begin(self) -> None:
         """As of a receiver, like the two below."""
@@ -206,6 +215,26 @@ def test_a_reference_group_answers_after_the_update_ref_that_was_called_before(
     arrives_late(job.ranks.receivers[0], monkeypatch)
     update, answer = job.group.update_ref_async(), job.group.reference_group.compute_log_probs_async(batch, "ref")
     assert answer.result().log_probs[0] == -2.0 and update.result() is None
+
+
+def test_a_reference_group_whose_update_failed_answers_after_another_only(make_job: Any, batch: RolloutBatch) -> None:
+    job = make_job(**OWN_REFERENCE)
+    job.group.train_step(batch)
+    actor = job.ranks.receivers[0]
+    works, actor.update_weights = actor.update_weights, SimpleNamespace(remote=lambda *_: Answer(error=Refused()))
+    with refused(SyncError, "update_weights", "refused"):
+        job.group.update_ref()
+    unread = job.group.update_ref_async()
+    for _ in range(2):
+        with refused(StateError, "update_ref", "refused"):
+            job.group.train_step(batch)
+        with refused(StateError, "update_ref", "refused"):
+            job.group.reference_group.compute_log_probs(batch, "ref")
+    actor.update_weights = works
+    job.group.update_ref()
+    assert job.group.train_step(batch) == {"loss": 2.0, "reference": -2.0}
+    with refused(SyncError, "update_weights"):
+        unread.result()
 
 
 def test_calls_that_are_made_again_read_the_reference_in_their_order_too(
