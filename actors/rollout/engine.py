@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +52,7 @@ _HOMES = {
 _CHECK = 4  # first number of a seed: what is drawn for the check is drawn for nothing else
 _CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine
 _GET_S = 10.0  # for samples that Ray says are here
+_LOOK_S = 1.0  # how often engines are looked after, while samples come
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,12 +466,18 @@ class EnginePool:
             self._asked(index, [requests[place] for place in share]): index for index, share in shares.items()
         }
         given: set[tuple[int, int]] = set()
-        timeout_s, began = self._config.cluster.call_timeout_s, time.monotonic()
+        asked = looked = time.monotonic()
+        heard = dict.fromkeys(shares, asked)  # when each engine was asked, or last handed samples over
         try:
             while streams:
                 require_cluster()
                 ready, _ = ray.wait(list(streams), num_returns=1, timeout=SLICE_S, fetch_local=False)
                 lost: dict[int, SlimeError] = {}
+                if not ready or time.monotonic() - looked > _LOOK_S:  # one may hang while others hand over
+                    looked = time.monotonic()
+                    here, _ = ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
+                    quiet = {index: heard[index] for stream, index in streams.items() if stream not in here}
+                    lost = self._found_hanging(quiet, asked) if quiet else {}
                 for stream in ready:
                     index = streams[stream]
                     try:
@@ -478,20 +485,18 @@ class EnginePool:
                     except LOST as error:
                         lost[index] = error
                         continue
-                    asked = [requests[place] for place in shares[index]]
+                    share = [requests[place] for place in shares[index]]
                     if samples is None:
                         del streams[stream]
-                        _require_whole(index, asked, shares[index], given)
+                        _require_whole(index, share, shares[index], given)
                         continue
-                    began = time.monotonic()
+                    heard[index] = time.monotonic()
                     for sample in samples:
-                        check_sample(sample, asked, self._vocab_size, index)
+                        check_sample(sample, share, self._vocab_size, index)
                         place = shares[index][sample.request]
                         if (place, sample.number) not in given:
                             given.add((place, sample.number))
                             yield replace(sample, request=place)
-                if not ready:
-                    lost = self._found_hanging(sorted(streams.values()), began, timeout_s)
                 for index, loss in lost.items():
                     self._after_loss(index, engines[index], loss)
                     engines[index] = self._engines[index]
@@ -501,7 +506,7 @@ class EnginePool:
                     shares[index] = left = [one for one in places if not _is_complete(one, requests[one], given)]
                     if left:
                         streams[self._asked(index, [requests[place] for place in left])] = index
-                    began = time.monotonic()
+                    asked = heard[index] = time.monotonic()
         finally:
             for stream in streams:  # what else was asked for is of no use to anybody
                 ray.cancel(stream)
@@ -513,14 +518,20 @@ class EnginePool:
         call = self._engines[index].generate.options(num_returns="streaming", concurrency_group="generate")
         return call.remote(list(requests))
 
-    def _found_hanging(self, indices: Sequence[int], began: float, timeout_s: float) -> dict[int, SlimeError]:
-        """The engine that hangs, if one of these does."""
+    def _found_hanging(self, heard: Mapping[int, float], asked: float) -> dict[int, SlimeError]:
+        """The engine that hangs, if one of these does.
+
+        Args:
+            heard: when they were asked, or last handed samples over.
+            asked: when the last one was asked.
+        """
         assert self._watchdog is not None
-        waiting = Waiting("generate", indices, began)
+        timeout_s = self._config.cluster.call_timeout_s
         try:
-            self._watchdog.look(waiting)
-            if time.monotonic() - began > timeout_s:
-                raise self._watchdog.overdue(waiting, timeout_s)
+            self._watchdog.look(Waiting("generate", sorted(heard), asked))
+            late = [index for index, since in sorted(heard.items()) if time.monotonic() - since > timeout_s]
+            if late:
+                raise self._watchdog.overdue(Waiting("generate", late, asked), timeout_s)
         except WorkerHung as error:
             return {error.rank or 0: error}
         return {}

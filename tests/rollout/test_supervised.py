@@ -76,6 +76,18 @@ def test_a_lost_engine_is_replaced_alone_and_every_sample_comes_once(launch: Lau
     assert policy.sent_to == [2, 1], "the other one has its weights"
 
 
+def test_an_engine_that_hangs_is_replaced_while_another_hands_samples_over(launch: Launch, tmp_path: Path) -> None:
+    engines = launch("tests.support.own_engine:UnevenEngine", call_timeout_s=4.0)
+    engines.update_from(Policy())
+    (tmp_path / "hangs_at_generate").write_text("engine 1\n")
+    _, samples = engines.generate(PROMPTS[:2], samples_per_prompt=2000, seed=(0,))
+    assert [(one.prompt, one.number) for one in samples] == [
+        (place, number) for place in (0, 1) for number in range(2000)
+    ]
+    lines = (tmp_path / "starts").read_text().splitlines()
+    assert lines.index("end of engine 0") > lines.index("engine 1", 2), "it was not waited for"
+
+
 def test_where_the_policy_has_gone_on_all_engines_get_its_weights_and_all_is_drawn_from_them(
     launch: Launch, tmp_path: Path
 ) -> None:

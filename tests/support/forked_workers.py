@@ -118,7 +118,8 @@ def forked_workers() -> Iterator[None]:
         tempfile.TemporaryDirectory() as folder,
         socket.socket(socket.AF_UNIX) as listener,
         mock.patch.object(ray_constants, "SETUP_WORKER_FILENAME", __file__),  # absolute: no folder is put before it
-        mock.patch.dict(os.environ, {ADDRESS: f"{folder}/socket"}),
+        # no worker a core in advance: a fork is here at once
+        mock.patch.dict(os.environ, {ADDRESS: f"{folder}/socket", "RAY_prestart_worker_first_driver": "0"}),
     ):
         listener.bind(os.environ[ADDRESS])
         listener.listen(64)

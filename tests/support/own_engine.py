@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,23 @@ class SleepingEngine(TellingEngine):
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         assert self.held == set(ENGINE_TAGS)
         yield from super().generate(requests)
+
+
+class UnevenEngine(TellingEngine):
+    """Engine 1 hangs, when it is told; engine 0 takes its time for each sample until another engine 1 has started.
+
+    Each notes beside the starts when it has handed all over.
+    """
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        if self.is_told("hangs_at_generate"):
+            time.sleep(3600)
+        for samples in super().generate(requests):
+            if self.name == "engine 0\n" and (self.folder / "starts").read_text().count("engine 1\n") == 1:
+                time.sleep(0.05)
+            yield [replace(sample, tokens=[1, 2]) for sample in samples]
+        with (self.folder / "starts").open("a") as file:
+            file.write(f"end of {self.name}")
 
 
 LIES: dict[str, dict[str, Any]] = {
