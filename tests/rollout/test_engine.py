@@ -25,7 +25,7 @@ SHAPES = {"weight": (2, 2)}
 @pytest.fixture(scope="module")
 def two_engines(cluster: None, make_config: Any) -> Iterator[tuple[EnginePool, StateError]]:
     """Two engines, and what they said when they were asked to sample before any update."""
-    pool = EnginePool.launch(make_config())
+    pool = EnginePool.launch(make_config(cluster={"sync_timeout_s": 15.0}))  # in which two tests wait for no commit
     with pytest.raises(StateError) as refusal:
         pool.generate(PROMPTS, samples_per_prompt=1, seed=(0,))
     yield pool, refusal.value

@@ -113,6 +113,7 @@ class TroubledTaker(Watched):
             os.kill(os.getpid(), signal.SIGKILL)
         elif trouble == "is stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(HOUR_S)  # this thread may run on until another one has taken the signal
         elif trouble == "is late":
             time.sleep(HOUR_S)
         elif trouble == "flips a bit":
