@@ -226,6 +226,7 @@ def strike(kind: str) -> None:
         hold_the_gil()
     faulthandler.disable()
     os.kill(os.getpid(), getattr(signal, kind))
+    time.sleep(3600)  # this thread may run on until another one has taken the signal
 
 
 def hold_the_gil() -> None:
