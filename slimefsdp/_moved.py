@@ -14,6 +14,7 @@ from types import ModuleType
 MOVED = {
     "actors.interrupts": "actors.signals",
     "actors.supervisor": "actors.fault_tolerance.supervisor",
+    "actors.weight_transport": "actors.workers.object_store_update",
     "slimefsdp.loss": "slimefsdp.algorithms",
     "slimefsdp.loss.advantages": "slimefsdp.algorithms.advantages",
     "slimefsdp.loss.policy": "slimefsdp.algorithms.policy_losses",
