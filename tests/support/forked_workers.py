@@ -94,6 +94,8 @@ def run_worker(argv: list[str], environment: dict[str, str], folder: str) -> Non
     os.environ.update(context.env_vars)
     script = argv[0]
     sys.argv, sys.path[0] = argv, str(Path(script).parent)
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
