@@ -21,6 +21,7 @@ import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ADDRESS = "SLIMEFSDP_TEST_FORKED_WORKERS"  # the server's socket, in the environment of a raylet
 SERVE = "--serve"
@@ -126,12 +127,12 @@ def forked_workers() -> Iterator[None]:
         listener.bind(os.environ[ADDRESS])
         listener.listen(64)
         command = [sys.executable, "-m", "tests.support.forked_workers", SERVE, str(listener.fileno())]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[listener.fileno()])
-        assert server.stdin and server.stdout
-        assert server.stdout.readline(), "the server has ended"
-        yield
-        server.stdin.close()
-        server.wait()
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, pass_fds=[listener.fileno()], **pipes) as server:  # ends when its input does
+            assert server.stdout is not None
+            assert server.stdout.readline(), "the server has ended"
+            yield
+            server.kill()  # it has nothing left to do, and nothing to lose
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def _run(
     code = 1
     try:
         start_process_group(
-            torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=600,
+            torch.device("cpu"), rank=rank, world_size=world_size, address="127.0.0.1", port=port, timeout_s=60,
             listener=listener,
         )  # fmt: skip
         function(rank, connection.send, *args)
