@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import ray
@@ -117,13 +117,13 @@ class EnginePool:
         """Starts the engines of these indices, in place of those that are there."""
         require_cluster()
         config, began = self._config, time.monotonic()
-        timeout_s = config.cluster.launch_timeout_s
         if self._beside is not None:
             self._beside.sleep()  # what is started measures what is free
             placement, gpus = self._places.reserve_for_ranks(self._beside.config, "actor")
         else:
             gpus = gpus_per_rank(config.mesh.device)
             count = config.rollout.engines
+            timeout_s = config.cluster.launch_timeout_s
             placement = self._places.reserve("engine", count, gpus_per_rank=int(gpus), timeout_s=timeout_s)
         actor_class = remote_class(self._class)
         engines = list(self._engines) or [None] * config.rollout.engines
@@ -139,9 +139,9 @@ class EnginePool:
         infos = [engines[index].info.remote() for index in indices]
         with stage(f"starting {len(ready)} engines", answered(infos)):
             for index, *refs in zip(indices, ready, infos, strict=True):
-                found = [self._wait([ref], "launch", timeout_s, began, first_rank=index)[0] for ref in refs]
+                found = [self._wait([ref], "launch", "launch_timeout_s", began, first_rank=index)[0] for ref in refs]
                 require_fit(config, index, found[1], self._vocab_size)
-        (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", timeout_s, began)
+        (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", "launch_timeout_s", began)
         if self._beside is not None:
             self._have_sleep(indices)
             self._are_asleep |= len(indices) == len(engines)
@@ -201,7 +201,7 @@ class EnginePool:
         found = []
         for index, ref in enumerate(refs):
             try:
-                self._wait([ref], "check", self._config.cluster.sync_timeout_s, first_rank=index)
+                self._wait([ref], "check", "sync_timeout_s", first_rank=index)
             except (WorkerDied, WorkerHung):
                 found.append(index)
         return found
@@ -270,8 +270,10 @@ class EnginePool:
     def sleep(self) -> None:
         """Has colocated engines free their devices; they lose their weights. Idempotent.
 
+        One that is lost, or does not answer, is ended: the next update finds it gone.
+
         Raises:
-            WorkerDied, WorkerHung: an engine ended or did not answer. SyncError: one refused.
+            SyncError: one refused.
         """
         if not self._are_asleep:
             self._have_sleep(range(len(self._engines)))
@@ -297,13 +299,10 @@ class EnginePool:
         refs = {index: self._engines[index].sleep.remote() for index in indices}
         for index, ref in refs.items():
             try:
-                self._wait([ref], "sleep", self._config.cluster.sync_timeout_s, first_rank=index)
-            except LOST as error:
-                self._after_loss_asleep(index, error)
-
-    def _after_loss_asleep(self, index: int, error: SlimeError) -> None:
-        """What becomes of an engine that was lost when it had to free its device; here nothing does."""
-        raise error
+                self._wait([ref], "sleep", "sync_timeout_s", first_rank=index)
+            except LOST:
+                # its memory is needed now, and it when engines have their turn again: who sends it weights finds out
+                end_processes([self._engines[index]])
 
     def _have_awake(self, indices: Sequence[int], tags: Sequence[EngineTag]) -> None:
         """
@@ -313,7 +312,7 @@ class EnginePool:
         refs = {index: self._engines[index].wake_up.remote(tags) for index in indices}
         for index, ref in refs.items():
             try:
-                self._wait([ref], "wake_up", self._config.cluster.sync_timeout_s, first_rank=index)
+                self._wait([ref], "wake_up", "sync_timeout_s", first_rank=index)
             except LOST as error:
                 raise SyncError(
                     f"engine {index} was lost before it was sent weights: {error.message}",
@@ -359,7 +358,7 @@ class EnginePool:
         if others:
             require_cluster()
             ref = self._engines[0].encode.remote([prompts[place] for place in others])
-            (found,) = self._wait([ref], "generate", self._config.cluster.call_timeout_s)
+            (found,) = self._wait([ref], "generate", "call_timeout_s")
             encoded |= dict(zip(others, found, strict=True))
         return [encoded[place] for place in range(len(prompts))]
 
@@ -550,7 +549,7 @@ class EnginePool:
         lost: list[SlimeError] = []
         for index, ref in enumerate(refs):
             try:
-                self._wait([ref], "abort", self._config.cluster.call_timeout_s, first_rank=index)
+                self._wait([ref], "abort", "call_timeout_s", first_rank=index)
             except LOST as error:
                 lost.append(error)
         if lost:
@@ -564,12 +563,18 @@ class EnginePool:
             self._places.release()
 
     def _wait(
-        self, refs: Sequence[Any], name: str, timeout_s: float, began: float | None = None, first_rank: int = 0
+        self,
+        refs: Sequence[Any],
+        name: str,
+        limit: Literal["launch_timeout_s", "sync_timeout_s", "call_timeout_s"],
+        began: float | None = None,
+        first_rank: int = 0,
     ) -> Any:
         return CallFuture(
             refs,
             name=name,
-            timeout_s=timeout_s,
+            timeout_s=getattr(self._config.cluster, limit),
+            setting=f"cluster.{limit}",
             first_only=False,
             first_rank=first_rank,
             watchdog=self._watchdog,

@@ -44,6 +44,7 @@ _MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they
 _TICK_S = 1.0
 _HEALTH_S = 10.0
 _ABORT_AGAIN_S = 0.1
+_GIVE_UP_S = 10.0  # for requests to end that nobody waits for
 GROUP = "the broadcast group"  # in what our end in a server says when that breaks (slimefsdp.weight_sync.broadcast)
 TIED_HEAD = "lm_head.weight"
 
@@ -340,6 +341,8 @@ class ServedEngine(Engine):
         name = f"slimefsdp-{uuid.uuid4().hex}"
         body = self._body(request, number, drawn, name)
         with self._lock:
+            if call.is_aborted or call.is_given_up:  # who ends what it asked the server may be done already
+                return Drawn(), "abort"
             self._in_flight[name] = call
         try:
             answer = self._client.post(self.GENERATE, body, timeout_s=self.config.cluster.call_timeout_s)
@@ -366,20 +369,26 @@ class ServedEngine(Engine):
         try:
             yield
         finally:
-            call.is_given_up = True
-            self._abort_at_server(call)
+            with self._lock:
+                call.is_given_up = True
+            self._end_at_server([call], _GIVE_UP_S)
             with self._lock:
                 self._calls.remove(call)
                 if not self._calls:
                     self._activity.close()
 
-    def _abort_at_server(self, call: _Call) -> None:
-        with self._lock:
-            ids = [one for one, asker in self._in_flight.items() if asker is call]
-            are_all = len(ids) == len(self._in_flight)
-        if ids:
+    def _end_at_server(self, calls: Sequence[_Call], timeout_s: float) -> bool:
+        """Whether the server has ended, in this time, what it was asked in these calls, which ask no more."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                ids = [one for one, call in self._in_flight.items() if call in calls]
+                are_all = len(ids) == len(self._in_flight)
+            if not ids or time.monotonic() > deadline:
+                return not ids
             with suppress(Refusal, SlimeError):  # a server that is gone has aborted them
                 self._end_requests(ids, are_all=are_all)
+            time.sleep(_ABORT_AGAIN_S)  # again: a request may have been on its way
 
     def abort(self) -> None:
         """As `Engine`; returns when the server has been told.
@@ -391,20 +400,11 @@ class ServedEngine(Engine):
             calls = list(self._calls)
             for call in calls:
                 call.is_aborted = True
-        deadline = time.monotonic() + self.config.cluster.call_timeout_s
-        while True:
-            with self._lock:
-                left = {call for call in self._in_flight.values() if call in calls}
-            if not left:
-                return
-            for call in left:  # again: a request may have been on its way
-                self._abort_at_server(call)
-            if time.monotonic() > deadline:
-                raise WorkerHung(
-                    f"samples of engine {self.index} did not end within cluster.call_timeout_s",
-                    field="cluster.call_timeout_s", hint="start the server again", rank=self.index,
-                )  # fmt: skip
-            time.sleep(_ABORT_AGAIN_S)
+        if not self._end_at_server(calls, self.config.cluster.call_timeout_s):
+            raise WorkerHung(
+                f"samples of engine {self.index} did not end within cluster.call_timeout_s",
+                field="cluster.call_timeout_s", hint="start the server again", rank=self.index,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ weights
 

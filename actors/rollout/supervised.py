@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from actors.cluster.ray_errors import end_processes
 from actors.fault_tolerance.recovery import LOST, Restarts
 from actors.rollout.engine import EnginePool, Sampled
 from actors.rollout.protocol import Request
@@ -100,10 +99,6 @@ class RestartingEngines(EnginePool):
             version = self._update(self._group, [index])
         if version != self._version and not self._config.rollout.max_staleness:
             self.update_from(self._group)
-
-    def _after_loss_asleep(self, index: int, error: SlimeError) -> None:
-        # its memory is needed now, and it when engines have their turn again: who sends it weights then replaces it
-        end_processes([self._engines[index]])
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:
         while True:

@@ -178,7 +178,7 @@ class BroadcastUpdate(WeightUpdate):
         if not at_fault:
             if not self._drops:
                 raise self._broken()
-            self._suspects = set(found or self._left)
+            self._suspects |= set(found or self._left)  # kept: two that are found in turn would have it go on for ever
             self._deadline = time.monotonic() + self._timeout_s
 
     def _answers_at_all(self, index: int) -> bool:

@@ -39,6 +39,7 @@ class CallFuture:
         watchdog: of the actors, from rank 0 on; ends the wait when one hangs. None: the timeout alone does.
         began: of `time.monotonic`, when the timeout began; None: now.
         behind: the call that these actors do before; the timeout begins when that was seen to have ended.
+        setting: that the timeout is from.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class CallFuture:
         watchdog: Watchdog | None = None,
         began: float | None = None,
         behind: Running | None = None,
+        setting: str = "cluster.call_timeout_s",
     ) -> None:
         self._refs = list(refs)
         self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
         self._first_only = first_only
-        self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind)
+        self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind, setting)
 
     def result(self) -> Any:
         """Rank 0's result, or all results in rank order, as the call defines.
@@ -126,6 +128,7 @@ class Running:
         watchdog: Watchdog | None,
         began: float | None,
         behind: Running | None,
+        setting: str,
     ) -> None:
         self.name = name
         self.pending = pending  # ref -> rank, of those that had not answered when last looked
@@ -134,6 +137,7 @@ class Running:
         self._watchdog = watchdog
         self._began = time.monotonic() if began is None else began
         self._behind = behind
+        self._setting = setting
 
     @property
     def deadline(self) -> float:
@@ -209,11 +213,11 @@ class Running:
             late: those of them whose answers Ray has and did not hand over.
         """
         if self._watchdog is not None:
-            self.hung = self._watchdog.overdue(Waiting(self.name, ranks, self._began), self._timeout_s)
+            self.hung = self._watchdog.overdue(Waiting(self.name, ranks, self._began), self._timeout_s, self._setting)
         else:
             self.hung = WorkerHung(
                 f"{self.name} did not finish within {self._timeout_s:g} s",
-                field="cluster.call_timeout_s",
+                field=self._setting,
                 hint="look at the rank's log, or raise the timeout",
                 rank=ranks[0],
                 call=self.name,
@@ -297,10 +301,14 @@ class Dispatcher:
 
 
 class CallQueue:
-    """The calls on one set of actors: all of them get them in one order, whichever threads make them."""
+    """The calls on one set of actors: all of them get them in one order, whichever threads make them.
 
-    def __init__(self) -> None:
-        self.dispatcher = Dispatcher()
+    Args:
+        dispatcher: of another set, with whose calls these keep one order.
+    """
+
+    def __init__(self, dispatcher: Dispatcher | None = None) -> None:
+        self.dispatcher = dispatcher or Dispatcher()
         self._lock = threading.Lock()  # calls in another order on another rank would have their collectives meet
         self._newest: Running | None = None
 
@@ -322,12 +330,14 @@ class CallQueue:
         first_only: bool,
         watchdog: Watchdog | None = None,
         counts_from_now: bool = False,
+        setting: str = "cluster.call_timeout_s",
     ) -> CallFuture:
         """Makes a call.
 
         Args:
             start: gives it to all actors; returns one reference per rank.
             counts_from_now: the timeout, and not from when the calls before it have ended.
+            setting: that the timeout is from.
 
         Raises:
             WorkerHung: the actors hang in an earlier one; they have not been given this one.
@@ -342,6 +352,7 @@ class CallQueue:
                 first_only=first_only,
                 watchdog=watchdog,
                 behind=None if counts_from_now else behind,
+                setting=setting,
             )
             self._newest = future.running
             return future

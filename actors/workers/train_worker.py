@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -96,23 +97,33 @@ class TrainWorker(Watched):
         Args:
             request: prepared.
         """
+        timeout_s = self.trainers[role].config.cluster.call_timeout_s
+        return self._call(
+            request,
+            role,
+            lambda: [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in request.args],
+        )
+
+    def _call(self, request: Request, role: str, args: Callable[[], list[Any]]) -> Any:
         import torch
 
         trainer = self.trainers[role]
         if trainer.mesh.device.type == "cuda":
             torch.cuda.set_device(trainer.mesh.device)  # per thread
-        timeout_s = trainer.config.cluster.call_timeout_s
         try:
-            args = [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in request.args]
-            result = getattr(trainer, request.name)(*args)
+            result = getattr(trainer, request.name)(*args())
         except Exception as error:
             raise self._failed(error, request.name, trainer.config, role) from None
         return result if request.of_all_ranks or self.rank == 0 else None
 
     def update_weights(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str = "actor") -> Any:
         """The Trainer's `update_weights`, by the transport of the settings where receivers are engines."""
-        targets = [self._weight_update(receivers, drop_failed, timeout_s, role)] if self.rank == 0 and receivers else []
-        return self.call(Request("update_weights", (targets,)), role)
+
+        def args() -> list[Any]:
+            is_sender = self.rank == 0 and receivers
+            return [[self._weight_update(receivers, drop_failed, timeout_s, role)] if is_sender else []]
+
+        return self._call(Request("update_weights"), role, args)
 
     def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
         from actors.workers.object_store_update import ObjectStoreUpdate

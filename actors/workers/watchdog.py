@@ -183,8 +183,12 @@ class Watchdog:
                 problem = f"{self._kind} {rank} has not got on for {progress.since_tick_s:.1f} s, in {progress.place}"
                 raise self._hung(waiting, rank, progress.since_tick_s, problem, "cluster.hang_timeout_s")
 
-    def overdue(self, waiting: Waiting, timeout_s: float) -> WorkerHung:
-        """The error of a call that has taken too long as a whole, after the stacks were written."""
+    def overdue(self, waiting: Waiting, timeout_s: float, setting: str = "cluster.call_timeout_s") -> WorkerHung:
+        """The error of a call that has taken too long as a whole, after the stacks were written.
+
+        Args:
+            setting: that the timeout is from.
+        """
         with _counted(), self._lock:
             now = time.monotonic()
             self._take_answers(now)
@@ -192,8 +196,7 @@ class Watchdog:
             problem = f"{waiting.call} did not finish within {timeout_s:g} s"
             if self._processes[rank].pulse is None and self._processes[rank].silent_s(now) > _SILENT_S:
                 problem += f": {self._kind} {rank} has not answered since it was started"
-            field = f"cluster.{LAUNCH if waiting.call == LAUNCH else 'call'}_timeout_s"
-            return self._hung(waiting, rank, timeout_s, problem, field)
+            return self._hung(waiting, rank, timeout_s, problem, setting)
 
     def kill_stopped(self) -> None:
         """Ends processes of this node that are stopped: of one, Ray waits 5 s for it to end itself."""

@@ -126,6 +126,7 @@ class WorkerGroup(GroupCalls):
             timeout_s=config.cluster.launch_timeout_s,
             first_only=True,
             watchdog=actor._watchdog,
+            setting="cluster.launch_timeout_s",
         ).result()
         group = cls(
             config, role, actor._workers, vocab_size, folder,
@@ -137,11 +138,16 @@ class WorkerGroup(GroupCalls):
     def _launch_others(self, places: PlacementGroups) -> None:
         config = self.config
         if config.reference.placement == "group":
-            self.reference_group = self.launch(config, "ref", places=places)
+            self._refer_to(self.launch(config, "ref", places=places))
         if config.algorithm == "ppo" and config.critic.placement == "colocated":
             self.critic = self.launch(config, "critic", beside=self)
         elif config.algorithm == "ppo":
             self.critic = self.launch(config, "critic", places=places)
+
+    def _refer_to(self, reference: WorkerGroup) -> None:
+        """Has a group that was just launched answer for the reference; its calls and this group's keep one order."""
+        self.reference_group = reference
+        reference._queue = CallQueue(self._queue.dispatcher)
 
     @property
     def receivers(self) -> list[Any]:
@@ -265,8 +271,10 @@ class WorkerGroup(GroupCalls):
         batch = work.batch
         if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
             return work
-        found = reference.compute_log_probs(batch, model="ref").log_probs
-        return replace(work, batch=batch.replace(ref_log_probs=found))
+        # not through its `compute_log_probs`, which would queue behind the call that is being prepared here
+        request = Request("compute_log_probs", ("ref",), check=lambda planner: planner.for_forward(batch, "ref"))
+        future = reference.begin(reference.prepared(request, reference.check(request)))
+        return replace(work, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
     def begin(self, request: Request) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
@@ -348,5 +356,6 @@ def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tupl
 
 def _launched(refs: Sequence[Any], watchdog: Watchdog, timeout_s: float, began: float) -> Any:
     return CallFuture(
-        refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, began=began
-    ).result()
+        refs, name="launch", timeout_s=timeout_s, first_only=True, watchdog=watchdog, began=began,
+        setting="cluster.launch_timeout_s",
+    ).result()  # fmt: skip

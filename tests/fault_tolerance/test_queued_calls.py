@@ -140,9 +140,7 @@ def launch(example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Run
     def make(job: Job, config: RunConfig) -> Any:
         group = WorkerGroup(config, "actor", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog)
         if config.reference.placement == "group":
-            group.reference_group = WorkerGroup(
-                config, "ref", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog
-            )
+            group._refer_to(WorkerGroup(config, "ref", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog))
         return group
 
     return make

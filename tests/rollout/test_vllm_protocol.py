@@ -301,6 +301,18 @@ def test_what_nobody_waits_for_any_more_is_aborted(
     assert wait_until(lambda: server.running == 0, 2.0), "60 tokens would have taken 3 s"
 
 
+def test_what_nobody_waits_for_any_more_is_aborted_also_where_it_was_on_its_way(
+    engine: VllmEngine, sender: WeightSender, server: ProtocolServer
+) -> None:
+    server.faults, before = Faults(token_s=0.05, longer_start_after_s=1.0), len(server.asked)
+    stream = engine.generate([Request(PROMPT, 1, params(1)), Request(PROMPT, 5, params(60, end_token_ids=frozenset()))])
+    assert len(next(stream)) == 1
+    assert wait_until(lambda: len(server.asked) > before + 1)
+    stream.close()
+    longer = [one for one in server.asked[before:] if one["sampling_params"]["max_tokens"] == 60]
+    assert longer and {f"generate-tokens-{one['request_id']}" for one in longer} <= server.aborted
+
+
 def test_aborted_samples_end_as_they_are(engine: VllmEngine, sender: WeightSender, server: ProtocolServer) -> None:
     server.faults = Faults(token_s=0.05)
     with ThreadPoolExecutor(1) as side:

@@ -29,6 +29,7 @@ class CommonFaults:
     answer_after_s: float = 0.0
     token_s: float = 0.0  # how long a token takes
     aborts_all: bool = False
+    longer_start_after_s: float = 0.0  # those of more than one token, which cannot be aborted before
     is_gone: bool = False  # cuts every connection
 
 
@@ -125,6 +126,7 @@ class TableServer:
     ) -> Piece:
         """A sample under this name, until it ends or is aborted; greedy at temperature 0."""
         assert not self.asleep
+        time.sleep(self.faults.longer_start_after_s if most > 1 else 0.0)
         with self._state:
             self._running.add(name)
         try:

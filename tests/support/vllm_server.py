@@ -170,7 +170,7 @@ class ProtocolServer(TableServer):
         self._abort(body.get("request_ids") or None)
 
     def on_inference_v1_abort_requests(self, query: str, body: Any) -> Any:
-        self._abort(body["request_ids"])
+        self._abort(self._running & set(body["request_ids"]))  # others are unknown to it
 
     def on_inference_v1_generate(self, query: str, body: Any) -> Any:
         if not self.faults.has_scale_out:

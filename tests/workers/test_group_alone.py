@@ -161,25 +161,67 @@ def test_an_async_twin_returns_before_its_batch_is_planned_and_calls_keep_their_
     assert work[0].plan.digest() == plan_training(group.config, batch, group._planner.cost).digest()
 
 
+class Reference:
+    """A rank of a reference group."""
+
+    def __init__(self, given: list[Any], may_answer: threading.Event) -> None:
+        self.given, self.may_answer = given, may_answer
+        self.call = SimpleNamespace(remote=self._call)
+
+    def _call(self, request: Any, role: str) -> LogProbs:
+        self.given.append(role)
+        assert self.may_answer.wait(PATIENCE_S)
+        tokens = request.args[0].batch.num_response_tokens
+        return LogProbs(*np.full((2, tokens), -1.0, dtype=np.float32))
+
+
+@pytest.fixture
+def with_reference(launched: Any) -> Callable[[threading.Event], tuple[Any, list[Any]]]:
+    """As `launched`, with a reference group, whose rank answers when it may."""
+
+    def launch(may_answer: threading.Event) -> tuple[Any, list[Any]]:
+        group, given = launched(loss={"kl_coefficient": 0.1}, reference={"placement": "group"})
+        rank: Any = Reference(given, may_answer)
+        folder = read_model_folder(group.config.model.path)
+        watchdog: Any = Untouchable()
+        group._refer_to(WorkerGroup(group.config, "ref", [rank], folder.vocab_size, folder, watchdog=watchdog))
+        return group, given
+
+    return launch
+
+
 def test_an_async_twin_returns_before_a_reference_group_answers_which_is_asked_after_what_was_called_before(
-    launched: Any, batch: RolloutBatch
+    with_reference: Any, batch: RolloutBatch
 ) -> None:
-    group, given = launched(loss={"kl_coefficient": 0.1}, reference={"placement": "group"})
     may_answer = threading.Event()
-
-    def compute_log_probs(asked: RolloutBatch, model: str) -> LogProbs:
-        given.append("reference")
-        assert may_answer.wait(PATIENCE_S)
-        return LogProbs(*np.full((2, batch.num_response_tokens), -1.0, dtype=np.float32))
-
-    group.reference_group = SimpleNamespace(compute_log_probs=compute_log_probs, receivers=["receiver"])
+    group, given = with_reference(may_answer)
     calls = [group.update_ref_async(), group.train_step_async(batch), group.memory_async()]
     calls[0].result()
     may_answer.set()
     calls[-1].result()
-    assert given[:2] == [["receiver"], "reference"]
+    assert given[:2] == [group.reference_group.receivers, "ref"]
     assert [request.name for request in given[2:]] == ["train_step", "memory"]
     assert (given[2].args[0].batch.ref_log_probs == -1.0).all()
+
+
+def test_a_reference_group_gets_calls_in_the_order_in_which_they_and_those_of_its_actor_were_made(
+    with_reference: Any, batch: RolloutBatch, may_plan: threading.Event
+) -> None:
+    may_answer = threading.Event()
+    may_answer.set()
+    group, given = with_reference(may_answer)
+    calls = [
+        group.train_step_async(batch),  # is being planned when the others are called
+        group.update_ref_async(),
+        group.reference_group.compute_log_probs_async(batch, "ref"),
+        group.update_ref_async(),
+    ]
+    may_plan.set()
+    for call in calls:
+        call.result()
+    receivers = group.reference_group.receivers
+    assert given[0] == "ref" and given[1].name == "train_step", "its reference log-probs and the step"
+    assert given[2:] == [receivers, "ref", receivers]
 
 
 def test_a_call_that_cannot_be_begun_says_so_when_it_is_waited_for_and_those_behind_it_begin(

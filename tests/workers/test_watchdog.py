@@ -194,8 +194,9 @@ def test_one_that_has_not_come_up_is_named_and_not_the_others(processes: list[An
     both = [processes[0], actor.remote()]
     refs = [processes[0].act.remote("wait", [12.0]), both[1].keep_stacks.remote(None, "")]
     future = CallFuture(
-        refs, name="launch", timeout_s=4.0, first_only=False, watchdog=Watchdog(both, LIMITS), first_rank=0
-    )
+        refs, name="launch", timeout_s=4.0, first_only=False, watchdog=Watchdog(both, LIMITS), first_rank=0,
+        setting="cluster.launch_timeout_s",
+    )  # fmt: skip
     error, _ = hang_of(future)
     ray.kill(both[1])
     assert (error.rank, error.call) == (1, "launch")
