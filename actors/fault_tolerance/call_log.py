@@ -22,7 +22,7 @@ import numpy as np
 import safetensors.numpy
 
 from actors.workers.futures import CallFuture
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from slimefsdp.batching.plan import Plan
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -41,7 +41,7 @@ class Call:
     """One call of the caller's, over all the groups that had to work on it."""
 
     role: Role
-    request: Request  # as the ranks get it, but for a batch that is on the disk by now
+    request: RankRequest  # as the ranks get it, but for a batch that is on the disk by now
     has_batch: bool = False  # as the first argument
     running: CallFuture | None = None
     launch: int = 0  # which group `running` is of

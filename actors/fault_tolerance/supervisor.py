@@ -21,7 +21,7 @@ from actors.cluster.ray_errors import fetch, store
 from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch, SpilledBatches
 from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
 from actors.workers.futures import Dispatcher, QueuedCall
-from actors.workers.group_calls import GroupCalls, Request
+from actors.workers.group_calls import GroupCalls, RankRequest
 from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
@@ -118,7 +118,7 @@ class SupervisedGroup(GroupCalls):
     def _group(self) -> WorkerGroup:
         return self._supervisor.group(self.role)
 
-    def _start(self, request: Request) -> QueuedCall:
+    def _start(self, request: RankRequest) -> QueuedCall:
         return self._supervisor.submit(self.role, request)
 
 
@@ -160,7 +160,7 @@ class Supervisor:
         assert found is not None
         return found
 
-    def submit(self, role: Role, request: Request) -> QueuedCall:
+    def submit(self, role: Role, request: RankRequest) -> QueuedCall:
         """Takes a call, which begins when those before it have begun.
 
         Raises:
@@ -185,9 +185,9 @@ class Supervisor:
         if self._doomed is not None:
             self._recover(self._doomed[1], self._doomed[0])
 
-    def _prepare_and_log(self, role: Role, request: Request, planning: Planning | None) -> Call:
+    def _prepare_and_log(self, role: Role, request: RankRequest, planning: Planning | None) -> Call:
         """Prepares a call, begins it and puts it in the call log, which has calls in the order in which they begin."""
-        prepared: Request | None = None
+        prepared: RankRequest | None = None
         while True:
             with self._lock:
                 self._require_group()
@@ -279,9 +279,9 @@ class Supervisor:
             group.await_weights()  # where an update_ref is made again before it
         call.running, call.launch = group.begin(request), self._launches
         if call.name == "load":
-            call.restored = group.begin(Request("restored"))
+            call.restored = group.begin(RankRequest("restored"))
 
-    def _refuse_update_of_reference(self, request: Request) -> None:
+    def _refuse_update_of_reference(self, request: RankRequest) -> None:
         reference = self.group("actor").reference_group
         own = [] if reference is None else reference.receivers
         if request.name == "update_weights" and any(receiver in own for receiver in request.args[0]):
@@ -340,7 +340,7 @@ class Supervisor:
             # a training step that stopped on the way is part of the state; what ended ranks must not be made again
             if not is_of_all_ranks and call.name == "forward_backward":
                 # made again, those before it would gather what its error has dropped
-                self._call_log.replace(call, Call(call.role, Request("zero_grad"), is_done=True))
+                self._call_log.replace(call, Call(call.role, RankRequest("zero_grad"), is_done=True))
             elif not (is_of_all_ranks and call.name in TRAINING):
                 self._call_log.remove(call)
             if not is_of_all_ranks and launch == self._launches:
@@ -427,13 +427,13 @@ class Supervisor:
                 continue  # no checkpoint holds a reference group, and at this one it was that of an earlier step
             try:
                 for role in self._call_log.starts(mark):
-                    self.group(role).begin(Request("load", (mark.step,))).result()
+                    self.group(role).begin(RankRequest("load", (mark.step,))).result()
             except CheckpointError as error:
                 print(f"checkpoint passed over: {error}", file=sys.stderr)
                 problem = error
                 continue
             if mark.reference_is_current:
-                self._replayed_result("update_ref", self.group("actor").begin(Request("update_ref")))
+                self._replayed_result("update_ref", self.group("actor").begin(RankRequest("update_ref")))
             return mark
         if not self._call_log.reaches_launch:
             raise problem or CheckpointError(
@@ -450,7 +450,7 @@ class Supervisor:
     def _wait_if_overwriting(self, call: Call) -> None:
         """After a save that overwrites a step: waits until it is on disk, or nobody could tell the old from the new."""
         if call.overwrites and self._config.checkpoint.async_save:
-            self.group(call.role).begin(Request("finish_save")).result()
+            self.group(call.role).begin(RankRequest("finish_save")).result()
 
     def _replayed_result(self, name: str, running: Any) -> Any:
         """The result of a call made again; raises the loss behind an error, where there is one."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from actors.rollout.engine import EnginePool, Sampled
+from actors.rollout.engine import EnginePool, SampledResponse
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
@@ -237,7 +237,7 @@ class Collector:
         scoring = self._rewards.scoring()
         added: list[tuple[int, int]] = []  # prompt and number of each sample; a sample may have been drawn again
 
-        def score(sample: Sampled) -> None:
+        def score(sample: SampledResponse) -> None:
             added.append((sample.prompt, sample.number))
             scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
 

@@ -56,7 +56,7 @@ _LOOK_S = 1.0  # how often engines are looked after, while samples come
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledResponse:
     """One response to one prompt."""
 
     prompt: int  # the place of its prompt among those of the call
@@ -369,9 +369,9 @@ class EnginePool:
         samples_per_prompt: int,
         seed: Sequence[int],
         greedy: bool = False,
-        each: Callable[[Sampled], None] | None = None,
+        each: Callable[[SampledResponse], None] | None = None,
         may_mix: bool = False,
-    ) -> tuple[int, list[Sampled]]:
+    ) -> tuple[int, list[SampledResponse]]:
         """Samples for all prompts, split evenly over the engines; prompt-major. What is aborted is drawn anew.
 
         Args:
@@ -394,10 +394,10 @@ class EnginePool:
         return self._drawn(requests, each, may_mix)
 
     def _drawn(
-        self, requests: Sequence[Request], each: Callable[[Sampled], None] | None, may_mix: bool
-    ) -> tuple[int, list[Sampled]]:
+        self, requests: Sequence[Request], each: Callable[[SampledResponse], None] | None, may_mix: bool
+    ) -> tuple[int, list[SampledResponse]]:
         """As `generate`, of its requests."""
-        found: dict[tuple[int, int], Sampled] = {}
+        found: dict[tuple[int, int], SampledResponse] = {}
         left = list(range(len(requests)))
         while left:
             for sample in self.stream([requests[place] for place in left]):
@@ -601,9 +601,9 @@ def engine_class(config: RunConfig) -> type[Engine]:
     return found
 
 
-def sampled(request: Request, sample: Sample) -> Sampled:
+def sampled(request: Request, sample: Sample) -> SampledResponse:
     """A sample with its prompt."""
-    return Sampled(
+    return SampledResponse(
         sample.request,
         sample.number,
         [*request.prompt, *sample.tokens],

@@ -21,7 +21,7 @@ from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.errors import BatchError, SlimeError, short_repr
 
 if TYPE_CHECKING:
-    from actors.rollout.engine import Sampled
+    from actors.rollout.engine import SampledResponse
 
 FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all equal; arXiv 2503.14476"}
 """The filters that need no module in their name, with a line for people."""
@@ -31,7 +31,7 @@ FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all eq
 class ScoredSample:
     """One response and what was found about it."""
 
-    sample: Sampled  # text, tokens, response_length, log_probs, finished
+    sample: SampledResponse  # text, tokens, response_length, log_probs, finished
     scores: dict[str, float]  # what the reward function returned, `reward` included
     reward: float  # what trains: the reward less `overlong_penalty`
 

@@ -30,7 +30,7 @@ from actors.rollout.protocol import (
     TensorInfo,
     Transport,
 )
-from actors.rollout.served_samples import Drawn, length_with_stop
+from actors.rollout.served_samples import PartialSample, length_with_stop
 from actors.rollout.server_client import Refusal, ServerClient
 from actors.rollout.server_launch import ServerFacts, wait_until_ready
 from slimefsdp import heartbeat
@@ -157,11 +157,11 @@ class ServedEngine(Engine):
         """As `served_samples.check_request`."""
         raise NotImplementedError
 
-    def _body(self, request: Request, number: int, drawn: Drawn, request_id: str) -> dict[str, Any]:
+    def _body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
         """The JSON that asks for the rest of a sample."""
         raise NotImplementedError
 
-    def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[Drawn, FinishReason | None]:
+    def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[PartialSample, FinishReason | None]:
         """What was drawn, checked, and why it ended; None: by what the request did not ask for, so it is to go on."""
         raise NotImplementedError
 
@@ -306,7 +306,7 @@ class ServedEngine(Engine):
             call.ended.put(error)
 
     def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
-        drawn, params = Drawn(), request.params
+        drawn, params = PartialSample(), request.params
         reason: FinishReason = "abort"
         while not call.is_aborted and not call.is_given_up:
             interruptions, failures, before = self._versions.interruptions, self._versions.failures, len(drawn.tokens)
@@ -336,13 +336,13 @@ class ServedEngine(Engine):
         return Sample(place, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)
 
     def _ask(
-        self, call: _Call, request: Request, number: int, drawn: Drawn, version: int
-    ) -> tuple[Drawn, FinishReason | None]:
+        self, call: _Call, request: Request, number: int, drawn: PartialSample, version: int
+    ) -> tuple[PartialSample, FinishReason | None]:
         name = f"slimefsdp-{uuid.uuid4().hex}"
         body = self._body(request, number, drawn, name)
         with self._lock:
             if call.is_aborted or call.is_given_up:  # who ends what it asked the server may be done already
-                return Drawn(), "abort"
+                return PartialSample(), "abort"
             self._in_flight[name] = call
         try:
             answer = self._client.post(self.GENERATE, body, timeout_s=self.config.cluster.call_timeout_s)

@@ -16,14 +16,14 @@ _ROUNDING = 1e-5  # by which a log-prob may be above 0
 
 
 @dataclass(slots=True)
-class Drawn:
+class PartialSample:
     """What has been drawn of one sample so far."""
 
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
 
-    def add(self, piece: Drawn) -> None:
+    def add(self, piece: PartialSample) -> None:
         """Appends what was drawn later."""
         shift = len(self.tokens)
         for version, start, end in piece.versions:
@@ -101,7 +101,7 @@ def checked(
     vocab_size: int,
     versions: Collection[int],
     no_number: float | None,
-) -> Drawn:
+) -> PartialSample:
     """What a server says it has drawn.
 
     Args:
@@ -126,7 +126,7 @@ def checked(
             raise not_finite()
         if not isinstance(value, float | int) or not math.isfinite(value) or value > _ROUNDING:
             raise wrong(f"the log-prob {value!r}")
-    return Drawn(tokens, list(log_probs), _versions(spans, len(tokens), versions))
+    return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
 
 
 def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: bool) -> FinishReason:

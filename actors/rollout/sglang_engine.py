@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from actors.rollout.child_server import ChildServer
 from actors.rollout.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, TensorInfo, Transport
 from actors.rollout.served_engine import ServedEngine
-from actors.rollout.served_samples import Drawn
+from actors.rollout.served_samples import PartialSample
 from actors.rollout.server_client import Refusal
 from actors.rollout.server_launch import ServerFacts
 from actors.rollout.sglang_facts import check_server
@@ -42,10 +42,10 @@ class SglangEngine(ServedEngine):
     def _check_request(self, request: Request, most_tokens: int) -> None:
         check_request(request, most_tokens)
 
-    def _body(self, request: Request, number: int, drawn: Drawn, request_id: str) -> dict[str, Any]:
+    def _body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
         return body_of(request, number, drawn, request_id)
 
-    def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[Drawn, FinishReason | None]:
+    def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[PartialSample, FinishReason | None]:
         return read_answer(answer, body, vocab_size=self._known().vocab_size, versions=versions)
 
     def _end_requests(self, ids: Sequence[str], *, are_all: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from actors.rollout import served_samples
 from actors.rollout.protocol import Request
-from actors.rollout.served_samples import Drawn, check_end, checked, not_finite, seed_of, wrong
+from actors.rollout.served_samples import PartialSample, check_end, checked, not_finite, seed_of, wrong
 from slimefsdp.sampling.params import FinishReason
 
 _TEMPERATURES = (1e-6, math.inf)  # below, SGLang takes the likeliest token without a word
@@ -22,7 +22,7 @@ def check_request(request: Request, most_tokens: int) -> None:
     )
 
 
-def body_of(request: Request, number: int, drawn: Drawn, request_id: str) -> dict[str, Any]:
+def body_of(request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
     """The JSON that asks for the rest of a sample.
 
     SGLang's ignore_eos is about stop_token_ids too. Where there are some, it ends at the end tokens of its own files
@@ -56,7 +56,7 @@ def body_of(request: Request, number: int, drawn: Drawn, request_id: str) -> dic
 
 def read_answer(
     answer: Any, body: dict[str, Any], *, vocab_size: int, versions: Collection[int]
-) -> tuple[Drawn, FinishReason | None]:
+) -> tuple[PartialSample, FinishReason | None]:
     """What a server has drawn, and why it ended there; None: at an end that was not asked for.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from actors.fault_tolerance.recovery import LOST, Restarts
-from actors.rollout.engine import EnginePool, Sampled
+from actors.rollout.engine import EnginePool, SampledResponse
 from actors.rollout.protocol import Request
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, SyncError
@@ -49,8 +49,8 @@ class RestartingEngines(EnginePool):
                 self._after_loss(0, engine, error)
 
     def _drawn(
-        self, requests: Sequence[Request], each: Callable[[Sampled], None] | None, may_mix: bool
-    ) -> tuple[int, list[Sampled]]:
+        self, requests: Sequence[Request], each: Callable[[SampledResponse], None] | None, may_mix: bool
+    ) -> tuple[int, list[SampledResponse]]:
         while True:
             updates = self._updates
             try:

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.rollout import served_samples
 from actors.rollout.protocol import Request
-from actors.rollout.served_samples import Drawn, check_end, checked, seed_of, wrong
+from actors.rollout.served_samples import PartialSample, check_end, checked, seed_of, wrong
 from slimefsdp.sampling.params import FinishReason
 
 _NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
@@ -21,7 +21,7 @@ def check_request(request: Request, most_tokens: int) -> None:
     )
 
 
-def body_of(request: Request, number: int, drawn: Drawn, request_id: str) -> dict[str, Any]:
+def body_of(request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
     """The JSON that asks for the rest of a sample."""
     params = request.params
     asked: dict[str, Any] = {
@@ -41,7 +41,7 @@ def body_of(request: Request, number: int, drawn: Drawn, request_id: str) -> dic
 
 def read_answer(
     answer: Any, asked: dict[str, Any], *, vocab_size: int, versions: Collection[int]
-) -> tuple[Drawn, FinishReason]:
+) -> tuple[PartialSample, FinishReason]:
     """What a server has drawn, and why it ended there: "stop", "length" or "abort".
 
     Args:

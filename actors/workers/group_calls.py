@@ -52,7 +52,7 @@ class Future(Protocol[Result]):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RankRequest:
     """A call for all ranks, before they get it.
 
     Args:
@@ -71,7 +71,7 @@ class Request:
 class GroupCalls:
     """The methods of a handle on a group; a subclass says how a request reaches the ranks."""
 
-    def _start(self, request: Request) -> Future[Any]:
+    def _start(self, request: RankRequest) -> Future[Any]:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ log-probs and training
@@ -94,7 +94,7 @@ class GroupCalls:
         """As `compute_log_probs`, returning a future."""
         own = _copied(batch)
         return self._start(
-            Request("compute_log_probs", (model,), check=lambda planner: planner.for_forward(own, model))
+            RankRequest("compute_log_probs", (model,), check=lambda planner: planner.for_forward(own, model))
         )
 
     def compute_values(self, batch: RolloutBatch) -> np.ndarray:
@@ -108,7 +108,7 @@ class GroupCalls:
     def compute_values_async(self, batch: RolloutBatch) -> Future[np.ndarray]:
         """As `compute_values`, returning a future."""
         own = _copied(batch)
-        return self._start(Request("compute_values", check=lambda planner: planner.for_forward(own)))
+        return self._start(RankRequest("compute_values", check=lambda planner: planner.for_forward(own)))
 
     def train_step(
         self,
@@ -143,7 +143,7 @@ class GroupCalls:
         """As `train_step`, returning a future."""
         own, own_plan = _copied(batch), deepcopy(plan)
         return self._start(
-            Request(
+            RankRequest(
                 "train_step",
                 check=lambda planner: planner.for_training(own, own_plan, gae_lambda, kl_coefficient),
             )
@@ -171,7 +171,7 @@ class GroupCalls:
         """As `forward_backward`, returning a future."""
         own = _copied(batch)
         return self._start(
-            Request("forward_backward", check=lambda planner: planner.for_gradients(own, loss, denominator))
+            RankRequest("forward_backward", check=lambda planner: planner.for_gradients(own, loss, denominator))
         )
 
     def optimizer_step(self) -> dict[str, float]:
@@ -184,7 +184,7 @@ class GroupCalls:
 
     def optimizer_step_async(self) -> Future[dict[str, float]]:
         """As `optimizer_step`, returning a future."""
-        return self._start(Request("optimizer_step"))
+        return self._start(RankRequest("optimizer_step"))
 
     def zero_grad(self) -> None:
         """Drops the gradients that forward_backward has gathered; idempotent."""
@@ -192,7 +192,7 @@ class GroupCalls:
 
     def zero_grad_async(self) -> Future[None]:
         """As `zero_grad`, returning a future."""
-        return self._start(Request("zero_grad"))
+        return self._start(RankRequest("zero_grad"))
 
     # ------------------------------------------------------------------ memory
 
@@ -209,7 +209,7 @@ class GroupCalls:
 
     def sleep_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
         """As `sleep`, returning a future."""
-        return self._start(Request("sleep", (_as_tuple(tags),), of_all_ranks=True))
+        return self._start(RankRequest("sleep", (_as_tuple(tags),), of_all_ranks=True))
 
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> list[MemoryReport]:
         """Brings them back; idempotent. Calls that need the model do it themselves.
@@ -224,7 +224,7 @@ class GroupCalls:
 
     def wake_up_async(self, tags: Sequence[Tag] = TAGS) -> Future[list[MemoryReport]]:
         """As `wake_up`, returning a future."""
-        return self._start(Request("wake_up", (_as_tuple(tags),), of_all_ranks=True))
+        return self._start(RankRequest("wake_up", (_as_tuple(tags),), of_all_ranks=True))
 
     def memory(self) -> list[Memory]:
         """Bytes held by each rank."""
@@ -232,7 +232,7 @@ class GroupCalls:
 
     def memory_async(self) -> Future[list[Memory]]:
         """As `memory`, returning a future."""
-        return self._start(Request("memory", of_all_ranks=True))
+        return self._start(RankRequest("memory", of_all_ranks=True))
 
     # ------------------------------------------------------------------ looking inside
 
@@ -242,7 +242,7 @@ class GroupCalls:
 
     def describe_async(self) -> Future[list[Description]]:
         """As `describe`, returning a future."""
-        return self._start(Request("describe", of_all_ranks=True))
+        return self._start(RankRequest("describe", of_all_ranks=True))
 
     def check_sync(self) -> ReplicaCheck:
         """Whether ranks hold the same bits where they should: replicas of shards, buffers, moments, counters."""
@@ -250,7 +250,7 @@ class GroupCalls:
 
     def check_sync_async(self) -> Future[ReplicaCheck]:
         """As `check_sync`, returning a future."""
-        return self._start(Request("check_sync"))
+        return self._start(RankRequest("check_sync"))
 
     def gradient_health(self) -> GradientHealth:
         """The gradients of the last update: their norm by layer, and the first parameter that was not finite.
@@ -262,7 +262,7 @@ class GroupCalls:
 
     def gradient_health_async(self) -> Future[GradientHealth]:
         """As `gradient_health`, returning a future."""
-        return self._start(Request("gradient_health"))
+        return self._start(RankRequest("gradient_health"))
 
     # ------------------------------------------------------------------ weights and state
 
@@ -283,7 +283,7 @@ class GroupCalls:
     def update_weights_async(self, receivers: Sequence[Any], *, drop_failed: bool = False) -> Future[SyncReport]:
         """As `update_weights`, returning a future."""
         require_receivers(receivers)
-        return self._start(Request("update_weights", (list(receivers), drop_failed)))
+        return self._start(RankRequest("update_weights", (list(receivers), drop_failed)))
 
     def update_ref(self) -> None:
         """Makes the reference model equal to the actor, beside it or in a group of its own.
@@ -296,7 +296,7 @@ class GroupCalls:
 
     def update_ref_async(self) -> Future[None]:
         """As `update_ref`, returning a future."""
-        return self._start(Request("update_ref"))
+        return self._start(RankRequest("update_ref"))
 
     def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
@@ -314,7 +314,7 @@ class GroupCalls:
     def save_async(self, step: int, loop_state: dict[str, Any] | None = None) -> Future[Path]:
         """As `save`, returning a future."""
         check_loop_state(loop_state)  # what is nested too deep, or is no data, could not even be sent to the ranks
-        return self._start(Request("save", (step, deepcopy(loop_state))))
+        return self._start(RankRequest("save", (step, deepcopy(loop_state))))
 
     def finish_save(self) -> Path | None:
         """Waits until the save in the background is on disk; returns its folder, None if there was none.
@@ -326,7 +326,7 @@ class GroupCalls:
 
     def finish_save_async(self) -> Future[Path | None]:
         """As `finish_save`, returning a future."""
-        return self._start(Request("finish_save"))
+        return self._start(RankRequest("finish_save"))
 
     def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
@@ -338,7 +338,7 @@ class GroupCalls:
 
     def load_async(self, step: int | Literal["latest"] = "latest") -> Future[dict[str, Any]]:
         """As `load`, returning a future."""
-        return self._start(Request("load", (step,)))
+        return self._start(RankRequest("load", (step,)))
 
     def restored(self) -> LoadReport | None:
         """What the last `load` took and passed over; None before the first one."""
@@ -346,7 +346,7 @@ class GroupCalls:
 
     def restored_async(self) -> Future[LoadReport | None]:
         """As `restored`, returning a future."""
-        return self._start(Request("restored"))
+        return self._start(RankRequest("restored"))
 
     def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
         """Writes the weights as a folder for `AutoModelForCausalLM`, of a critic for `AutoModelForTokenClassification`.
@@ -362,7 +362,7 @@ class GroupCalls:
 
     def export_hf_async(self, path: str | Path, dtype: str | None = None) -> Future[Path]:
         """As `export_hf`, returning a future."""
-        return self._start(Request("export_hf", (path, dtype)))
+        return self._start(RankRequest("export_hf", (path, dtype)))
 
 
 def _as_tuple(tags: Any) -> Any:

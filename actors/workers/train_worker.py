@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from actors.workers.watchdog import Watched
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
@@ -91,20 +91,20 @@ class TrainWorker(Watched):
         heartbeat.enter(heartbeat.IDLE)
         return int(trainer.folder.vocab_size)
 
-    def call(self, request: Request, role: str = "actor") -> Any:
+    def call(self, request: RankRequest, role: str = "actor") -> Any:
         """A method of the role's Trainer; None where only rank 0's result is wanted and this is another rank.
 
         Args:
             request: prepared.
         """
         timeout_s = self.trainers[role].config.cluster.call_timeout_s
-        return self._call(
-            request,
-            role,
-            lambda: [ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg for arg in request.args],
-        )
 
-    def _call(self, request: Request, role: str, args: Callable[[], list[Any]]) -> Any:
+        def here(arg: Any) -> Any:
+            return ray.get(arg, timeout=timeout_s) if isinstance(arg, ray.ObjectRef) else arg
+
+        return self._call(request, role, lambda: [here(arg) for arg in request.args])
+
+    def _call(self, request: RankRequest, role: str, args: Callable[[], list[Any]]) -> Any:
         import torch
 
         trainer = self.trainers[role]
@@ -123,7 +123,7 @@ class TrainWorker(Watched):
             is_sender = self.rank == 0 and receivers
             return [[self._weight_update(receivers, drop_failed, timeout_s, role)] if is_sender else []]
 
-        return self._call(Request("update_weights"), role, args)
+        return self._call(RankRequest("update_weights"), role, args)
 
     def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
         from actors.workers.object_store_update import ObjectStoreUpdate

@@ -17,7 +17,7 @@ from actors.cluster.placement import PlacementGroups, actor_options
 from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
-from actors.workers.group_calls import GroupCalls, Request
+from actors.workers.group_calls import GroupCalls, RankRequest
 from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.config import RunConfig
@@ -200,7 +200,7 @@ class WorkerGroup(GroupCalls):
             warnings.warn(f"calls are given up that could not begin within {SAVE_GRACE_S:g} s", stacklevel=3)
         try:
             self._queue.begin(
-                lambda: [worker.call.remote(Request("finish_save"), self.role) for worker in self._workers],
+                lambda: [worker.call.remote(RankRequest("finish_save"), self.role) for worker in self._workers],
                 name="finish_save",
                 timeout_s=SAVE_GRACE_S,
                 first_only=True,
@@ -209,7 +209,7 @@ class WorkerGroup(GroupCalls):
         except Exception as error:
             warnings.warn(f"a save in the background may be lost: {error}", stacklevel=3)
 
-    def check(self, request: Request) -> Planning | None:
+    def check(self, request: RankRequest) -> Planning | None:
         """Refuses a call that is wrong; returns what plans its batch, where it has one.
 
         Raises:
@@ -226,7 +226,7 @@ class WorkerGroup(GroupCalls):
             raise StateError(problem, field="model", hint="call group.reference_group instead")
         return planning
 
-    def prepared(self, request: Request, planning: Planning | None) -> Request:
+    def prepared(self, request: RankRequest, planning: Planning | None) -> RankRequest:
         """A checked call as the ranks get it: its batch planned, completed, and in the object store once.
 
         It serves any group of these settings, also one launched later.
@@ -272,11 +272,11 @@ class WorkerGroup(GroupCalls):
         if work.loss != "policy" or not self.config.needs_reference or batch.ref_log_probs is not None:
             return work
         # not through its `compute_log_probs`, which would queue behind the call that is being prepared here
-        request = Request("compute_log_probs", ("ref",), check=lambda planner: planner.for_forward(batch, "ref"))
+        request = RankRequest("compute_log_probs", ("ref",), check=lambda planner: planner.for_forward(batch, "ref"))
         future = reference.begin(reference.prepared(request, reference.check(request)))
         return replace(work, batch=batch.replace(ref_log_probs=future.result().log_probs))
 
-    def begin(self, request: Request) -> CallFuture:
+    def begin(self, request: RankRequest) -> CallFuture:
         """Starts a call with prepared arguments on all ranks."""
         if request.name == "update_weights":
             return self._begin_update(request, *request.args)
@@ -284,7 +284,7 @@ class WorkerGroup(GroupCalls):
             return self._begin_update(replace(request, name="update_weights"), self.reference_group.receivers, False)
         return self._begin(request, lambda worker: worker.call.remote(request, self.role))
 
-    def _begin_update(self, request: Request, receivers: Sequence[Any], drop_failed: bool) -> CallFuture:
+    def _begin_update(self, request: RankRequest, receivers: Sequence[Any], drop_failed: bool) -> CallFuture:
         timeout_s = self.config.cluster.sync_timeout_s
         future = self._begin(
             request, lambda worker: worker.update_weights.remote(receivers, drop_failed, timeout_s, self.role)
@@ -294,7 +294,7 @@ class WorkerGroup(GroupCalls):
             reference._coming_weights = future
         return future
 
-    def _begin(self, request: Request, start: Callable[[Any], Any]) -> CallFuture:
+    def _begin(self, request: RankRequest, start: Callable[[Any], Any]) -> CallFuture:
         workers = self._workers  # another thread may end the group meanwhile
         self._require_workers(request.name)
         return self._queue.begin(
@@ -305,7 +305,7 @@ class WorkerGroup(GroupCalls):
             watchdog=self._watchdog,
         )
 
-    def _start(self, request: Request) -> QueuedCall:
+    def _start(self, request: RankRequest) -> QueuedCall:
         planning = self.check(request)
         return self._queue.dispatcher.submit(lambda: self.begin(self.prepared(request, planning)))
 

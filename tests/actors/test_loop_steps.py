@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from actors.loop import RolloutLoop
-from actors.rollout.engine import Sampled
+from actors.rollout.engine import SampledResponse
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.results import SyncReport
@@ -34,9 +34,9 @@ class Engines:
 
     def generate(
         self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False, **more: Any
-    ) -> tuple[int, list[Sampled]]:
+    ) -> tuple[int, list[SampledResponse]]:
         samples = [
-            Sampled(index, number, [5, 6, 7], 2, [-1.0, -1.0], "x" * number, True)
+            SampledResponse(index, number, [5, 6, 7], 2, [-1.0, -1.0], "x" * number, True)
             for index in range(len(prompts))
             for number in range(samples_per_prompt)
         ]
@@ -158,7 +158,7 @@ class ColocatedEngines(Engines):
         self.are_awake = False
         self.events.append("asleep")
 
-    def generate(self, prompts: Sequence[Any], **options: Any) -> tuple[int, list[Sampled]]:
+    def generate(self, prompts: Sequence[Any], **options: Any) -> tuple[int, list[SampledResponse]]:
         assert self.are_awake
         self.events.append("sampled")
         return super().generate(prompts, **options)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from actors.fault_tolerance import recovery, supervisor
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS, RECOVERIES
 from actors.fault_tolerance.supervisor import SupervisedGroup
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from slimefsdp.batching.plan import Plan
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ResourceError, SlimeError, StateError, SyncError, WorkerDied
@@ -131,10 +131,10 @@ class ScriptedGroup:
         is_referred_to = actor is None and script.with_reference
         self.reference_group = ScriptedGroup(script, "ref", self) if is_referred_to else None
 
-    def check(self, request: Request) -> Any:
+    def check(self, request: RankRequest) -> Any:
         return None if request.check is None else request.check(Planner(self.script))  # type: ignore[arg-type]
 
-    def prepared(self, request: Request, planning: Any) -> Request:
+    def prepared(self, request: RankRequest, planning: Any) -> RankRequest:
         if planning is None:
             return request
         batch = planning()
@@ -146,7 +146,7 @@ class ScriptedGroup:
     def await_weights(self) -> None:
         """They are there: calls run at once."""
 
-    def begin(self, request: Request) -> Any:
+    def begin(self, request: RankRequest) -> Any:
         """Runs at once, in order, as the ranks of a group do; the result waits."""
         script = self.script
         script.calls += 1

@@ -29,7 +29,7 @@ from actors.cluster.ray_errors import explained
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.run_dir import RecordedBatches
 from actors.workers.futures import CallFuture
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from actors.workers.oom_advice import memory_error
 from actors.workers.train_worker import TrainWorker
 from slimefsdp.config import RunConfig
@@ -239,7 +239,10 @@ def lone_rank(cluster: None, make_config: Any) -> Iterator[Any]:
 def failure(actor: Any, how: str) -> Exception:
     with pytest.raises(Exception) as caught:
         CallFuture(
-            [actor.call.remote(Request("train_step", (how,)))], name="train_step", timeout_s=PATIENCE_S, first_only=True
+            [actor.call.remote(RankRequest("train_step", (how,)))],
+            name="train_step",
+            timeout_s=PATIENCE_S,
+            first_only=True,
         ).result()
     return caught.value
 

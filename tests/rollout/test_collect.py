@@ -14,7 +14,7 @@ import pytest
 
 from actors.loop import RolloutLoop, train
 from actors.rollout.collect import Collector, overlong_penalty
-from actors.rollout.engine import Sampled
+from actors.rollout.engine import SampledResponse
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record
 from actors.rollout.rewards import Outcome, Response, ScoringAtTheEnd, failed_reward
@@ -27,7 +27,7 @@ from slimefsdp.results import SyncReport
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6
 VERSION = 7
-Groups = list[tuple[Record, list[Sampled]]]
+Groups = list[tuple[Record, list[SampledResponse]]]
 
 
 class Engines:
@@ -46,9 +46,9 @@ class Engines:
         samples_per_prompt: int,
         seed: Sequence[int],
         greedy: bool = False,
-        each: Callable[[Sampled], None] = lambda sample: None,
+        each: Callable[[SampledResponse], None] = lambda sample: None,
         may_mix: bool = False,
-    ) -> tuple[int, list[Sampled]]:
+    ) -> tuple[int, list[SampledResponse]]:
         self.calls.append((list(prompts), samples_per_prompt, tuple(seed), greedy))
         rng = np.random.default_rng([0] if greedy else list(seed))
         samples = []
@@ -59,7 +59,7 @@ class Engines:
                 finished = length < LONGEST or bool(rng.integers(2))
                 text = f"{tokens[-1]}{length}"
                 samples.append(
-                    Sampled(index, number, tokens, length, rng.normal(-2, 0.5, length).tolist(), text, finished)
+                    SampledResponse(index, number, tokens, length, rng.normal(-2, 0.5, length).tolist(), text, finished)
                 )
         for place in np.random.default_rng(1).permutation(len(samples)):  # as they end
             each(samples[place])
@@ -126,7 +126,7 @@ def drawn_by_hand(config: RunConfig, seeds: Sequence[Sequence[int]]) -> Groups:
     return groups
 
 
-def is_mixed(group: tuple[Record, list[Sampled]]) -> bool:
+def is_mixed(group: tuple[Record, list[SampledResponse]]) -> bool:
     return len({sampled.text[0] == "0" for sampled in group[1]}) == 2
 
 
@@ -459,7 +459,7 @@ def test_truncated_responses_stay_in_their_group_and_out_of_the_loss(make: Any) 
 class EndlessEngines(Engines):
     """No response of theirs ever ends."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple[int, list[Sampled]]:
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[int, list[SampledResponse]]:
         version, samples = super().generate(*args, **kwargs)
         return version, [replace(sample, finished=False) for sample in samples]
 

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from actors.cluster.placement import is_alive
-from actors.rollout.engine import EnginePool, Sampled, encode_demonstrations
+from actors.rollout.engine import EnginePool, SampledResponse, encode_demonstrations
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, StateError, SyncError
 from tests.support.refusals import assert_refusal, names, refused
@@ -53,7 +53,7 @@ def test_engines_whose_places_are_gone_come_up_in_others(cluster: None, make_con
     assert not is_alive(place)
 
 
-def contents(samples: list[Sampled]) -> list[tuple[int, list[int], list[float]]]:
+def contents(samples: list[SampledResponse]) -> list[tuple[int, list[int], list[float]]]:
     return [(sample.prompt, sample.tokens, sample.log_probs) for sample in samples]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rollout.engine import Sampled
+from actors.rollout.engine import SampledResponse
 from actors.rollout.filters import FILTERS, ScoredSample, load_filter, mixed_groups
 from actors.rollout.prompts import Record
 from slimefsdp.config import config_from_dict
@@ -19,7 +19,7 @@ answer: Any = None
 
 
 def group(*rewards: float, trained: float = 0.0) -> list[ScoredSample]:
-    sample = Sampled(0, 0, [1, 2], 1, [-0.5], "2", True)
+    sample = SampledResponse(0, 0, [1, 2], 1, [-0.5], "2", True)
     return [ScoredSample(sample, {"reward": reward}, trained) for reward in rewards]
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import ray.cloudpickle
 
 from actors.fault_tolerance.supervisor import SupervisedGroup
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from actors.workers.train_worker import TrainWorker
 from tests.support import process_resources
 from tests.support.process_resources import held_by_the_process
@@ -128,7 +128,7 @@ class FaultyWorker(TrainWorker):
             watch_moments(functools.partial(self._passed, FaultPlan(self.folder), Counter()), lambda: self.current_call)
         return super().start(config, role, *args, **kwargs)
 
-    def call(self, request: Request, role: str = "actor") -> Any:
+    def call(self, request: RankRequest, role: str = "actor") -> Any:
         self.current_call = request.name
         return super().call(request, role)
 

@@ -19,7 +19,7 @@ import ray
 from actors.rollout.engine import EnginePool
 from actors.workers import watchdog, worker_group
 from actors.workers.futures import CallFuture
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import COST, Limits, Pulse, Waiting, Watchdog, Watched, write_stacks
 from slimefsdp import heartbeat
@@ -560,7 +560,7 @@ def test_the_rank_that_hangs_in_a_step_is_named_and_not_the_one_that_waits_for_i
 def test_a_rank_in_a_collective_that_no_other_joins_is_named_with_the_collective(
     measured_group: Any, small_batch: RolloutBatch
 ) -> None:
-    request = Request("train_step", check=lambda planner: planner.for_training(small_batch))
+    request = RankRequest("train_step", check=lambda planner: planner.for_training(small_batch))
     request = measured_group.prepared(request, measured_group.check(request))
     first, second = measured_group.receivers
     guard = Watchdog([first, second], Limits.of(measured_group.config))

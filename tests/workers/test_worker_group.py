@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.cluster.placement import reserve
 from actors.workers.futures import CallFuture, QueuedCall
-from actors.workers.group_calls import Request
+from actors.workers.group_calls import RankRequest
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
@@ -393,7 +393,7 @@ def test_a_killed_rank_is_named_at_once_and_the_group_can_be_shut_down(doomed: A
 
 def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatch) -> None:
     health = doomed.health()
-    request = Request("train_step", check=lambda planner: planner.for_training(batch))
+    request = RankRequest("train_step", check=lambda planner: planner.for_training(batch))
     good = doomed.prepared(request, doomed.check(request))
     # only rank 1 gets it, and fails before the collective that rank 0 waits in
     bad = replace(good, args=(*good.args, None, "one too many"))
