@@ -33,12 +33,16 @@ _asked, _reached = 0.0, 0.0  # when the head was last asked, and when it last an
 
 
 def cluster_is_gone() -> bool:
-    """Whether the cluster has lost its head, or this node its raylet. Cheap enough for every call and slice of a wait.
+    """Whether the cluster has lost its head, or this node its raylet, or this process has left it; cheap enough to ask
+    in every call and slice of a wait.
 
     Ray itself would say nothing, then end this process from C++: at once without a raylet, after a minute without a
-    head. Where no cluster was joined none is gone.
+    head. In a process that has left, its functions start another cluster.
     """
     from ray._private import worker
+
+    if not ray.is_initialized():
+        return True
 
     node = getattr(worker, "_global_node", None)
     if node is None:
@@ -71,7 +75,7 @@ def require_cluster() -> None:
         ResourceError: the cluster is gone.
     """
     if cluster_is_gone():
-        raise _gone(_LOST)
+        raise _gone()
 
 
 def end_processes(actors: Sequence[Any]) -> None:
@@ -91,8 +95,8 @@ def store(value: Any, field: str) -> Any:
         ResourceError: there is no room for it, in memory and on the disk behind it, or this process has left the
             cluster.
     """
-    if not ray.is_initialized():  # Ray would start another cluster for it, without a rank
-        raise _gone("this process has left it by ray.shutdown()")
+    if not ray.is_initialized():
+        raise _gone()
     try:
         return ray.put(value)
     except (ObjectStoreFullError, OutOfDiskError) as error:
@@ -118,7 +122,7 @@ def explained(error: RayError, rank: int, call: str) -> Exception:
     said = next(iter(str(error).splitlines()), "")
     ended = f"the process of rank {rank} ended during {call}: "
     if cluster_is_gone():
-        return _gone(_LOST)
+        return _gone()
     if isinstance(error, OutOfMemoryError):
         return WorkerDied(
             ended + "Ray ended it, because its node ran out of memory",
@@ -152,7 +156,8 @@ def explained(error: RayError, rank: int, call: str) -> Exception:
     return found
 
 
-def _gone(reason: str) -> ResourceError:
+def _gone() -> ResourceError:
+    reason = _LOST if ray.is_initialized() else "this process has left it by ray.shutdown()"
     return ResourceError(
         f"the Ray cluster is gone: {reason}",
         field="cluster.address",

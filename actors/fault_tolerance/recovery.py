@@ -33,15 +33,19 @@ class Restarts:
         self._most = most
         self._kind = kind
         self._spent = 0
-        self._in_a_row = 0
+        self._in_a_row: dict[Any, int] = {}
 
-    def spend(self, error: SlimeError) -> None:
-        """Takes one restart after a loss; raises the error, with why, where there is none left."""
+    def spend(self, error: SlimeError, lost: Any = None) -> None:
+        """Takes one restart after a loss; raises the error, with why, where there is none left.
+
+        Args:
+            lost: which of them, where others of their kind may be lost beside them: restarts in a row are of the same.
+        """
         self._spent += 1
-        self._in_a_row += 1
+        in_a_row = self._in_a_row[lost] = self._in_a_row.get(lost, 0) + 1
         if self._spent > self._most:
             why = f"cluster.max_restarts={self._most} are spent" if self._most else "cluster.max_restarts is 0"
-        elif self._in_a_row > MAX_WITHOUT_PROGRESS:
+        elif in_a_row > MAX_WITHOUT_PROGRESS:
             why = f"{MAX_WITHOUT_PROGRESS} restarts in a row changed nothing"
         else:
             print(f"{self._kind} were lost, others start: {error}", file=sys.stderr, flush=True)
@@ -51,7 +55,7 @@ class Restarts:
 
     def progress(self) -> None:
         """A call came to its end."""
-        self._in_a_row = 0
+        self._in_a_row.clear()
 
 
 RECOVERIES = "recoveries.jsonl"

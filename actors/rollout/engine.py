@@ -141,7 +141,10 @@ class EnginePool:
             for index, *refs in zip(indices, ready, infos, strict=True):
                 found = [self._wait([ref], "launch", "launch_timeout_s", began, first_rank=index)[0] for ref in refs]
                 require_fit(config, index, found[1], self._vocab_size)
-        (self._end_token_ids,) = self._wait([engines[0].end_token_ids.remote()], "launch", "launch_timeout_s", began)
+        first = indices[0]  # of those that were just started: another one may be lost
+        (self._end_token_ids,) = self._wait(
+            [engines[first].end_token_ids.remote()], "launch", "launch_timeout_s", began, first_rank=first
+        )
         if self._beside is not None:
             self._have_sleep(indices)
             self._are_asleep |= len(indices) == len(engines)
@@ -197,11 +200,11 @@ class EnginePool:
 
     def dead(self) -> list[int]:
         """The indices of engines that are of no more use, once they have done what they were asked before."""
-        refs = [engine.health.remote() for engine in self._engines]
+        began, refs = time.monotonic(), [engine.health.remote() for engine in self._engines]
         found = []
         for index, ref in enumerate(refs):
             try:
-                self._wait([ref], "check", "sync_timeout_s", first_rank=index)
+                self._wait([ref], "check", "sync_timeout_s", began, first_rank=index)
             except (WorkerDied, WorkerHung):
                 found.append(index)
         return found
@@ -296,10 +299,10 @@ class EnginePool:
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began
 
     def _have_sleep(self, indices: Sequence[int]) -> None:
-        refs = {index: self._engines[index].sleep.remote() for index in indices}
+        began, refs = time.monotonic(), {index: self._engines[index].sleep.remote() for index in indices}
         for index, ref in refs.items():
             try:
-                self._wait([ref], "sleep", "sync_timeout_s", first_rank=index)
+                self._wait([ref], "sleep", "sync_timeout_s", began, first_rank=index)
             except LOST:
                 # its memory is needed now, and it when engines have their turn again: who sends it weights finds out
                 end_processes([self._engines[index]])
@@ -309,10 +312,10 @@ class EnginePool:
         Raises:
             SyncError: an engine refused, or is no more.
         """
-        refs = {index: self._engines[index].wake_up.remote(tags) for index in indices}
+        began, refs = time.monotonic(), {index: self._engines[index].wake_up.remote(tags) for index in indices}
         for index, ref in refs.items():
             try:
-                self._wait([ref], "wake_up", "sync_timeout_s", first_rank=index)
+                self._wait([ref], "wake_up", "sync_timeout_s", began, first_rank=index)
             except LOST as error:
                 raise SyncError(
                     f"engine {index} was lost before it was sent weights: {error.message}",
@@ -461,13 +464,13 @@ class EnginePool:
     def _stream(self, requests: Sequence[Request], shares: dict[int, list[int]]) -> Iterator[Sample]:
         """As `stream`; `shares` are the places of requests by engine."""
         engines = list(self._engines)  # as they are before they are asked: another thread may replace one
-        streams: dict[Any, int] = {
-            self._asked(index, [requests[place] for place in share]): index for index, share in shares.items()
-        }
+        streams: dict[Any, int] = {}
         given: set[tuple[int, int]] = set()
-        asked = looked = time.monotonic()
-        heard = dict.fromkeys(shares, asked)  # when each engine was asked, or last handed samples over
         try:
+            for index, places in shares.items():
+                streams[self._asked(index, [requests[place] for place in places])] = index
+            asked = looked = time.monotonic()
+            heard = dict.fromkeys(shares, asked)  # when each engine was asked, or last handed samples over
             while streams:
                 require_cluster()
                 ready, _ = ray.wait(list(streams), num_returns=1, timeout=SLICE_S, fetch_local=False)
@@ -501,7 +504,8 @@ class EnginePool:
                     engines[index] = self._engines[index]
                     streams = {stream: other for stream, other in streams.items() if other != index}
                     # the whole of what is not complete, since it is drawn as it was; what was given is not given twice
-                    places = shares.get(index, ())  # none, where an engine hangs that was asked for nothing
+                    # none, where an engine hangs that was asked for nothing
+                    places = shares.get(index, [])
                     shares[index] = left = [one for one in places if not _is_complete(one, requests[one], given)]
                     if left:
                         streams[self._asked(index, [requests[place] for place in left])] = index
@@ -545,11 +549,12 @@ class EnginePool:
         Raises:
             WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
         """
+        began = time.monotonic()
         refs = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
         lost: list[SlimeError] = []
         for index, ref in enumerate(refs):
             try:
-                self._wait([ref], "abort", "call_timeout_s", first_rank=index)
+                self._wait([ref], "abort", "call_timeout_s", began, first_rank=index)
             except LOST as error:
                 lost.append(error)
         if lost:

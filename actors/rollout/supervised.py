@@ -14,7 +14,8 @@ from slimefsdp.errors import SlimeError, StateError, SyncError
 
 
 class RestartingEngines(EnginePool):
-    """An `EnginePool` that starts an engine anew when it is lost, at most cluster.max_restarts times in all.
+    """An `EnginePool` that starts an engine anew when it is lost: at most cluster.max_restarts times in all, and three
+    times in a row. It does so from the first `update_from` on, which says where the weights come from.
 
     What engines draw follows from the seed and the weights, so what was lost is drawn again as it was. Where the policy
     has gone on since the engines had its weights (rollout.sync_interval_steps above 1), all of them get its present
@@ -65,7 +66,7 @@ class RestartingEngines(EnginePool):
 
     def _update(self, group: Any, indices: Sequence[int]) -> int:
         """As of `EnginePool`; engines that failed are replaced, and sent the weights by themselves."""
-        version = None
+        version, wanted = None, set(indices)
         while True:
             engines = self.receivers
             try:
@@ -75,12 +76,13 @@ class RestartingEngines(EnginePool):
                     lost = self.dead()
                     if lost:
                         self._replace(lost, error)
+                        wanted.update(lost)
                         indices = sorted({*indices, *lost})
                     elif self.receivers == engines:  # else one was replaced while it was sent to
                         raise
                 continue
             if version not in (None, report.version):  # the others are of an earlier one
-                version, indices = None, range(len(engines))
+                version, indices = None, sorted(wanted)
                 continue
             version, indices = report.version, [one.receiver for one in report.failed]
             if not indices:
@@ -102,7 +104,7 @@ class RestartingEngines(EnginePool):
 
     def _replace(self, indices: Sequence[int], error: SlimeError) -> None:
         while True:
-            self._restarts.spend(error)
+            self._restarts.spend(error, tuple(indices))
             try:
                 self.relaunch(indices)
                 return

@@ -24,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.cluster.ray_errors import cluster_is_gone
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import WorkerHung
@@ -200,6 +201,8 @@ class Watchdog:
 
     def kill_stopped(self) -> None:
         """Ends processes of this node that are stopped: of one, Ray waits 5 s for it to end itself."""
+        if cluster_is_gone():  # and they with it
+            return
         for process in self._processes:
             pulse = process.pulse
             if pulse is not None and pulse.node == _own_node() and _state(pulse) == "T":

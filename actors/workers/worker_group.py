@@ -339,9 +339,11 @@ def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tupl
     placement, gpus = places.reserve_for_ranks(config, role)
     ranks = placement.bundle_count
     actor_class = remote_class(TrainWorker)
-    workers = [actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks) for rank in range(ranks)]
-    watchdog = Watchdog(workers, Limits.of(config))
+    workers: list[Any] = []
     try:
+        for rank in range(ranks):
+            workers.append(actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks))
+        watchdog = Watchdog(workers, Limits.of(config))
         ready = [worker.__ray_ready__.remote() for worker in workers]
         with stage(f"starting {ranks} processes of role {role}", answered(ready)):
             _launched(ready, watchdog, timeout_s, began)

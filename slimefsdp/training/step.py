@@ -70,7 +70,8 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
         began: of `time.perf_counter`, from when on the step's seconds count.
 
     Raises:
-        StateError: too many non-finite gradient norms in a row.
+        StateError: too many non-finite gradient norms in a row; or ranks computed different advantages, where a KL
+            enters them.
     """
     state.memory_manager.wake_up(("parameters",))
     if state.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before

@@ -369,6 +369,7 @@ def test_a_head_elsewhere_is_gone_when_it_has_not_answered_for_a_while(monkeypat
 
     from actors.cluster import ray_errors
 
+    monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_errors, "_ASK_EVERY_S", 0.0)
     monkeypatch.setattr(ray_errors, "_AWAY_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as head:
@@ -429,6 +430,20 @@ def test_a_driver_that_has_left_the_cluster_starts_no_other_one_for_a_batch(monk
     monkeypatch.setattr(ray_errors.ray, "put", Untouchable())
     with refused(ResourceError, "cluster.address"):
         ray_errors.store(b"a batch", "batch")
+
+
+def test_a_driver_that_has_left_the_cluster_starts_no_other_one_to_end_what_went_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from actors.cluster import placement, ray_errors
+
+    monkeypatch.setattr(ray_errors.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_errors.ray, "kill", Untouchable())
+    monkeypatch.setattr(placement, "remove_placement_group", Untouchable())
+    ray_errors.end_processes([object()])
+    placement.release(object())  # type: ignore[arg-type]
+    with refused(ResourceError, "cluster.address", "ray.shutdown()"):
+        ray_errors.require_cluster()
 
 
 # what the driver of a cluster of its own sees while that is taken from it; one JSON object a line

@@ -46,8 +46,10 @@ class Policy:
 def launch(cluster: None, make_config: Any, tmp_path: Path) -> Iterator[Launch]:
     pools = []
 
-    def launched(engine: str = "tests.support.own_engine:TellingEngine", **cluster_settings: Any) -> RestartingEngines:
-        settings = {"engine": engine, "engines": 2}
+    def launched(
+        engine: str = "tests.support.own_engine:TellingEngine", engines: int = 2, **cluster_settings: Any
+    ) -> RestartingEngines:
+        settings = {"engine": engine, "engines": engines}
         config = make_config(run={"dir": str(tmp_path)}, rollout=settings, cluster=cluster_settings)
         pools.append(RestartingEngines.launch(config))
         return pools[-1]
@@ -168,6 +170,14 @@ def test_engines_that_are_lost_while_they_start_are_replaced_too(launch: Launch,
     (tmp_path / "ends_at_start").write_text(2 * "engine 1\n")
     assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
     assert (tmp_path / "starts").read_text().count("engine 1\n") == 4
+
+
+def test_engines_that_are_lost_together_are_all_replaced(launch: Launch) -> None:
+    engines = launch(engines=MAX_WITHOUT_PROGRESS + 2)  # as with a node; each of them is lost once
+    engines.update_from(Policy())
+    for engine in reversed(engines.receivers):
+        end_actor(engine)
+    assert whole(engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))[1]) == WHOLE
 
 
 def test_without_restarts_a_lost_engine_is_an_error_that_names_it(launch: Launch, tmp_path: Path) -> None:
