@@ -21,7 +21,7 @@ config = load_config(sys.argv[1], sys.argv[2:])
 connect(config)  # a local Ray cluster, or the one at cluster.address
 group = WorkerGroup.launch(config)  # one process a rank, the model loaded and sharded
 engines = EnginePool.launch(config)
-weights = group.update_weights(engines.receivers)  # engines refuse to sample before this
+weights = engines.update_from(group)  # their version; engines refuse to sample before this
 prompts = PromptStream(read_jsonl(config.data.train, field="data.train"), config.run.seed)
 
 for step in range(config.run.steps):
@@ -41,9 +41,9 @@ for step in range(config.run.steps):
     ]
     batch = RolloutBatch.from_samples(samples, temperature=config.rollout.temperature, weight_version=version)
     metrics = group.train_step(batch)
-    weights = group.update_weights(engines.receivers)
+    weights = engines.update_from(group)
     reward = sum(sample["reward"] for sample in samples) / len(samples)
-    print(f"step {step + 1}: reward {reward:.3f}, {metrics['updates']:.0f} updates, weights {weights.version}")
+    print(f"step {step + 1}: reward {reward:.3f}, {metrics['updates']:.0f} updates, weights {weights}")
 
 engines.shutdown()
 group.shutdown()

@@ -85,10 +85,13 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
             yield prefix + node.name
         if isinstance(node, ast.ClassDef):
             yield from definitions(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_function_that_a_document_names_exists(document: Path) -> None:
+def test_every_name_in_a_file_that_a_document_gives_exists(document: Path) -> None:
     named = re.findall(r"`([\w/]+\.py):([\w.]+)`", document.read_text())
     missing = [
         f"{path}:{name}"
