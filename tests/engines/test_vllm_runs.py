@@ -88,7 +88,17 @@ def test_servers_that_are_killed_cost_their_own_samples_and_come_back(
 
 
 @pytest.mark.parametrize("head", ["tied", "untied"])
-@pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}, {"dp": 1, "cp": 2}], ids=["1", "dp2", "cp2"])
+@pytest.mark.parametrize(
+    ("mesh", "transport"),
+    [
+        ({"dp": 1}, "broadcast"),
+        ({"dp": 2}, "broadcast"),
+        ({"dp": 1, "cp": 2}, "broadcast"),
+        ({"dp": 2}, "disk"),
+        ({"dp": 2}, "ipc"),
+    ],
+    ids=["1", "dp2", "cp2", "disk", "ipc"],
+)
 def test_after_every_update_greedy_tokens_are_those_of_the_exported_model(
     cluster: None,
     make_config: Any,
@@ -97,6 +107,7 @@ def test_after_every_update_greedy_tokens_are_those_of_the_exported_model(
     small_batch: RolloutBatch,
     tmp_path: Path,
     mesh: dict[str, int],
+    transport: str,
     head: str,
 ) -> None:
     folder = {"tied": example / "model", "untied": untied_folder}[head]
@@ -106,9 +117,12 @@ def test_after_every_update_greedy_tokens_are_those_of_the_exported_model(
         model={"path": str(folder)},
         mesh=mesh,
         batch={"max_tokens_per_rank": 256},
-        rollout={"engine": "vllm", "engine_python": PYTHON, "engines": 1, "max_new_tokens": 24},
+        rollout={
+            "engine": "vllm", "engine_python": PYTHON, "engines": 1, "max_new_tokens": 24,
+            "weight_transport": transport,
+        },
         cluster=CLUSTER,
-    )
+    )  # fmt: skip
     group = WorkerGroup.launch(config)
     engines = RestartingEngines.launch(config)
     try:
