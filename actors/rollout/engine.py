@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -39,6 +39,7 @@ from slimefsdp.errors import (
     SyncError,
     WorkerDied,
     WorkerHung,
+    short_repr,
 )
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.results import FailedReceiver, SyncReport
@@ -52,6 +53,7 @@ _HOMES = {
 _CHECK = 4  # first number of a seed: what is drawn for the check is drawn for nothing else
 _CHECKED_SAMPLES, _CHECKED_TOKENS = 2, 16  # of each prompt and engine
 _GET_S = 10.0  # for samples that Ray says are here
+_MOST_IN_VAIN = 3  # rounds; of one an engine may have taken the requests before it heard of an abort
 _LOOK_S = 1.0  # how often engines are looked after, while samples come
 
 
@@ -89,6 +91,9 @@ class EnginePool:
         self._watchdog: Watchdog | None = None
         self._end_token_ids: frozenset[int] = frozenset()
         self._vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
+        self._is_shut_down = False
+        self._starting = threading.Lock()  # or a thread that replaces an engine starts one after the end
+        self._aborts = 0  # of all samples, so far
         self._may_ask = threading.Event()  # not, while what was aborted is to wait for new weights
         self._may_ask.set()
 
@@ -115,6 +120,7 @@ class EnginePool:
 
     def _start(self, indices: Sequence[int]) -> None:
         """Starts the engines of these indices, in place of those that are there."""
+        self._require_running("launch")
         require_cluster()
         config, began = self._config, time.monotonic()
         if self._beside is not None:
@@ -126,14 +132,18 @@ class EnginePool:
             timeout_s = config.cluster.launch_timeout_s
             placement = self._places.reserve("engine", count, gpus_per_rank=int(gpus), timeout_s=timeout_s)
         actor_class = remote_class(self._class)
-        engines = list(self._engines) or [None] * config.rollout.engines
-        for index in indices:
-            options = actor_options(placement, index, gpus)
-            if config.rollout.engine not in _HOMES:  # a class that this process finds in a folder of its own
-                variables = {**options["runtime_env"].get("env_vars", {}), "PYTHONPATH": os.pathsep.join(sys.path)}
-                options["runtime_env"] = {"env_vars": variables}
-            engines[index] = actor_class.options(**options).remote(config, index)
-        self._engines = engines
+        with self._starting:
+            if self._is_shut_down:  # meanwhile, by another thread, which has given places back
+                self._release_places()
+            self._require_running("launch")
+            engines = list(self._engines) or [None] * config.rollout.engines
+            for index in indices:
+                options = actor_options(placement, index, gpus)
+                if config.rollout.engine not in _HOMES:  # a class that this process finds in a folder of its own
+                    variables = {**options["runtime_env"].get("env_vars", {}), "PYTHONPATH": os.pathsep.join(sys.path)}
+                    options["runtime_env"] = {"env_vars": variables}
+                engines[index] = actor_class.options(**options).remote(config, index)
+            self._engines = engines
         self._watchdog = Watchdog(engines, Limits.of(config), kind="engine")
         ready = [engines[index].keep_stacks.remote(config.run.dir, f"engine_{index}") for index in indices]
         infos = [engines[index].info.remote() for index in indices]
@@ -194,12 +204,19 @@ class EnginePool:
         Raises:
             ResourceError: the cluster has become too small. WorkerDied, WorkerHung: one did not come up.
         """
-        indices = range(len(self._engines)) if indices is None else indices
+        self._require_running("relaunch")
+        count = len(self._engines)
+        indices = range(count) if indices is None else indices
+        if not indices or not all(0 <= index < count for index in indices):
+            raise StateError(
+                f"indices={list(indices)} of {count} engines", field="indices", hint=f"give some of 0 to {count - 1}"
+            )
         end_processes([self._engines[index] for index in indices])
         self._start(indices)
 
     def dead(self) -> list[int]:
         """The indices of engines that are of no more use, once they have done what they were asked before."""
+        self._require_running("dead")
         began, refs = time.monotonic(), [engine.health.remote() for engine in self._engines]
         found = []
         for index, ref in enumerate(refs):
@@ -219,6 +236,10 @@ class EnginePool:
             SyncError: an engine refused, died, or did not answer within cluster.sync_timeout_s. All others have the
                 weights, where there are any; it samples nothing until it has been sent them.
         """
+        self._require_running("update_from")
+        if not hasattr(group, "update_weights"):
+            problem = f"group is a {type(group).__name__}, which has no weights to send"
+            raise StateError(problem, field="group", hint="give a WorkerGroup or a SupervisedGroup")
         if self._beside is not None:
             self._beside.keep_parameters_only()
         if not aborts:
@@ -261,12 +282,12 @@ class EnginePool:
         Raises:
             As `update_from`.
         """
-        assert self._beside is not None
+        beside = self._ranks_beside("take_turn")
         if not self._are_asleep:
             return
-        began, sent_before = time.perf_counter(), self._beside.sending_s
-        self.update_from(self._beside.group)
-        sending_s = self._beside.sending_s - sent_before
+        began, sent_before = time.perf_counter(), beside.sending_s
+        self.update_from(beside.group)
+        sending_s = beside.sending_s - sent_before
         seconds["sync"] = seconds.get("sync", 0.0) + sending_s
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began - sending_s
 
@@ -278,6 +299,9 @@ class EnginePool:
         Raises:
             SyncError: one refused.
         """
+        if self._is_shut_down:  # and a supervisor has them sleep before it starts ranks
+            return
+        self._ranks_beside("sleep")
         if not self._are_asleep:
             self._have_sleep(range(len(self._engines)))
             self._are_asleep = True
@@ -291,12 +315,19 @@ class EnginePool:
         Raises:
             As `sleep`, and what the group raises.
         """
-        assert self._beside is not None
+        beside = self._ranks_beside("end_turn")
         began = time.perf_counter()
         self.sleep()
         if wakes_trainer:
-            self._beside.wake_up()
+            beside.wake_up()
         seconds["turn"] = seconds.get("turn", 0.0) + time.perf_counter() - began
+
+    def _ranks_beside(self, name: str) -> RanksBeside:
+        self._require_running(name)
+        if self._beside is None:
+            problem = f"{name}() of engines that have devices of their own"
+            raise StateError(problem, field=name, hint="set rollout.placement=colocated, or do not call it")
+        return self._beside
 
     def _have_sleep(self, indices: Sequence[int]) -> None:
         began, refs = time.monotonic(), {index: self._engines[index].sleep.remote() for index in indices}
@@ -355,14 +386,26 @@ class EnginePool:
 
         Raises:
             ConfigError: as `actors.rollout.prompts.encode_prompt`.
+            BatchError: there is a token id that the model has not, or this is no list of prompts.
+            EngineError: the engine's tokenizer failed, or returned no token ids.
         """
+        self._require_running("encode")
+        if not isinstance(prompts, list | tuple):
+            problem = f"prompts is a {type(prompts).__name__}"
+            raise BatchError(problem, field="prompts", hint="give a list of texts, chats or lists of token ids")
         encoded = {place: list(prompt) for place, prompt in enumerate(prompts) if _is_encoded(prompt)}
+        for place, tokens in encoded.items():
+            self._require_known(tokens, place)
         others = [place for place in range(len(prompts)) if place not in encoded]
         if others:
             require_cluster()
             ref = self._engines[0].encode.remote([prompts[place] for place in others])
-            (found,) = self._wait([ref], "generate", "call_timeout_s")
-            encoded |= dict(zip(others, found, strict=True))
+            with _errors_of(0, "encode"):
+                (found,) = self._wait([ref], "generate", "call_timeout_s")
+            if not isinstance(found, list) or len(found) != len(others) or not all(map(_is_encoded, found)):
+                problem = f"engine 0 encoded {len(others)} prompts as {short_repr(found)}"
+                raise EngineError(problem, field="rollout.engine", hint="return a list of token ids each", rank=0)
+            encoded |= dict(zip(others, map(list, found), strict=True))
         return [encoded[place] for place in range(len(prompts))]
 
     def generate(
@@ -402,7 +445,15 @@ class EnginePool:
         """As `generate`, of its requests."""
         found: dict[tuple[int, int], SampledResponse] = {}
         left = list(range(len(requests)))
+        in_vain, before = 0, (-1, 0)
         while left:
+            now = len(found), self._aborts
+            in_vain, before = in_vain + 1 if now == before else 0, now
+            if in_vain > _MOST_IN_VAIN:
+                raise EngineError(
+                    f"engines aborted all that they were asked {in_vain} times, though nobody called abort()",
+                    field="rollout.engine", hint='end only samples of abort() with finish_reason="abort"',
+                )  # fmt: skip
             for sample in self.stream([requests[place] for place in left]):
                 place = left[sample.request]
                 if sample.finish_reason == "abort" or (place, sample.number) in found:
@@ -428,14 +479,18 @@ class EnginePool:
         Raises:
             BatchError: no prompt, or no sample of one, is asked for.
         """
-        if not prompts:
+        self._require_running("generate")
+        if isinstance(prompts, list | tuple) and not prompts:
             raise BatchError("there are no prompts to sample for", field="prompts", hint="give one or more")
-        if samples_per_prompt < 1:
+        if not _is_int(samples_per_prompt) or samples_per_prompt < 1:
             raise BatchError(
-                f"samples_per_prompt={samples_per_prompt}; it must be 1 or more",
+                f"samples_per_prompt={samples_per_prompt!r}; it must be a whole number from 1",
                 field="samples_per_prompt",
                 hint="raise it",
             )
+        if not isinstance(seed, list | tuple) or not all(map(_is_int, seed)):
+            problem = f"seed={short_repr(seed)}; it must be a list of whole numbers"
+            raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
         settings = self._config.rollout
         params = functools.partial(
             SamplingParams,
@@ -456,7 +511,12 @@ class EnginePool:
         Raises:
             As `generate`.
         """
+        self._require_running("stream")
         require_cluster()
+        if not requests:
+            raise BatchError("there are no requests", field="requests", hint="give one or more")
+        for place, request in enumerate(requests):
+            self._require_known(request.prompt, place)
         places = np.array_split(np.arange(len(requests)), len(self._engines))
         shares = {index: part.tolist() for index, part in enumerate(places) if len(part)}
         yield from self._stream(requests, shares)
@@ -500,6 +560,7 @@ class EnginePool:
                             given.add((place, sample.number))
                             yield replace(sample, request=place)
                 for index, loss in lost.items():
+                    self._require_running("generate")  # as `shutdown` of another thread loses them
                     self._after_loss(index, engines[index], loss)
                     engines[index] = self._engines[index]
                     streams = {stream: other for stream, other in streams.items() if other != index}
@@ -549,12 +610,15 @@ class EnginePool:
         Raises:
             WorkerDied, WorkerHung: an engine ended or did not answer; all others have done it.
         """
+        self._require_running("abort")
+        self._aborts += 1
         began = time.monotonic()
         refs = [engine.abort.options(concurrency_group="control").remote() for engine in self._engines]
         lost: list[SlimeError] = []
         for index, ref in enumerate(refs):
             try:
-                self._wait([ref], "abort", "call_timeout_s", began, first_rank=index)
+                with _errors_of(index, "abort"):
+                    self._wait([ref], "abort", "call_timeout_s", began, first_rank=index)
             except LOST as error:
                 lost.append(error)
         if lost:
@@ -562,10 +626,27 @@ class EnginePool:
 
     def shutdown(self) -> None:
         """Ends the engines; idempotent."""
-        end_processes(self._engines)
-        self._engines = []
+        with self._starting:
+            self._is_shut_down = True
+        end_processes(self._engines)  # the handles stay: another thread may be about to ask one
+        self._release_places()
+
+    def _release_places(self) -> None:
         if self._beside is None:
             self._places.release()
+
+    def _require_running(self, name: str) -> None:
+        if self._is_shut_down:
+            raise StateError(f"{name}() after shutdown()", field=name, hint="launch other engines")
+
+    def _require_known(self, prompt: Sequence[int], place: int) -> None:
+        unknown = [token for token in prompt if not (_is_int(token) and 0 <= token < self._vocab_size)]
+        if unknown:
+            raise BatchError(
+                f"prompt {place} has token id {short_repr(unknown[0])}, outside the vocabulary of {self._vocab_size}",
+                field="prompts",
+                hint="encode it with the tokenizer of model.path",
+            )
 
     def _wait(
         self,
@@ -595,7 +676,7 @@ def engine_class(config: RunConfig) -> type[Engine]:
     """
     name = config.rollout.engine
     found: Any = load_function(_HOMES.get(name, name), field="rollout.engine", example="my_package.engines:MyEngine")
-    if not (isinstance(found, type) and issubclass(found, Engine)):
+    if not (isinstance(found, type) and issubclass(found, Engine)) or found.generate is Engine.generate:
         hint = "name a class made from actors.rollout.protocol.Engine"
         raise ConfigError(f"{name} is no engine", field="rollout.engine", hint=hint)
     if config.rollout.placement == "colocated" and (found.sleep is Engine.sleep or found.wake_up is Engine.wake_up):
@@ -626,11 +707,29 @@ def _next_item(stream: Any, index: int) -> list[Sample] | None:
         ref = next(stream)
     except StopIteration:
         return None
+    with _errors_of(index, "generate"):
+        try:
+            samples: list[Sample] = ray.get(ref, timeout=_GET_S)
+        except RayError as error:
+            raise meaning_of(error, index, "generate") from error
+    if not isinstance(samples, list | tuple):
+        problem = f"engine {index} handed over {short_repr(samples)}"
+        raise EngineError(problem, field="rollout.engine", hint="yield lists of samples", rank=index)
+    return list(samples)
+
+
+@contextmanager
+def _errors_of(index: int, call: str) -> Iterator[None]:
+    """What an engine's own code raises is an EngineError that names it."""
     try:
-        samples: list[Sample] = ray.get(ref, timeout=_GET_S)
-    except RayError as error:
-        raise meaning_of(error, index, "generate") from error
-    return samples
+        yield
+    except (SlimeError, RayError):
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"{call} of engine {index} raised {type(error).__name__}: {short_repr(str(error))}",
+            field="rollout.engine", hint="correct the engine: its log has the traceback", rank=index,
+        ) from error  # fmt: skip
 
 
 def _is_complete(place: int, request: Request, given: Collection[tuple[int, int]]) -> bool:
@@ -651,7 +750,11 @@ def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], 
 
 
 def _is_encoded(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and all(type(token) is int for token in prompt)
+    return isinstance(prompt, list | tuple) and all(map(_is_int, prompt))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,10 +66,10 @@ def _checked(function: Callable[..., Any], name: str) -> Filter:
     @functools.wraps(function)
     def keep(record: Record, samples: Sequence[ScoredSample]) -> bool:
         try:
-            kept = function(record, samples)
-        except SlimeError:
+            kept = function(deepcopy(record), samples)  # what it does to the record is nobody else's
+        except (SlimeError, KeyboardInterrupt):
             raise
-        except (Exception, SystemExit) as error:  # the user's function may raise anything
+        except BaseException as error:  # the user's function may raise anything
             raise BatchError(
                 f"{failure_of(name, error)} for {place_of(record)}",
                 field="rollout.filter",

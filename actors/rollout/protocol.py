@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from actors.rollout.prompts import encode_prompt
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.workers.watchdog import Watched
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError
+from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
 _ROUNDING = 1e-5  # by which a log-prob may be above 0
@@ -232,21 +232,53 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
     Raises:
         EngineError: it cannot be a sample of these requests.
     """
+    if not isinstance(sample, Sample) or not (_is_count(sample.request) and _is_count(sample.number)):
+        raise _wrong(engine, f"{short_repr(sample)}, which is no sample")
     if not 0 <= sample.request < len(requests) or not 0 <= sample.number < requests[sample.request].samples:
         raise _wrong(engine, f"sample {sample.number} of request {sample.request}, which nobody asked for")
-    tokens, log_probs = np.asarray(sample.tokens), np.asarray(sample.log_probs)
+    tokens, log_probs = (_row(engine, sample, name) for name in ("tokens", "log_probs"))
     most = requests[sample.request].params.max_new_tokens
     if sample.finish_reason != "abort" and not 0 < len(tokens) <= most:
         raise _wrong(engine, f"a response of {len(tokens)} tokens, where 1 to {most} were asked for")
     if log_probs.shape != tokens.shape:
         raise _wrong(engine, f"{len(log_probs)} log-probs for {len(tokens)} tokens")
-    if len(tokens) and (tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocab_size):
-        raise _wrong(engine, f"tokens outside its vocabulary of {vocab_size}")
-    if not np.all(log_probs <= _ROUNDING) or not np.all(np.isfinite(log_probs)):  # NaN is never below anything
+    if len(tokens) and (tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise _wrong(engine, f"tokens that are no whole numbers in its vocabulary of {vocab_size}")
+    if len(tokens) and log_probs.dtype.kind not in "iuf":
+        raise _wrong(engine, f"log-probs that are no numbers: {short_repr(sample.log_probs)}")
+    if not np.all(log_probs <= _ROUNDING) or not np.all(log_probs >= np.finfo(np.float32).min):  # NaN is neither
         raise _wrong(engine, "log-probs that are not finite, or above 0")
+    if sample.finish_reason not in get_args(FinishReason):
+        raise _wrong(engine, f"finish_reason={short_repr(sample.finish_reason)}, not {get_args(FinishReason)}")
+    if not isinstance(sample.text, str):
+        raise _wrong(engine, f"{short_repr(sample.text)} in the place of a text")
+    if not (isinstance(sample.versions, tuple | list) and all(map(_is_span, sample.versions))):
+        raise _wrong(engine, f"versions={short_repr(sample.versions)}, not spans of whole numbers from 0")
     ends = [0, *(span.end for span in sample.versions)]
     if [span.start for span in sample.versions] != ends[:-1] or ends[-1] != len(tokens):
         raise _wrong(engine, f"the weights' versions of other tokens than its {len(tokens)}: {sample.versions}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_span(span: Any) -> bool:
+    """Whether it may be one, of some tokens."""
+    if not isinstance(span, VersionSpan) or not all(map(_is_count, (span.version, span.start, span.end))):
+        return False
+    return span.version >= 0 and span.start <= span.end
+
+
+def _row(engine: int, sample: Sample, name: str) -> np.ndarray:
+    given = getattr(sample, name)
+    try:
+        found = np.asarray(given)
+    except ValueError:  # of lists of several lengths
+        found = np.empty((0, 0))
+    if found.ndim != 1:
+        raise _wrong(engine, f"{name}={short_repr(given)}, not a list of numbers")
+    return found
 
 
 def _wrong(engine: int, what: str) -> EngineError:

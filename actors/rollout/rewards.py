@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -126,7 +127,8 @@ class RewardScorer:
         outcomes: list[Outcome] = []
         for response in responses:
             try:
-                outcomes.append(self._reward(response.record, response.text, response.finished))
+                # what a function does to its record is nobody else's, in a process of its own as here
+                outcomes.append(self._reward(deepcopy(response.record), response.text, response.finished))
             except SlimeError as error:
                 outcomes.append(error)
             if time.monotonic() > until:
@@ -139,7 +141,7 @@ class RewardScorer:
     async def _one(self, response: Response) -> Outcome:
         try:
             async with asyncio.timeout(self._timeout_s if math.isfinite(self._timeout_s) else None) as deadline:
-                scores: Scores = await self._reward(response.record, response.text, response.finished)
+                scores: Scores = await self._reward(deepcopy(response.record), response.text, response.finished)
                 return scores
         except SlimeError as error:
             return error

@@ -218,6 +218,9 @@ class WorkerGroup(GroupCalls):
         """
         self._require_workers(request.name)
         require_role(request.name, self.role)
+        if request.name == "update_weights" and any(receiver in self._workers for receiver in request.args[0]):
+            problem = "a group's ranks cannot receive the weights that they send"
+            raise StateError(problem, field="receivers", hint="give engines, or another group's receivers")
         if request.check is None:
             return None
         planning = request.check(self._planner)

@@ -340,8 +340,10 @@ class OptimSettings(Settings):
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
         (0.9, 0.95), description="momentum, second moment; each in [0, 1)"
     )
-    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled decay; none on norms, biases and embeddings")
+    eps: float = Field(1e-8, gt=0, le=LARGEST, description="AdamW's epsilon")
+    weight_decay: float = Field(
+        0.0, ge=0, le=LARGEST, description="decoupled decay; none on norms, biases and embeddings"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
     total_updates: PositiveInt = Field(description="where the schedule ends")

@@ -90,10 +90,13 @@ def as_scalar(field: str, value: Any) -> float | int | None:
     """A temperature above 0 or a weight version from 0 as a Python number; None stays None."""
     if value is None:
         return None
-    number = np.asarray(value)
+    try:
+        number = np.asarray(value)
+    except ValueError:  # of lists of several lengths
+        number = np.empty(0)
     kinds, rule = ("iuf", "a finite number above 0") if field == "temperature" else ("iu", "a whole number from 0")
     if number.ndim == 0 and number.dtype.kind in kinds:
-        if field == "temperature" and np.isfinite(number) and number > 0:
+        if field == "temperature" and 0 < float(number) < np.inf:  # as a float: a longer one may be neither
             return float(number)
         if field == "weight_version" and 0 <= number <= np.iinfo(np.int64).max:
             return int(number)

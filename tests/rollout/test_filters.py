@@ -70,6 +70,26 @@ def test_a_filter_that_cannot_be_called_is_refused_by_its_setting(name: str) -> 
     assert refused.value.field == "rollout.filter"
 
 
+def clearing(record: Record, samples: Sequence[ScoredSample]) -> bool:
+    record.clear()
+    return True
+
+
+def leaving(record: Record, samples: Sequence[ScoredSample]) -> bool:
+    raise GeneratorExit
+
+
+def test_what_a_filter_does_to_its_record_is_nobody_elses() -> None:
+    record = {"prompt": "sort 31"}
+    assert load_filter(f"{__name__}:clearing")(record, group(1.0)) and record == RECORD
+
+
+def test_whatever_a_filter_raises_is_an_error_about_it() -> None:
+    with pytest.raises(BatchError) as refused:
+        load_filter(f"{__name__}:leaving")(RECORD, group(1.0))
+    assert refused.value.field == "rollout.filter"
+
+
 def test_the_settings_take_the_filters_of_the_table_and_no_other_word() -> None:
     def chosen(name: str) -> str | None:
         return config_from_dict(

@@ -251,6 +251,15 @@ def test_a_url_that_nobody_answers_at_is_an_error_within_the_time():
     assert isinstance(outcome, BatchError) and outcome.field == "rollout.reward" and "'p'" in outcome.message
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+def test_what_a_reward_does_to_its_record_is_nobody_elses(user_module, prefix: str) -> None:
+    body = "def reward(record, response, finished):\n    record.clear()\n    return {'reward': 1.0}\n"
+    scorer = RewardScorer(f"{user_module(prefix + body)}:reward")
+    record: Record = {"prompt": "a", "answer": "b"}
+    assert scorer.score([Response(record, "", True)]) == [{"reward": 1.0}]
+    assert record == {"prompt": "a", "answer": "b"}
+
+
 def test_an_interrupt_passes_a_function_through(user_module):
     name = user_module("def f(record, response, finished):\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):

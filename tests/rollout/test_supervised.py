@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
 from actors.rollout.supervised import RestartingEngines
 from actors.workers.object_store_update import ObjectStoreUpdate
-from slimefsdp.errors import ConfigError, EngineError, SyncError, WorkerDied
+from slimefsdp.errors import BatchError, ConfigError, EngineError, StateError, SyncError, WorkerDied
 from slimefsdp.results import SyncReport
-from tests.support.own_engine import LIES
+from tests.support.own_engine import LIES, OTHER_LIES
 from tests.support.ray_fixtures import end_actor
 from tests.support.refusals import refused
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 PROMPTS = [[1] * length for length in (3, 1, 4, 2, 5, 6)]
 WHOLE = [(place, [*prompt, len(prompt), number]) for place, prompt in enumerate(PROMPTS) for number in range(2)]
@@ -189,7 +190,89 @@ def test_without_restarts_a_lost_engine_is_an_error_that_names_it(launch: Launch
     assert (lost.value.rank, lost.value.call) == (1, "generate")
 
 
-@pytest.mark.parametrize("name", ["tests.support.own_engine:Path", "tests.support.own_engine:absent", "absent:Engine"])
+def test_a_pool_that_is_shut_down_refuses_what_it_is_asked(launch: Launch) -> None:
+    engines, policy = launch(), Policy()
+    engines.update_from(policy)
+    engines.shutdown()
+    for name, call in (
+        ("update_from", lambda: engines.update_from(policy)),
+        ("generate", lambda: engines.generate(["a text"], samples_per_prompt=1, seed=(0,))),
+        ("encode", lambda: engines.encode(["a text"])),
+        ("stream", lambda: list(engines.stream([]))),
+        ("relaunch", engines.relaunch),
+        ("abort", engines.abort),
+        ("dead", engines.dead),
+    ):
+        with refused(StateError, name, "shutdown()"):
+            call()
+    engines.sleep()  # as a supervisor has engines do before it starts ranks
+    engines.shutdown()
+    assert policy.sent_to == [2]
+
+
+def test_engines_that_are_shut_down_while_one_is_replaced_stay_so(launch: Launch, tmp_path: Path) -> None:
+    engines = launch(max_restarts=9)
+    engines.update_from(Policy())
+    (tmp_path / "ends_at_generate").write_text("engine 1\n")
+    (tmp_path / "ends_at_start").write_text("engine 1\n")
+    with ThreadPoolExecutor(1) as thread:
+        drawing = thread.submit(engines.generate, PROMPTS, samples_per_prompt=2, seed=(0,))
+        assert wait_until(lambda: (tmp_path / "starts").read_text().count("engine 1\n") == 2)
+        engines.shutdown()
+        with pytest.raises(StateError):
+            drawing.result(timeout=PATIENCE_S)
+    for engine in engines.receivers:
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(engine.pid.remote(), timeout=PATIENCE_S)
+
+
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "one text": ({"prompts": "sort 12"}, "prompts"),
+    "a generator": ({"prompts": (one for one in PROMPTS)}, "prompts"),
+    "no prompts": ({"prompts": []}, "prompts"),
+    "a token of no vocabulary": ({"prompts": [[1, 100_000]]}, "prompts"),
+    "a token below 0": ({"prompts": [[-1]]}, "prompts"),
+    "no sample": ({"samples_per_prompt": 0}, "samples_per_prompt"),
+    "half a sample": ({"samples_per_prompt": 1.5}, "samples_per_prompt"),
+    "samples as text": ({"samples_per_prompt": "2"}, "samples_per_prompt"),
+    "a truth of samples": ({"samples_per_prompt": True}, "samples_per_prompt"),
+    "a seed that is one number": ({"seed": 5}, "seed"),
+    "a seed of halves": ({"seed": (1.5,)}, "seed"),
+    "no seed": ({"seed": None}, "seed"),
+}
+
+
+def test_calls_that_cannot_be_meant_are_refused_before_an_engine_is_asked(launch: Launch) -> None:
+    engines = launch()
+    engines.update_from(Policy())
+    for name, (changes, field) in BAD_CALLS.items():
+        arguments = {"prompts": PROMPTS, "samples_per_prompt": 1, "seed": (0,), **changes}
+        with refused(BatchError, field):
+            engines.generate(arguments.pop("prompts"), **arguments)
+            pytest.fail(name)
+    for indices in ([], [7], [-1]):
+        with refused(StateError, "indices"):
+            engines.relaunch(indices)
+    for name, call in (
+        ("take_turn", lambda: engines.take_turn({})),
+        ("sleep", engines.sleep),
+        ("end_turn", lambda: engines.end_turn({}, wakes_trainer=True)),
+    ):
+        with refused(StateError, name):
+            call()
+    with refused(StateError, "group", "NoneType"):
+        engines.update_from(None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tests.support.own_engine:Path",
+        "actors.rollout.protocol:Engine",
+        "tests.support.own_engine:absent",
+        "absent:Engine",
+    ],
+)
 def test_what_is_no_engine_is_refused_before_a_process_starts(make_config: Any, name: str) -> None:
     with refused(ConfigError, "rollout.engine", name.partition(":")[2]):
         EnginePool(make_config(rollout={"engine": name}))
@@ -201,7 +284,7 @@ def test_no_sample_is_taken_that_was_not_asked_for_or_cannot_be(launch: Launch, 
     lie.write_text("")
     engines = launch(engine="tests.support.own_engine:LyingEngine")
     engines.update_from(Policy())
-    for what in (*LIES, "a sample less"):
+    for what in (*LIES, *OTHER_LIES):
         lie.write_text(what)
         with refused(EngineError, "rollout.engine"):
             engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))

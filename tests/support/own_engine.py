@@ -135,6 +135,24 @@ LIES: dict[str, dict[str, Any]] = {
     "versions of fewer tokens": {"versions": (VersionSpan(7, 0, 1),)},
     "versions with a gap": {"versions": (VersionSpan(6, 0, 1), VersionSpan(7, 2, 2))},
     "no versions": {"versions": ()},
+    "versions that are no numbers": {"versions": (VersionSpan("x", 0, 2),)},  # type: ignore[arg-type]
+    "a version below 0": {"versions": (VersionSpan(-5, 0, 2),)},
+    "a span that ends before it begins": {"versions": (VersionSpan(7, 0, 5), VersionSpan(7, 5, 2))},
+    "spans as tuples": {"versions": ((7, 0, 2),)},
+    "no tuple of versions": {"versions": None},
+    "tokens in rows": {"tokens": [[1, 2], [3, 4]], "log_probs": [[-1.0, -1.0], [-1.0, -1.0]]},
+    "tokens of several lengths": {"tokens": [[1], [2, 3]]},
+    "tokens that are text": {"tokens": "ab"},
+    "no tokens at all": {"tokens": None},
+    "no log-probs at all": {"log_probs": None},
+    "a log-prob that is none": {"log_probs": [None, -1.0]},
+    "log-probs that are text": {"log_probs": ["a", "b"]},
+    "complex log-probs": {"log_probs": [-1j, -1j]},
+    "a log-prob below every float32": {"log_probs": [-1e300, -1.0]},
+    "a reason of its own": {"finish_reason": "banana"},
+    "no reason": {"finish_reason": None},
+    "no text": {"text": None},
+    "a request that is no number": {"request": "a"},
     "another request's": {"request": 6},
     "a surplus sample": {"number": 2},
 }
@@ -142,15 +160,24 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 class LyingEngine(TellingEngine):
-    """A `TellingEngine` whose samples are as the file `lie` in `run.dir` says; with "a sample less" one is missing."""
+    """A `TellingEngine` whose samples are as the file `lie` in `run.dir` says, or what stands in their place."""
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         lie = (self.folder / "lie").read_text()
+        if lie == "a bug":
+            raise KeyError("a bug")
         for samples in super().generate(requests):
             if lie == "a sample less":
                 lie = ""
                 continue
+            if lie == "no list":
+                yield samples[0]  # type: ignore[misc]
+            if lie == "always aborted":
+                samples = [replace(sample, finish_reason="abort") for sample in samples]
             yield [replace(sample, **LIES.get(lie, {})) for sample in samples]
+
+
+OTHER_LIES = ("a sample less", "a bug", "no list", "always aborted")
 
 
 class TwoWorkers(SleepingEngine):
