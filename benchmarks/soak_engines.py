@@ -99,7 +99,10 @@ def watched(group: Any, engines: Any, updates: int, server: Any) -> dict[str, An
             samples.append({"rank": rank, "engine": engine, "server": held, "driver": held_by_the_process()})
             progress(update, updates, samples[-1])
     seconds = time.perf_counter() - began
-    apart = None if server else max(engines.check_log_probs(group, PROMPTS))
+    apart = None
+    if not server:  # a real one; the group has trained since the last update
+        engines.update_from(group)
+        apart = max(engines.check_log_probs(group, PROMPTS))
     found = grown(samples)
     passed = found["passed"] and len(processes) == 1
     record = {"updates": updates, "seconds": round(seconds, 1), "log_probs_apart": apart, **software()}

@@ -34,10 +34,11 @@ class WeightSender:
     def join(self, engine: Any) -> None:
         """A new group of this sender and the engine."""
         self.leave()
+        # asked first: an actor that is in `join` answers nothing until rank 0 is there
+        made = TorchBroadcastGroup if engine.info().group == "torch" else BroadcastGroup
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         joined = self._side.submit(engine.join, "127.0.0.1", port, 1, 2, "gloo", self.timeout_s)
-        made = TorchBroadcastGroup if engine.info().group == "torch" else BroadcastGroup
         self._group = made("127.0.0.1", port, 0, 2, "gloo", self.timeout_s, listener=listener)
         joined.result()
 
