@@ -1,7 +1,8 @@
 """A server that lives no longer than the process that started it, however that one went; with a log of what it says.
 
 Between the two stands a keeper, which is this file run as a program: it notices the end of either, by a pipe and as the
-parent, and ends what is left of the server's process group. It needs the standard library alone. Linux only.
+parent, and ends what is left of the server's process group. It is no child of the process that started it: Ray has an
+actor that it ends kill its children first. It needs the standard library alone. Linux only.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -35,8 +37,9 @@ class ChildServer:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> None:
         self.log = log
-        self._keeper = subprocess.Popen(
+        started = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(log.absolute()), *command],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -44,23 +47,31 @@ class ChildServer:
             env=dict(environment),
             cwd=folder,
         )
-        assert self._keeper.stdout is not None
-        with self._keeper.stdout as told:
-            self.pid = int(told.readline() or 0)
+        assert started.stdin is not None and started.stdout is not None
+        self._held, self._told = started.stdin, started.stdout
+        self._status: int | None = None
+        self._reading = threading.Lock()
+        self._keeper, self.pid = map(int, self._told.readline().split() or (0, 0))
         """Of the server's first process; 0 where it could not be started, which the log explains."""
+        started.wait()  # it leaves the keeper behind
 
     def status(self) -> int | None:
         """How it ended, as `subprocess.Popen.returncode`; None while it runs."""
-        code = self._keeper.poll()
-        return code if code is None or code < 128 else 128 - code
+        self.ends_within(0.0)
+        return self._status
 
     def ends_within(self, seconds: float) -> bool:
         """Whether it has ended, or does so in that time."""
-        try:
-            self._keeper.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        deadline = time.monotonic() + seconds
+        while self._status is None:
+            with self._reading:
+                if self._status is None and select.select([self._told], [], [], min(seconds, _LOOK_EVERY_S))[0]:
+                    said = self._told.readline()  # of a keeper that was killed nothing comes
+                    _kill_group(self.pid)
+                    self._status = int(said or -signal.SIGKILL)
+            if time.monotonic() >= deadline:
+                break
+        return self._status is not None
 
     def last_lines(self, count: int) -> list[str]:
         """Of its log."""
@@ -74,15 +85,12 @@ class ChildServer:
 
     def end(self) -> None:
         """Ends all of its processes; idempotent. Returns when they are gone."""
-        assert self._keeper.stdin is not None
         with suppress(OSError):
-            self._keeper.stdin.close()
-        try:
-            self._keeper.wait(_GRACE_S + 5)
-        except subprocess.TimeoutExpired:  # somebody stopped it
-            self._keeper.kill()
-            self._keeper.wait()
-            _kill_group(self.pid)
+            self._held.close()
+        if not self.ends_within(_GRACE_S + 5):  # somebody stopped it
+            with suppress(ProcessLookupError):
+                os.kill(self._keeper, signal.SIGKILL)
+            self.ends_within(_GRACE_S)
 
 
 def _kill_group(pid: int) -> None:
@@ -95,7 +103,8 @@ def _end_with_keeper() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _keep(log: str, command: Sequence[str]) -> int:
+def _keep(log: str, command: Sequence[str]) -> None:
+    """What the keeper does: says its pid and the server's, 0 where there is none, and at the end how that ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -108,10 +117,9 @@ def _keep(log: str, command: Sequence[str]) -> int:
             )  # fmt: skip
         except OSError as error:
             file.write(f"{command[0]} cannot be started: {error}\n".encode())
-            return 127
-    with suppress(OSError):
-        os.write(1, f"{server.pid}\n".encode())
-    os.close(1)
+            _tell(f"{os.getpid()} 0\n127\n")
+            return
+    _tell(f"{os.getpid()} {server.pid}\n")
     while server.poll() is None and not select.select([0], [], [], _LOOK_EVERY_S)[0]:
         pass
     if server.poll() is None:
@@ -123,7 +131,12 @@ def _keep(log: str, command: Sequence[str]) -> int:
     _kill_group(server.pid)  # what the server itself has started may be left
     code = server.wait()
     _reap()
-    return code if code >= 0 else 128 - code
+    _tell(f"{code}\n")
+
+
+def _tell(what: str) -> None:
+    with suppress(OSError):  # nobody is there any more
+        os.write(1, what.encode())
 
 
 def _reap() -> None:
@@ -142,4 +155,5 @@ def _with_signals_as_usual() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_keep(sys.argv[1], sys.argv[2:]))
+    if os.fork() == 0:
+        _keep(sys.argv[1], sys.argv[2:])

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 from actors.rollout.child_server import ChildServer
-from tests.support.waiting import is_alive, wait_until
+from tests.support.waiting import PATIENCE_S, is_alive, wait_until
 
 # a server that has started another process, and says both pids
 SERVER = """
@@ -54,6 +55,18 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path, number: 
     pids = pids_in(log)
     parent.send_signal(number)
     parent.wait()
+    assert wait_until(lambda: not any(map(is_alive, pids)), 30)
+
+
+def test_a_server_ends_with_the_actor_that_started_it(cluster: None, tmp_path: Path) -> None:
+    class Engine:
+        def start(self, log: Path) -> None:
+            self.server = ChildServer([sys.executable, "-c", SERVER], {}, log, Path("/"))
+
+    actor = ray.remote(num_cpus=0)(Engine).remote()  # type: ignore[attr-defined]
+    ray.get(actor.start.remote(tmp_path / "log"), timeout=PATIENCE_S)
+    pids = pids_in(tmp_path / "log")
+    ray.kill(actor)  # which has it kill its children first
     assert wait_until(lambda: not any(map(is_alive, pids)), 30)
 
 

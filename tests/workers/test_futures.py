@@ -306,7 +306,7 @@ WAITS = {
 SAYS_HOW_LONG = {"timeout", "timeout_s", "timeout_seconds", "blocking"}
 WAITS_WITHOUT = {
     "actors/cli/calibrate.py: found.get()": "all who could put something there have ended",
-    "actors/rollout/child_server.py: self._keeper.wait()": "it was killed",
+    "actors/rollout/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/rollout/child_server.py: server.wait()": "it was killed",
     "actors/rollout/served_engine.py: call.ended.get()": "each request to the server has a deadline",
     "slimefsdp/weight_sync/broadcast.py: work.wait()": "gloo's group has a timeout; NCCL's work is complete",
