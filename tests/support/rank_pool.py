@@ -11,7 +11,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.support.forks import FORKS
+import torch.multiprocessing as mp
+
 from tests.support.waiting import PATIENCE_S
 
 
@@ -19,12 +20,13 @@ class RankPool:
     """`pool.run(world_size, function, *args)` calls function(rank, *args) on every rank, returns a list."""
 
     def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         while len(self._ranks) < world_size:
-            here, there = FORKS.Pipe()
-            process = FORKS.Process(target=_serve, args=(there,), daemon=True)
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             self._ranks.append((process, here))
         self._ranks[0][1].send((0, world_size, None, function, args))
