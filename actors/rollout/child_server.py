@@ -117,6 +117,7 @@ def _keep(log: str, command: Sequence[str]) -> None:
             )  # fmt: skip
         except OSError as error:
             file.write(f"{command[0]} cannot be started: {error}\n".encode())
+            file.flush()  # whoever hears of it may read this at once
             _tell(f"{os.getpid()} 0\n127\n")
             return
     _tell(f"{os.getpid()} {server.pid}\n")

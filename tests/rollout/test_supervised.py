@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import ray
 
 from actors.fault_tolerance.recovery import MAX_WITHOUT_PROGRESS
 from actors.rollout.engine import EnginePool
+from actors.rollout.protocol import Request, Sample, check_sample
 from actors.rollout.supervised import RestartingEngines
 from actors.workers.object_store_update import ObjectStoreUpdate
 from slimefsdp.errors import BatchError, ConfigError, EngineError, StateError, SyncError, WorkerDied
 from slimefsdp.results import SyncReport
+from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from tests.support.own_engine import LIES, OTHER_LIES
 from tests.support.ray_fixtures import end_actor
 from tests.support.refusals import refused
@@ -278,13 +281,22 @@ def test_what_is_no_engine_is_refused_before_a_process_starts(make_config: Any, 
         EnginePool(make_config(rollout={"engine": name}))
 
 
+@pytest.mark.parametrize("lie", LIES)
+def test_what_is_no_sample_of_a_request_is_refused(lie: str) -> None:
+    requests = [Request(prompt, 2, SamplingParams(8)) for prompt in PROMPTS]
+    sample = Sample(0, 0, [3, 0], [-0.5, -1.0], "stop", (VersionSpan(7, 0, 2),), "text")
+    check_sample(sample, requests, 320, 1)
+    with refused(EngineError, "rollout.engine", "engine 1"):
+        check_sample(replace(sample, **LIES[lie]), requests, 320, 1)
+
+
 @pytest.mark.default_tier  # what it starts are processes without torch
 def test_no_sample_is_taken_that_was_not_asked_for_or_cannot_be(launch: Launch, tmp_path: Path) -> None:
     lie = tmp_path / "lie"
     lie.write_text("")
     engines = launch(engine="tests.support.own_engine:LyingEngine")
     engines.update_from(Policy())
-    for what in (*LIES, *OTHER_LIES):
+    for what in ("no tokens", "a surplus sample", *OTHER_LIES):
         lie.write_text(what)
         with refused(EngineError, "rollout.engine"):
             engines.generate(PROMPTS, samples_per_prompt=2, seed=(0,))
