@@ -22,7 +22,7 @@ from actors.fault_tolerance.recovery import LOST
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.rollout.colocated import RanksBeside, ranks_beside
 from actors.rollout.handshake import means_apart, require_fit
-from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample
+from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample, is_whole
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
@@ -482,13 +482,13 @@ class EnginePool:
         self._require_running("generate")
         if isinstance(prompts, list | tuple) and not prompts:
             raise BatchError("there are no prompts to sample for", field="prompts", hint="give one or more")
-        if not _is_int(samples_per_prompt) or samples_per_prompt < 1:
+        if not is_whole(samples_per_prompt) or samples_per_prompt < 1:
             raise BatchError(
                 f"samples_per_prompt={samples_per_prompt!r}; it must be a whole number from 1",
                 field="samples_per_prompt",
                 hint="raise it",
             )
-        if not isinstance(seed, list | tuple) or not all(map(_is_int, seed)):
+        if not isinstance(seed, list | tuple) or not all(map(is_whole, seed)):
             problem = f"seed={short_repr(seed)}; it must be a list of whole numbers"
             raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
         settings = self._config.rollout
@@ -640,7 +640,7 @@ class EnginePool:
             raise StateError(f"{name}() after shutdown()", field=name, hint="launch other engines")
 
     def _require_known(self, prompt: Sequence[int], place: int) -> None:
-        unknown = [token for token in prompt if not (_is_int(token) and 0 <= token < self._vocab_size)]
+        unknown = [token for token in prompt if not (is_whole(token) and 0 <= token < self._vocab_size)]
         if unknown:
             raise BatchError(
                 f"prompt {place} has token id {short_repr(unknown[0])}, outside the vocabulary of {self._vocab_size}",
@@ -750,11 +750,7 @@ def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], 
 
 
 def _is_encoded(prompt: Any) -> bool:
-    return isinstance(prompt, list | tuple) and all(map(_is_int, prompt))
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return isinstance(prompt, list | tuple) and all(map(is_whole, prompt))
 
 
 def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:

@@ -232,7 +232,7 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
     Raises:
         EngineError: it cannot be a sample of these requests.
     """
-    if not isinstance(sample, Sample) or not (_is_count(sample.request) and _is_count(sample.number)):
+    if not isinstance(sample, Sample) or not (is_whole(sample.request) and is_whole(sample.number)):
         raise _wrong(engine, f"{short_repr(sample)}, which is no sample")
     if not 0 <= sample.request < len(requests) or not 0 <= sample.number < requests[sample.request].samples:
         raise _wrong(engine, f"sample {sample.number} of request {sample.request}, which nobody asked for")
@@ -259,13 +259,14 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
         raise _wrong(engine, f"the weights' versions of other tokens than its {len(tokens)}: {sample.versions}")
 
 
-def _is_count(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether it is a whole number, of Python or numpy; a truth value is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_span(span: Any) -> bool:
     """Whether it may be one, of some tokens."""
-    if not isinstance(span, VersionSpan) or not all(map(_is_count, (span.version, span.start, span.end))):
+    if not isinstance(span, VersionSpan) or not all(map(is_whole, (span.version, span.start, span.end))):
         return False
     return span.version >= 0 and span.start <= span.end
 
