@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -524,11 +525,11 @@ class EnginePool:
     def _stream(self, requests: Sequence[Request], shares: dict[int, list[int]]) -> Iterator[Sample]:
         """As `stream`; `shares` are the places of requests by engine."""
         engines = list(self._engines)  # as they are before they are asked: another thread may replace one
-        streams: dict[Any, int] = {}
+        streams: dict[Any, tuple[int, str]] = {}  # the engine, and the stream's name there
         given: set[tuple[int, int]] = set()
         try:
             for index, places in shares.items():
-                streams[self._asked(index, [requests[place] for place in places])] = index
+                streams |= self._asked(index, [requests[place] for place in places])
             asked = looked = time.monotonic()
             heard = dict.fromkeys(shares, asked)  # when each engine was asked, or last handed samples over
             while streams:
@@ -538,10 +539,10 @@ class EnginePool:
                 if not ready or time.monotonic() - looked > _LOOK_S:  # one may hang while others hand over
                     looked = time.monotonic()
                     here, _ = ray.wait(list(streams), num_returns=len(streams), timeout=0, fetch_local=False)
-                    quiet = {index: heard[index] for stream, index in streams.items() if stream not in here}
+                    quiet = {index: heard[index] for stream, (index, _) in streams.items() if stream not in here}
                     lost = self._found_hanging(quiet, asked) if quiet else {}
                 for stream in ready:
-                    index = streams[stream]
+                    index, _ = streams[stream]
                     try:
                         samples = _next_item(stream, index)
                     except LOST as error:
@@ -563,24 +564,25 @@ class EnginePool:
                     self._require_running("generate")  # as `shutdown` of another thread loses them
                     self._after_loss(index, engines[index], loss)
                     engines[index] = self._engines[index]
-                    streams = {stream: other for stream, other in streams.items() if other != index}
+                    streams = {stream: one for stream, one in streams.items() if one[0] != index}
                     # the whole of what is not complete, since it is drawn as it was; what was given is not given twice
                     # none, where an engine hangs that was asked for nothing
                     places = shares.get(index, [])
                     shares[index] = left = [one for one in places if not _is_complete(one, requests[one], given)]
                     if left:
-                        streams[self._asked(index, [requests[place] for place in left])] = index
+                        streams |= self._asked(index, [requests[place] for place in left])
                     asked = heard[index] = time.monotonic()
         finally:
-            for stream in streams:  # what else was asked for is of no use to anybody
-                ray.cancel(stream)
+            for index, name in streams.values():  # what else was asked for is of no use to anybody
+                with suppress(RayError):
+                    engines[index].end_stream.remote(name)
 
-    def _asked(self, index: int, requests: Sequence[Request]) -> Any:
-        """What an engine hands over from now on, of these requests."""
+    def _asked(self, index: int, requests: Sequence[Request]) -> dict[Any, tuple[int, str]]:
+        """The stream of what an engine hands over from now on, of these requests, with the engine and its name."""
         while not self._may_ask.wait(SLICE_S):  # an update, which has a deadline
             pass
-        call = self._engines[index].generate.options(num_returns="streaming", concurrency_group="generate")
-        return call.remote(list(requests))
+        name = uuid.uuid4().hex
+        return {self._engines[index].stream.remote(name, list(requests)): (index, name)}
 
     def _found_hanging(self, heard: Mapping[int, float], asked: float) -> dict[int, SlimeError]:
         """The engine that hangs, if one of these does.

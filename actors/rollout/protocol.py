@@ -6,11 +6,13 @@ class of one's own as `module:Class`. Importing this file costs no torch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
+import ray
 
 from actors.rollout.prompts import encode_prompt
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
@@ -20,6 +22,7 @@ from slimefsdp.errors import EngineError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
 _ROUNDING = 1e-5  # by which a log-prob may be above 0
+_STREAMS_KEPT = 1000  # that were ended, until they are forgotten: one may be ended before it has begun
 
 Manifest = dict[str, tuple[int, ...]]
 """Names and full shapes of the weights of an update, as `slimefsdp.weight_sync.receive.Manifest`."""
@@ -92,6 +95,7 @@ class Engine(Watched):
     """
 
     CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2, "generate": 16}
+    _ended_streams: ClassVar[deque[str]] = deque(maxlen=_STREAMS_KEPT)  # a process has one engine
 
     def __init__(self, config: RunConfig, index: int) -> None:
         self.config = config
@@ -134,6 +138,28 @@ class Engine(Watched):
             EngineError: the engine cannot do what a request asks, or did not do what it was asked.
         """
         raise NotImplementedError
+
+    @ray.method(num_returns="streaming", concurrency_group="generate")
+    def stream(self, name: str, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        """`generate`, which `end_stream` may end.
+
+        It is not `ray.cancel` that ends it. That takes back a call that has not left its caller, whose place in the
+        order of calls is then waited for: all later calls stand still (Ray 2.60: for 30 s or more, and are lost then).
+
+        Args:
+            name: of this stream alone.
+        """
+        if name in self._ended_streams:
+            return
+        for samples in self.generate(requests):
+            yield samples
+            if name in self._ended_streams:
+                return
+
+    @ray.method(concurrency_group="control")
+    def end_stream(self, name: str) -> None:
+        """Has a stream end where it hands over samples next, or before it begins."""
+        self._ended_streams.append(name)
 
     def abort(self) -> None:
         """Ends all samples that are running or wait, as they are: their `finish_reason` is "abort"."""

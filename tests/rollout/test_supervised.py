@@ -94,6 +94,20 @@ def test_an_engine_that_hangs_is_replaced_while_another_hands_samples_over(launc
     assert lines.index("end of engine 0") > lines.index("engine 1", 2), "it was not waited for"
 
 
+def test_streams_that_nobody_reads_on_end_and_hold_no_later_call_up(launch: Launch, tmp_path: Path) -> None:
+    engines = launch("tests.support.own_engine:UnevenEngine")
+    engines.update_from(Policy())
+    starts, many = tmp_path / "starts", engines.requests(PROMPTS, samples_per_prompt=1000, seed=(1,))
+    for _ in range(30):  # some are given up before they have left this process
+        stream = engines.stream(many)
+        next(stream)
+        stream.close()
+    assert wait_until(lambda: "early end of engine 0" in starts.read_text().splitlines())
+    assert [sample.prompt for sample in engines.generate(PROMPTS[3:], samples_per_prompt=1, seed=(1,))[1]] == [0, 1, 2]
+    lines = starts.read_text().splitlines()
+    assert lines.count("engine 0") == lines.count("engine 1") == 1, "neither was replaced"
+
+
 def test_where_the_policy_has_gone_on_all_engines_get_its_weights_and_all_is_drawn_from_them(
     launch: Launch, tmp_path: Path
 ) -> None:

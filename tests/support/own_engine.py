@@ -108,7 +108,7 @@ class SleepingEngine(TellingEngine):
 class UnevenEngine(TellingEngine):
     """Engine 1 hangs, when it is told; engine 0 takes its time for each sample until another engine 1 has started.
 
-    Each notes beside the starts when it has handed all over.
+    Each notes beside the starts when it has handed all over, or was ended before.
     """
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
@@ -117,9 +117,16 @@ class UnevenEngine(TellingEngine):
         for samples in super().generate(requests):
             if self.name == "engine 0\n" and (self.folder / "starts").read_text().count("engine 1\n") == 1:
                 time.sleep(0.05)
-            yield [replace(sample, tokens=[1, 2]) for sample in samples]
+            try:
+                yield [replace(sample, tokens=[1, 2]) for sample in samples]
+            except GeneratorExit:
+                self.note("early ")
+                raise
+        self.note("")
+
+    def note(self, when: str) -> None:
         with (self.folder / "starts").open("a") as file:
-            file.write(f"end of {self.name}")
+            file.write(f"{when}end of {self.name}")
 
 
 LIES: dict[str, dict[str, Any]] = {
