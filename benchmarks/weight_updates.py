@@ -76,6 +76,13 @@ class TimedEngine(Measured, EmbeddedEngine):
         self._receiver.receive = self._timed(self._receiver.receive)  # type: ignore[method-assign]
         weights_folder.checked_weights = self._timed(weights_folder.checked_weights)  # type: ignore[assignment]
 
+    def begin_peak(self) -> None:
+        """With every page of the model resident: of a file that was mapped, they come when they are first touched."""
+        with torch.no_grad():
+            for parameter in self._policy.parameters():
+                parameter.add_(0)
+        super().begin_peak()
+
     def own_seconds(self) -> float:
         """Since it was asked last."""
         seconds, self._own_s = self._own_s, 0.0

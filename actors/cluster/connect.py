@@ -320,6 +320,8 @@ def _start_once(num_cpus: int) -> None:
 
     # Ray's own default is 15: on a busy machine ranks and engines would get one thirtieth of what other programs get
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # at once: Ray would keep what nobody holds any more for up to a second, many buckets of a weight update
+    os.environ.setdefault("RAY_free_objects_period_milliseconds", "0")
     is_guarded = sys.platform == "linux"
     if is_guarded:
         _cleanup = CleanupProcess()

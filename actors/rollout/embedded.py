@@ -55,6 +55,7 @@ class EmbeddedEngine(Engine):
 
         from slimefsdp.models.build import build_for_sampling
         from slimefsdp.sampling.sampler import Sampler
+        from slimefsdp.weight_sync.packed_bucket import host_buffers
         from slimefsdp.weight_sync.receive import WeightReceiver
         from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
@@ -72,6 +73,7 @@ class EmbeddedEngine(Engine):
         self._others: deque[None] = deque()  # one for each thread that wants the lock for something else than a token
         self._group: BroadcastGroup | None = None  # that weights are broadcast in
         self._buffers = OpenedBuffers()
+        self._arriving = host_buffers(1)  # what is broadcast
         self._manifest: Manifest = {}  # of the update that was begun last
         # whose frozen weights are here, by the last update that was committed, that was begun, and that is to begin
         self._frozen: str | None = None
@@ -212,8 +214,11 @@ class EmbeddedEngine(Engine):
 
         if self._group is None:
             raise StateError("receive_broadcast() before join()", field="update_weights", hint="call join first")
-        device = next(self._policy.parameters()).device
-        flat = torch.empty(packed_bytes(tensors), dtype=torch.uint8, device=device)
+        nbytes = packed_bytes(tensors)
+        if self._is_on_cuda:  # whose allocator keeps memory
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=next(self._policy.parameters()).device)
+        else:
+            flat = self._arriving.next(nbytes)[:nbytes]
         try:
             self._group.broadcast(flat)
         except BroadcastError as error:
@@ -268,6 +273,7 @@ class EmbeddedEngine(Engine):
         with self._before_the_next_token():
             self._receiver.forget()
             self._frozen = None
+            self._arriving.clear()
             for _, parameter in () if self._bytes else self._policy.named_weights():
                 storage = parameter.untyped_storage()
                 self._bytes[parameter] = storage.nbytes()

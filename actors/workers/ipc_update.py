@@ -9,7 +9,7 @@ import torch
 
 from actors.workers.weight_update import WeightUpdate
 from slimefsdp.weight_sync.gather import Bucket
-from slimefsdp.weight_sync.packed_bucket import digest_of, layout_of, pack, packed_bytes
+from slimefsdp.weight_sync.packed_bucket import KeptBuffers, digest_of, layout_of, pack, packed_bytes
 from slimefsdp.weight_sync.shared_buffer import SharedBuffer
 
 
@@ -29,14 +29,12 @@ class IpcUpdate(WeightUpdate):
     ) -> None:  # fmt: skip
         super().__init__(actors, timeout_s, **how)
         self._device = device
-        self._buffers: list[SharedBuffer | None] = [None, None] if before is None else before._buffers
+        made = KeptBuffers(2, lambda nbytes: SharedBuffer(nbytes, device))
+        self._buffers: KeptBuffers = made if before is None else before._buffers
 
     def _prepared(self, bucket: Bucket) -> Any:
         layout = layout_of(bucket)
-        buffer, self._buffers = self._buffers[0], self._buffers[::-1]
-        if buffer is None or buffer.data.numel() < packed_bytes(layout):
-            buffer = SharedBuffer(packed_bytes(layout), self._device)
-            self._buffers[1] = buffer
+        buffer: SharedBuffer = self._buffers.next(packed_bytes(layout))
         flat = pack((tensor for _, tensor in bucket), into=buffer.data)
         if self._device.type == "cuda":  # engines do not know this process's streams
             torch.cuda.synchronize(self._device)

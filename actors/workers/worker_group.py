@@ -158,7 +158,12 @@ class WorkerGroup(GroupCalls):
         """Each rank's answer, or why there is none; works while ranks are inside a collective."""
         futures = [
             CallFuture(
-                [worker.health.remote(self.role)], name="health", timeout_s=timeout_s, first_only=True, first_rank=rank
+                [worker.health.remote(self.role)],
+                name="health",
+                timeout_s=timeout_s,
+                setting="timeout_s",
+                first_only=True,
+                first_rank=rank,
             )
             for rank, worker in enumerate(self._workers)
         ]

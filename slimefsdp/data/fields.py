@@ -190,8 +190,9 @@ def fields_from_slime(
             refuse(key, message, f"pass a dict without {key}")
         if key not in (*_SLIME_KEYS, *_SLIME_REFUSED, *_SLIME_IGNORED):
             refuse_unknown(key, _SLIME_KEYS, "a key of slime's dict", "; remove it if it can be ignored")
-        if key in _SLIME_KEYS and not hasattr(value, "__len__"):
-            refuse(key, f"{key} in slime's dict is {value!r}; it must be a list", "pass one entry per sample")
+        if key in _SLIME_KEYS and not _is_list(value):
+            message = f"{key} in slime's dict is {short_repr(value)}; it must be a list"
+            refuse(key, message, "pass one entry per sample")
     columns = {field: (key, given[key]) for key, field in _SLIME_KEYS.items() if key in given}
     if reward_key is not None:
         if not isinstance(reward_key, str) or _SLIME_KEYS.get(reward_key) != "rewards" or reward_key not in given:
@@ -206,6 +207,16 @@ def fields_from_slime(
             refuse("group_ids", message, "pass whole groups, or name each sample's group in a list group_index")
         columns["group_ids"] = ("samples_per_group", [i // samples_per_group for i in range(num_samples)])
     return _joined(columns)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it has entries by number, as lists, arrays and tensors do; an array of no dimension has none."""
+    if isinstance(value, Mapping | str | bytes) or not hasattr(value, "__getitem__"):
+        return False
+    try:
+        return len(value) >= 0
+    except TypeError:
+        return False
 
 
 def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:

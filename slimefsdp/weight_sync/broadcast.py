@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slimefsdp.weight_sync.packed_bucket import Layout, layout_of, pack
+from slimefsdp.weight_sync.packed_bucket import ALIGNMENT, Layout, host_buffers, layout_of, pack, packed_bytes
 
 _POLL_S = 0.0005
 _LOOK_S = 0.05  # for others to come
@@ -72,6 +72,7 @@ class BroadcastGroup:
         self._port = port
         self._group: Any = None
         self._is_first = rank == 0
+        self._buffers = host_buffers(2)
         self._is_given_up = is_given_up or threading.Event()
         _unended[:] = [one for one in _unended if not one[1].is_completed()]
         timeout = timedelta(seconds=timeout_s)
@@ -141,9 +142,17 @@ class BroadcastGroup:
             return False
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
-        """The form of a bucket in this group, and what is in it, in that order."""
-        held = list(tensors)
-        return layout_of(held), pack(tensor for _, tensor in held)
+        """The form of a bucket in this group, and what is in it, in that order.
+
+        On the host that is memory of the bucket before the last, which is kept as long as the group.
+        """
+        return self._packed(list(tensors), ALIGNMENT)
+
+    def _packed(self, held: list[tuple[str, torch.Tensor]], alignment: int) -> tuple[Layout, torch.Tensor]:
+        layout = layout_of(held)
+        is_on_host = all(tensor.device.type == "cpu" for _, tensor in held)
+        into = self._buffers.next(packed_bytes(layout, alignment)) if is_on_host else None
+        return layout, pack((tensor for _, tensor in held), alignment=alignment, into=into)
 
     def close(self) -> None:
         """Leaves the group and gives its sockets back; idempotent. The others notice at their next broadcast.
@@ -196,8 +205,7 @@ class TorchBroadcastGroup(BroadcastGroup):
 
     def packed(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, torch.Tensor]:
         """As `BroadcastGroup`: bytes without gaps. Larger elements come first, so each begins where its dtype may."""
-        held = sorted(tensors, key=lambda named: -named[1].element_size())
-        return layout_of(held), pack((tensor for _, tensor in held), alignment=1)
+        return self._packed(sorted(tensors, key=lambda named: -named[1].element_size()), 1)
 
     def _meet(self, rank: int, world_size: int) -> None:
         pass

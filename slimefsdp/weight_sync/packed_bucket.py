@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -37,9 +38,40 @@ def pack(
     return flat
 
 
-def packed_bytes(layout: Layout) -> int:
+def packed_bytes(layout: Layout, alignment: int = ALIGNMENT) -> int:
     """How long `pack` makes such tensors."""
-    return _places([_size(dtype, shape) for _, dtype, shape in layout])[1]
+    return _places([_size(dtype, shape) for _, dtype, shape in layout], alignment)[1]
+
+
+class KeptBuffers:
+    """Memory for buckets, by turns; kept, since the pages of new memory cost several times what a copy into it does.
+
+    Args:
+        count: of the buffers; two, where a bucket is packed while the one before is on its way.
+        make: a new one of so many bytes.
+    """
+
+    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
+        self._held: list[tuple[int, Any]] = [(0, None)] * count
+        self._make = make
+
+    def next(self, nbytes: int) -> Any:
+        """The one whose turn it is, of `nbytes` or more."""
+        size, buffer = self._held.pop(0)
+        if size < nbytes:
+            del buffer  # before there is another one
+            size, buffer = nbytes, self._make(nbytes)
+        self._held.append((size, buffer))
+        return buffer
+
+    def clear(self) -> None:
+        """Keeps none, until the next is asked for."""
+        self._held = [(0, None)] * len(self._held)
+
+
+def host_buffers(count: int) -> KeptBuffers:
+    """[bytes] uint8 tensors each."""
+    return KeptBuffers(count, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
 
 
 def unpack(flat: torch.Tensor, layout: Layout) -> list[tuple[str, torch.Tensor]]:

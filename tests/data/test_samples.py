@@ -143,6 +143,8 @@ def test_slime_groups_come_from_the_argument_before_the_dict_and_else_are_unknow
         ({"response_lengths": None}, {}, "response_lengths", ["response_lengths"]),
         ({"tokens": None}, {}, "tokens", []),
         ({"raw_reward": 1.0}, {}, "raw_reward", [1.0, "list"]),
+        ({"raw_reward": {0: 1.0, 1: 0.0, 2: 1.0, 3: 0.0}}, {}, "raw_reward", ["list"]),
+        ({"tokens": np.array(3)}, {}, "tokens", ["array(3)", "list"]),
         ({}, {"samples_per_group": 3}, "group_ids", ["samples_per_group=3", 4]),
         ({}, {"samples_per_group": 0}, "group_ids", ["samples_per_group=0"]),
         ({"raw_reward": None}, {"reward_key": "raw_reward"}, "rewards", ["raw_reward"]),
