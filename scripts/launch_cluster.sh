@@ -20,6 +20,9 @@ ray=$here/.venv/bin/ray
 [ -x "$ray" ] || ray=ray
 umask 077  # ray itself writes the token readable to everybody
 export RAY_AUTH_MODE=token
+# as actors/cluster/connect.py has it where it starts Ray: ranks get their share of cores, and objects are freed at once
+export RAY_worker_niceness="${RAY_worker_niceness:-0}"
+export RAY_free_objects_period_milliseconds="${RAY_free_objects_period_milliseconds:-0}"
 # --block: ray's processes end with this one, so a scheduler's kill leaves nothing behind
 start=("$ray" start --block --disable-usage-stats)
 
