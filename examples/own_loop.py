@@ -1,8 +1,6 @@
 """A rollout loop of one's own around slimefsdp: sample, score, train, send the new weights back.
 
-    python examples/own_loop.py configs/sort_digits_grpo.yaml run.steps=20
-
-Any sampler will do: a batch needs tokens, response lengths, rewards and groups, and knows nothing of engines.
+python examples/own_loop.py configs/sort_digits_grpo.yaml run.steps=20
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
     print("usage: python examples/own_loop.py CONFIG.yaml [SETTING=VALUE ...]", file=sys.stderr)
     sys.exit(2)
 config = load_config(sys.argv[1], sys.argv[2:])
+assert config.data.train and config.run.steps, "set data.train and run.steps"
 connect(config)  # a local Ray cluster, or the one at cluster.address
 group = WorkerGroup.launch(config)  # one process a rank, the model loaded and sharded
 engines = EnginePool.launch(config)
@@ -29,21 +28,22 @@ for step in range(config.run.steps):
     version, responses = engines.generate(
         [record["prompt"] for record in records], samples_per_prompt=config.rollout.samples_per_prompt, seed=(0, step)
     )
+    rewards = [SequenceMatcher(None, one.text, records[one.prompt]["answer"]).ratio() for one in responses]
     samples = [
         {
-            "tokens": response.tokens,  # prompt and response
-            "response_length": response.response_length,
-            "rollout_log_probs": response.log_probs,
-            "reward": SequenceMatcher(None, response.text, records[response.prompt]["answer"]).ratio(),
-            "group_id": response.prompt,
+            "tokens": one.tokens,  # prompt and response
+            "response_length": one.response_length,
+            "rollout_log_probs": one.log_probs,
+            "reward": reward,
+            "group_id": one.prompt,
         }
-        for response in responses
+        for one, reward in zip(responses, rewards, strict=True)
     ]
     batch = RolloutBatch.from_samples(samples, temperature=config.rollout.temperature, weight_version=version)
     metrics = group.train_step(batch)
     weights = engines.update_from(group)
-    reward = sum(sample["reward"] for sample in samples) / len(samples)
-    print(f"step {step + 1}: reward {reward:.3f}, {metrics['updates']:.0f} updates, weights {weights}")
+    mean = sum(rewards) / len(rewards)
+    print(f"step {step + 1}: reward {mean:.3f}, {metrics['updates']:.0f} updates, weights {weights}")
 
 engines.shutdown()
 group.shutdown()

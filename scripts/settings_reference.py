@@ -26,7 +26,22 @@ INTRODUCTION = """\
 <!-- written by `python scripts/settings_reference.py --write`; change slimefsdp/config/, not this file -->
 
 A run is one YAML file; any value can be set on the command line too, as `section.name=value`. What is **required** has
-no default. Unknown names, wrong types and combinations that make no sense are refused before anything starts."""
+no default. Unknown names, wrong types and combinations that make no sense are refused before anything starts. The
+least that `slimefsdp train` needs:
+
+```yaml
+model:
+  path: path/to/model
+run:
+  dir: runs/first
+  steps: 100
+data:
+  train: prompts.jsonl
+rollout:
+  reward: my_package.rewards:score
+optim:
+  total_updates: 100
+```"""
 
 _NAMES = {int: "integer", float: "number", str: "text", bool: "`true` \\| `false`", Path: "path", type(None): "`null`"}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}

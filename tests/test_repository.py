@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("slimefsdp", "actors")
 
@@ -222,6 +224,26 @@ def test_no_test_module_imports_another():
     assert not strays
 
 
+@pytest.mark.slow  # mypy reads torch's own types
+def test_a_users_type_checker_sees_the_calls_of_a_group(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from actors import EnginePool, WorkerGroup\n"
+        "from slimefsdp import RolloutBatch\n"
+        "def step(group: WorkerGroup, engines: EnginePool, batch: RolloutBatch) -> int:\n"
+        "    group.trian_step(batch)\n"
+        "    group.train_step('x')\n"
+        "    group.train_step(batch)\n"
+        "    return engines.update_from(group)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "own.py"]
+    variables = {**os.environ, "MYPYPATH": str(ROOT)}  # where they are installed, py.typed says that they may be read
+    said = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
+    ).stdout
+    errors = [line for line in said.splitlines() if ": error:" in line]
+    assert len(errors) == 2 and "trian_step" in errors[0] and "own.py:5" in errors[1], said
+
+
 @pytest.mark.default_tier
 def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
     source = tmp_path / "source"  # building leaves folders behind in the source
@@ -238,8 +260,8 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     assert "slimefsdp = actors.cli.main:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    expected = {str(file.relative_to(source)) for package in PACKAGES for file in (source / package).rglob("*.py")}
-    assert {name for name in names if ".dist-info/" not in name} == expected
+    files = [file for package in PACKAGES for kind in ("*.py", "py.typed") for file in (source / package).rglob(kind)]
+    assert {name for name in names if ".dist-info/" not in name} == {str(file.relative_to(source)) for file in files}
 
 
 def test_documents_hold_no_gap_that_was_to_be_filled() -> None:

@@ -44,14 +44,15 @@ def start_lines(config: RunConfig) -> list[str]:
         f"model     {model_spec.parameters:,} parameters in {config.model.path}",
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
-        f"updates   {per_step} a step of {config.samples_per_step:,} samples, "
+        f"updates   {per_step} a step of {config.samples_per_step:,} samples{_last_update(config)}, "
         f"{per_step * (steps - begins):,} in all; optim.total_updates={config.optim.total_updates:,}",
     ]
     if config.algorithm != "sft":
         where = " in the places of ranks, in turns with them" if config.rollout.placement == "colocated" else ""
         lines.append(
-            f"engines   {config.rollout.engines}{where}; {config.rollout.prompts_per_step:,} prompts x "
-            f"{config.rollout.samples_per_prompt:,} responses of at most {config.rollout.max_new_tokens:,} tokens"
+            f"engines   {config.rollout.engines} {_engine(config)}{where}; "
+            f"{config.rollout.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt:,} responses "
+            f"of at most {config.rollout.max_new_tokens:,} tokens"
         )
     if config.mesh.dp != "auto":
         lines.append(_memory_line(config, model_spec, on_cpu=on_cpu))
@@ -59,6 +60,21 @@ def start_lines(config: RunConfig) -> list[str]:
     saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
     lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
     return lines
+
+
+def _last_update(config: RunConfig) -> str:
+    """How many samples the last update of an epoch has, where it has fewer than the others."""
+    per_update = config.batch.samples_per_update
+    rest = config.samples_per_step % per_update if per_update else 0
+    if not rest or config.samples_per_step < (per_update or 0):
+        return ""
+    return f" ({per_update:,} each, the last of an epoch {rest:,})"
+
+
+def _engine(config: RunConfig) -> str:
+    """Which engine it is, and where its servers are or come from."""
+    name, urls, python = config.rollout.engine, config.rollout.engine_urls, config.rollout.engine_python
+    return f"{name} at {', '.join(urls)}" if urls else f"{name} by {python}" if python else name
 
 
 def _first_step(config: RunConfig, last: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -12,19 +13,22 @@ from actors.cluster.connect import check_gpus, check_machine, engines_with_gpus,
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.rewards import driver_scorer
+from actors.rollout.server_client import ServerClient
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import ConfigError, short_repr
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
 from slimefsdp.preparation import advantages
 from slimefsdp.rpc import ROLES
+
+_PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
 
 # what belongs to the machine: files of a run do not
 _SYSTEM_FOLDERS = frozenset(
@@ -210,7 +214,7 @@ def check_models(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports every function and class that the settings name as `module:function`; looks for an engine's interpreter.
+    """Imports every function and class that the settings name as `module:function`; looks for the engines' servers.
 
     Raises:
         ConfigError: one of them cannot be imported, or is not there.
@@ -220,14 +224,38 @@ def check_functions(config: RunConfig) -> None:
         driver_scorer(config.rollout)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
-    python = config.rollout.engine_python
-    if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
-        raise ConfigError(
-            f"rollout.engine_python={python} is no program",
-            field="rollout.engine_python",
-            hint="name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU",
-        )
+    _check_servers(config)
     if config.rollout.engine != "embedded":
         from actors.rollout.engine import engine_class
 
         engine_class(config)
+
+
+def _check_servers(config: RunConfig) -> None:
+    """Whether servers could be started, or are there; on another cluster its nodes alone could tell."""
+    engine, python = config.rollout.engine, config.rollout.engine_python
+    hint = "name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU"
+    if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
+        raise ConfigError(f"rollout.engine_python={python} is no program", field="rollout.engine_python", hint=hint)
+    if config.cluster.address is not None:
+        return
+    if python is not None:
+        looks = f"from importlib.util import find_spec; print('has', find_spec({engine!r}) is not None)"
+        try:
+            said = subprocess.run(
+                [python, "-c", looks],
+                capture_output=True, text=True, timeout=_PYTHON_S, stdin=subprocess.DEVNULL,
+            ).stdout.strip()  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(error)
+        if said != "has True":
+            what = f"has no {engine}" if said == "has False" else f"is no Python: {short_repr(said)}"
+            problem = f"rollout.engine_python={python} {what}"
+            raise ConfigError(problem, field="rollout.engine_python", hint=hint)
+    for place, url in enumerate(config.rollout.engine_urls or ()):
+        if not ServerClient(url, place).answers(_SERVER_S):
+            raise ConfigError(
+                f"nobody answers at rollout.engine_urls[{place}]={url}",
+                field="rollout.engine_urls",
+                hint="start the server first (docs/engines.md), or correct the URL",
+            )

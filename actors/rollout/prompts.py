@@ -73,7 +73,7 @@ def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
 
 def _checked(line: str, place: str, field: str) -> dict[str, Any]:
     try:
-        record = parse_json(line)
+        record = parse_json(line.strip())
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{place}: not JSON: {error.msg} at column {error.colno}",

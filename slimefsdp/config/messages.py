@@ -35,6 +35,38 @@ _RULES = {
     "rule": ("{rule}", "{hint}"),  # rules of slimefsdp/config about one value (broken_rule)
 }
 
+NAMES_ELSEWHERE = {
+    # TRL
+    "learning_rate": "optim.lr",
+    "num_generations": "rollout.samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "num_iterations": "loss.epochs",
+    "beta": "loss.kl_coefficient",
+    "epsilon": "loss.clip_low and loss.clip_high",
+    "epsilon_high": "loss.clip_high",
+    # verl
+    "n": "rollout.samples_per_prompt",
+    "train_batch_size": "rollout.prompts_per_step",
+    "ppo_mini_batch_size": "batch.samples_per_update (samples, not prompts)",
+    "ppo_epochs": "loss.epochs",
+    "response_length": "rollout.max_new_tokens",
+    "kl_loss_coef": "loss.kl_coefficient",
+    "clip_ratio": "loss.clip_low and loss.clip_high",
+    "clip_ratio_low": "loss.clip_low",
+    "clip_ratio_high": "loss.clip_high",
+    "adv_estimator": "advantage.estimator",
+    # slime
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "rollout_batch_size": "rollout.prompts_per_step",
+    "rollout_max_response_len": "rollout.max_new_tokens",
+    "global_batch_size": "batch.samples_per_update",
+    "max_tokens_per_gpu": "batch.max_tokens_per_rank",
+    "eps_clip": "loss.clip_low and loss.clip_high",
+    "eps_clip_high": "loss.clip_high",
+}
+"""Names that other trainers have for settings of this one, for those who come from there."""
+
 
 def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> ConfigError:
     """All findings as one error: the first in full, the others listed below it."""
@@ -85,6 +117,8 @@ def _near_names(section: str, name: str, sections: Sections) -> str:
         return f"{section}.{name}" if section else name
 
     known = sections.get(section, {})
+    if name in NAMES_ELSEWHERE and name not in known:
+        return f"here it is {NAMES_ELSEWHERE[name]}"
     near = [full(other, name) for other, names in sections.items() if name in names]  # the right name, elsewhere
     near += [full(section, match) for match in difflib.get_close_matches(name, known, n=2, cutoff=0.5)]
     if near:

@@ -45,7 +45,9 @@ def _urls(value: Any) -> tuple[str, ...]:
 class DataSettings(Settings):
     """JSONL files."""
 
-    train: PathSetting | None = Field(None, description="records with `prompt` (and `answer` under sft)")
+    train: PathSetting | None = Field(
+        None, description="records with `prompt` (and `answer` under sft); needed by `train`"
+    )
     heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
     max_prompt_tokens: PositiveInt | None = Field(
         None,
@@ -122,7 +124,9 @@ class RolloutSettings(Settings):
         "continue with the new weights; or abort them and draw them anew",
     )
     reward: Annotated[str, AfterValidator(_reward_name)] | None = Field(
-        None, description="reward function as `module:function`, or the URL of a server that answers as one would"
+        None,
+        description="reward function as `module:function`, or the URL of a server that answers as one would; "
+        "needed by `train` but under sft",
     )
     reward_workers: int = Field(
         1,

@@ -132,7 +132,9 @@ class RunSettings(Settings):
     """What one run is and where it leaves its files."""
 
     dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
-    steps: PositiveInt | None = Field(None, description="steps of the loop: rollout batches, or updates under sft")
+    steps: PositiveInt | None = Field(
+        None, description="steps of the loop: rollout batches, or updates under sft; needed by `train`"
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
     deterministic: bool = Field(
         False,
@@ -313,7 +315,10 @@ class FsdpSettings(Settings):
 class BatchSettings(Settings):
     """The two knobs of batch size, and what is computed once for several samples."""
 
-    samples_per_update: PositiveInt | None = Field(None, description="samples per optimiser update; null: all at once")
+    samples_per_update: PositiveInt | None = Field(
+        None,
+        description="samples per optimiser update; the last one of a step takes what is left over; null: all at once",
+    )
     max_tokens_per_rank: int = Field(8192, ge=2, description="hard cap on the tokens of one micro-batch on one rank")
     cost_model: PathSetting | None = Field(
         None,

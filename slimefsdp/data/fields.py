@@ -229,6 +229,11 @@ def _joined(columns: Columns) -> dict[str, npt.NDArray[Any]]:
         if not parts.get(field):
             key = columns[field][0] if field in columns else field
             refuse(field, f"sample 0 has no {key}, nor has any other", f"give {key} on every sample")
+    for i, (tokens, (response,)) in enumerate(zip(parts["tokens"], parts["response_lengths"], strict=True)):
+        if response >= tokens.size > 0:
+            key = columns["response_lengths"][0]
+            message = f"{key} of sample {i} is {response}, and it has {tokens.size} tokens, the prompt included"
+            refuse("response_lengths", message, "give prompt and response in tokens, and the length of the response")
     for field in PER_RESPONSE_TOKEN:
         for i, part in enumerate(parts.get(field, ())):
             needed = int(parts["response_lengths"][i][0])

@@ -65,7 +65,7 @@ def estimator_of(config: RunConfig) -> Estimator:
                 hint="return an array of numbers, one per sample or one per response token",
             ) from error
 
-    return Estimator(reported, reads=())
+    return Estimator(reported, reads=(), compares_groups=getattr(function, "compares_groups", False) is True)
 
 
 def response_advantages(config: RunConfig, batch: RolloutBatch, kl_penalty: np.ndarray | None = None) -> np.ndarray:
@@ -100,7 +100,8 @@ def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray 
     Args:
         advantages: [R], where they are known already; None: computed here.
     """
-    if batch.group_ids is None or not (batch.advantages is not None or config.estimator in GROUPED):
+    compares = batch.advantages is not None or config.estimator in GROUPED or estimator_of(config).compares_groups
+    if batch.group_ids is None or not compares:
         return np.ones(batch.num_samples, dtype=bool)
     _, group_of = np.unique(batch.group_ids, return_inverse=True)
     found = response_advantages(config, batch) if advantages is None else advantages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +13,7 @@ import yaml
 import slimefsdp
 from actors.cli import main as cli
 from tests.support.runs import startable
+from tests.support.vllm_server import ProtocolServer
 
 
 @pytest.fixture
@@ -41,7 +44,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         ([], ["2 steps", "32 prompts x 8 responses of at most 256 tokens", "256 samples"]),
         (["mesh.dp=2", "mesh.cp=2", "rollout.engines=2"], ["4 = dp_replicate 1 x dp 2 x cp 2", "2 more process"]),
         (["mesh.dp=auto"], ["dp_replicate 1 x dp "]),
-        (["mesh.dp=2", "rollout.placement=colocated"], ["1 in the places of ranks"]),
+        (["mesh.dp=2", "rollout.placement=colocated"], ["1 embedded in the places of ranks"]),
+        (["batch.samples_per_update=96"], ["3 a step of 256 samples (96 each, the last of an epoch 64)"]),
         (["checkpoint.interval_steps=1", "rollout.prompts_per_step=3"], ["every 1 step", "24 samples"]),
     ],
 )
@@ -77,3 +81,34 @@ def test_a_dry_run_and_the_verdict_of_check_are_those_of_train(
     capsys.readouterr()
     with pytest.raises(AssertionError, match="Ray was started"):
         cli.main([*commands["train"], f"run.dir={config.parent / 'other'}"])
+
+
+def test_servers_of_engines_are_looked_for_before_anything_starts(
+    config: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def found(*overrides: str) -> tuple[int, str]:
+        status = cli.main(["train", str(config), "--dry-run", "rollout.engine=vllm", *overrides])
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
+
+    status, said = found(f"rollout.engine_python={sys.executable}")
+    assert status == 2 and "rollout.engine_python" in said and "has no vllm" in said
+    status, said = found("rollout.engine_python=/bin/ls")
+    assert status == 2 and "rollout.engine_python" in said and "is no Python" in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    status, said = found(f"rollout.engine_urls=[{url}]")
+    assert status == 2 and "rollout.engine_urls" in said and url in said
+    assert found(f"rollout.engine_urls=[{url}]", "cluster.address=127.0.0.1:1")[0] == 0, "its nodes alone can tell"
+    server = ProtocolServer(320, "qwen3", None)
+    try:
+        status, said = found(f"rollout.engine_urls=[{server.url}]")
+    finally:
+        server.close()
+    assert status == 0 and f"1 vllm at {server.url}" in said
+    (tmp_path / "vllm").mkdir()
+    has_one = tmp_path / "python"  # an interpreter that finds a package of that name
+    has_one.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    has_one.chmod(0o755)
+    status, said = found(f"rollout.engine_python={has_one}")
+    assert status == 0 and f"1 vllm by {has_one}" in said

@@ -23,7 +23,7 @@ from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.config.algorithm import CORRECTION_BOUNDS, CorrectionSettings
 from slimefsdp.config.launch import check_ready_to_train
-from slimefsdp.config.messages import MAX_FINDINGS
+from slimefsdp.config.messages import MAX_FINDINGS, NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import names
 
@@ -236,6 +236,18 @@ def test_an_unknown_name_is_told_before_what_is_missing_because_of_it():
     unknown, missing = str(error).splitlines()
     assert error.field == "modell" and "modell={'path': 'm'}" in unknown and "model.path" in missing
     assert error.others == (missing.removeprefix("  also "),)
+
+
+def test_names_that_other_trainers_have_lead_to_those_of_this_one():
+    error = refusal(settings, optim__learning_rate=1e-5)
+    assert error.field == "optim.learning_rate" and "optim.lr" in error.hint
+    tree = config_from_dict(LEAST)
+    for name, ours in NAMES_ELSEWHERE.items():
+        for one in re.findall(r"[a-z]+\.[a-z_]+", ours):
+            section, own = one.split(".")
+            assert hasattr(getattr(tree, section), own), name
+        elsewhere = refusal(config_from_dict, {**LEAST, "rollout": {name: 1}})
+        assert ours in elsewhere.hint, name
 
 
 def test_several_faults_are_told_at_once_but_not_without_end():

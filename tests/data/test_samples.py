@@ -43,6 +43,8 @@ def test_none_counts_as_absent_and_a_mask_may_be_zeros_and_ones():
         ({"reward": {"score": 1}}, "rewards", ["sample 1", "reward", "score"]),
         ({"reward": [1.0, 2.0]}, "rewards", ["sample 1", "reward", (1, 2)]),
         ({"response_length": 2.0}, "response_lengths", ["sample 1", "response_length", "float64"]),
+        ({"response_length": 999}, "response_lengths", ["sample 1", 999, "3 tokens"]),
+        ({"response_length": 3}, "response_lengths", ["sample 1", "3 tokens"]),
         ({"rewards": 1.0}, "rewards", ["sample 1", "'rewards'"]),
         ({"logprobs": [0.0]}, "logprobs", ["sample 1", "'logprobs'"]),
     ],

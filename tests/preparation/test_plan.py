@@ -212,6 +212,27 @@ def test_a_zero_advantage_that_says_nothing_of_a_group_leaves_its_sample_in_the_
     assert np.allclose(np.bincount(between.sample_ids, weights), 1 / 3), "the mean of three samples, not of two"
 
 
+def test_a_function_of_ones_own_may_say_that_its_zeros_are_those_of_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "two_estimators.py").write_text(
+        "import numpy as np\n"
+        "def silent(inputs, options):\n"
+        "    sizes = np.bincount(inputs.group_ids)\n"
+        "    return inputs.scores - (np.bincount(inputs.group_ids, inputs.scores) / sizes)[inputs.group_ids]\n"
+        "def telling(inputs, options):\n"
+        "    return silent(inputs, options)\n"
+        "telling.compares_groups = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plans = {
+        name: plan_training(settings(advantage={"estimator": name}), BATCH)
+        for name in ("dr_grpo", "two_estimators:silent", "two_estimators:telling")
+    }
+    assert planned_samples(plans["two_estimators:silent"]) == list(range(10))
+    assert planned_samples(plans["two_estimators:telling"]) == planned_samples(plans["dr_grpo"]) == [0, 1, 4, 5, 8, 9]
+
+
 def test_samples_of_zero_advantage_stay_where_another_term_trains_them() -> None:
     for loss in ({"kl_coefficient": 0.1}, {"entropy_coefficient": 0.1}):
         assert planned_samples(plan_training(settings(loss=loss), BATCH)) == list(range(10))

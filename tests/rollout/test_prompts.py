@@ -58,6 +58,7 @@ def test_records_come_back_whole_and_in_file_order(tmp_path):
         ('{"prompt": "a"', "JSON"),
         ('["prompt"]', "list"),
         ('{"answer": 1}', "['answer']"),
+        ('{"prompt": "b"', "column 15"),
         ('{"prompt": " "}', "'prompt'"),
         ('{"prompt": []}', "'prompt'"),
         ('{"prompt": null}', "NoneType"),
