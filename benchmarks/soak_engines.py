@@ -48,13 +48,16 @@ WHAT = "what rank, engine and server hold in the course of many weight updates b
 PROMPTS = ["sort 31942", "sort 5", "sort 90210", "sort 777"]
 TRAINS_EVERY = 10  # updates
 SAMPLES = 20  # of what processes hold, over a run
+# of vLLM's cache, which it takes by turns: of its whole gigabyte new pages would be touched for hours, as if it grew
+BLOCKS = 64
 
 
 def soak(folder: Path, updates: int, engine_python: Path | None) -> dict[str, Any]:
     """Sends weights so often; connected to a Ray cluster only meanwhile."""
     write_example(folder)
     with protocol_server(engine_python is None) as server:
-        engine = {"engine_urls": [server.url]} if server else {"engine_python": str(engine_python)}
+        started = {"engine_python": str(engine_python), "engine_args": [f"--num-gpu-blocks-override={BLOCKS}"]}
+        engine: dict[str, Any] = {"engine_urls": [server.url]} if server else started
         config = settings(folder, engine)
         connect(config)
         try:

@@ -8,7 +8,8 @@ put and a copy out of it; by gloo a broadcast into the array; by disk a file tha
 shared memory a copy in and a copy out. A round takes both by every transport, in an order that turns from round to
 round. Where the raw copy ends in the receiver's own memory as an update does only after the engine has loaded it
 (broadcast) or checked and loaded it (disk), the engine's own time for that is recorded apart and not counted. The first
-update of each transport says what memory it takes beside the model on both sides; later ones find theirs again.
+update of each transport says what memory it takes beside the model on both sides; later ones find theirs again. The
+same is asked of two ranks that hold half of the model each.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import torch  # noqa: E402
 
 from actors.cluster.connect import connect, disconnect  # noqa: E402
 from actors.rollout.embedded import EmbeddedEngine  # noqa: E402
+from actors.rollout.engine import EnginePool  # noqa: E402
 from actors.workers import weights_folder  # noqa: E402
 from actors.workers.broadcast_update import BroadcastUpdate  # noqa: E402
 from actors.workers.disk_update import DiskUpdate  # noqa: E402
@@ -42,6 +44,7 @@ from actors.workers.ipc_update import IpcUpdate  # noqa: E402
 from actors.workers.object_store_update import ObjectStoreUpdate  # noqa: E402
 from actors.workers.watchdog import Watched, remote_class  # noqa: E402
 from actors.workers.weight_update import WeightUpdate  # noqa: E402
+from actors.workers.worker_group import WorkerGroup  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from slimefsdp.config import RunConfig, config_from_dict  # noqa: E402
 from slimefsdp.distributed.mesh import start_process_group  # noqa: E402
@@ -249,7 +252,8 @@ def main() -> None:
         print(
             f"{transport}: update {found['update_s']:.3f} s (engine's own {found['engine_s']:.3f}), raw copy "
             f"{found['raw_s']:.3f} s: {found['share']:.0%} of its speed; bytes {found['bytes_over_model']:+.2%}; peak "
-            f"{found['rank_0_buckets']:.2f} and {found['engine_buckets']:.2f} buckets"
+            f"{found['rank_0_buckets']:.2f} and {found['engine_buckets']:.2f} buckets, of two ranks "
+            + " and ".join(f"{peak:.2f}" for peak in found["two_ranks_buckets"])
         )
     what = "an update of an embedded engine's weights against a raw copy of as many bytes"
     write_record(args.json, what, 1, results)
@@ -257,14 +261,7 @@ def main() -> None:
 
 def measured(path: Path, rounds: int) -> dict[str, Any]:
     """All results."""
-    config = config_from_dict(
-        {
-            "model": {"path": str(path / "model")},
-            "mesh": {"device": "cpu"},
-            "precision": {"compute_dtype": "float32"},
-            "optim": {"total_updates": 1},
-        }
-    )
+    config = settings(path)
     connect(config)
     torch.set_num_threads(1)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -291,6 +288,7 @@ def measured(path: Path, rounds: int) -> dict[str, Any]:
                 first, second = turns if number % 2 else turns[::-1]
                 one[transport] = first() | second()
             found.append(one)
+        of_two = peaks_of_two_ranks(path)
     finally:
         disconnect()
     summaries = {
@@ -299,11 +297,54 @@ def measured(path: Path, rounds: int) -> dict[str, Any]:
             "bytes_over_model": updates.sent_bytes[transport] / model_bytes - 1,
             "rank_0_buckets": memory[transport]["rank_0_bytes"] / bucket,
             "engine_buckets": memory[transport]["engine_bytes"] / bucket,
+            "two_ranks_buckets": [peak / bucket for peak in of_two[transport]],
         }
         for transport in TRANSPORTS
     }
     rounded = [{t: {k: round(v, 4) for k, v in values.items()} for t, values in one.items()} for one in found[1:]]
     return {"model_bytes": model_bytes, "bucket_bytes": bucket, "transports": summaries, "rounds": rounded}
+
+
+def peaks_of_two_ranks(path: Path) -> dict[str, list[int]]:
+    """By transport, what the first update takes of memory on each of two ranks that share the model, in bytes."""
+    found = {}
+    for transport in TRANSPORTS:
+        config = settings(
+            path, mesh={"device": "cpu", "dp": 2}, rollout={"engines": 1, "weight_transport": transport},
+            run={"dir": str(path / f"run_{transport}")},
+        )  # fmt: skip
+        group = WorkerGroup.launch(config)
+        try:
+            engines = EnginePool.launch(config)
+            try:
+                before = of_ranks(group, begin_peak)
+                engines.update_from(group)
+                peaks = of_ranks(group, lambda: resident("VmHWM"))
+            finally:
+                engines.shutdown()
+        finally:
+            group.shutdown()
+        found[transport] = [peak - held for peak, held in zip(peaks, before, strict=True)]
+    return found
+
+
+def of_ranks(group: WorkerGroup, function: Callable[[], int]) -> list[int]:
+    answers: list[int] = ray.get(
+        [actor.__ray_call__.remote(lambda _: function()) for actor in group.receivers], timeout=TIMEOUT_S
+    )
+    return answers
+
+
+def settings(path: Path, **sections: Any) -> RunConfig:
+    return config_from_dict(
+        {
+            "model": {"path": str(path / "model")},
+            "mesh": {"device": "cpu"},
+            "precision": {"compute_dtype": "float32"},
+            "optim": {"total_updates": 1},
+            **sections,
+        }
+    )
 
 
 def summary(transport: str, rounds: list[dict[str, float]]) -> dict[str, float]:

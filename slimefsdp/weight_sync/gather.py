@@ -1,4 +1,4 @@
-"""Full tensors out of a sharded model, in buckets of bounded size, one all-gather each."""
+"""Full tensors out of a sharded model, in buckets of bounded size."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slimefsdp import heartbeat
 from slimefsdp.distributed.mesh import local_shard
 
 DEFAULT_BUCKET_BYTES = 256 * 2**20
+_ALONE_BYTES = 2**20  # of a tensor that is gathered by itself, straight into its place
 
 Bucket = list[tuple[str, torch.Tensor]]
 
@@ -54,11 +55,39 @@ def _gather(
 ) -> Bucket:
     world_size = dist.get_world_size(group)
     first = bucket[0][1]
-    device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+    device = torch.device(first.device_mesh.device_type) if isinstance(first, DTensor) else first.device
     if world_size == 1:
         return [(name, local_shard(one).detach().to(device, dtype, copy=copies)) for name, one in bucket]
-    # the last ranks may hold fewer rows, or none
-    rows_per_rank = [-(-parameter.shape[0] // world_size) for _, parameter in bucket]
+    # those of few bytes share a collective, and are copied out of what it gathered
+    small = [one for one in bucket if one[1].numel() * dtype.itemsize < _ALONE_BYTES]
+    full = dict(_gathered_together(small, group, dtype, device)) if small else {}
+    for name, parameter in bucket:
+        if name not in full:
+            full[name] = _gathered_alone(parameter, group, dtype, device)
+    return [(name, full[name]) for name, _ in bucket]
+
+
+def _gathered_alone(
+    parameter: nn.Parameter, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A full tensor, at the beginning of the memory that it was gathered into."""
+    world_size, (count, *rest) = dist.get_world_size(group), parameter.shape
+    rows = _rows_per_rank(parameter, world_size)
+    everyone = torch.empty(world_size * rows, *rest, dtype=dtype, device=device)
+    mine = local_shard(parameter).detach().to(device, dtype).contiguous()
+    if len(mine) < rows:
+        padded = mine.new_zeros(rows, *rest)
+        padded[: len(mine)] = mine
+        mine = padded
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    return everyone[:count]
+
+
+def _gathered_together(
+    bucket: Sequence[tuple[str, nn.Parameter]], group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device
+) -> Bucket:
+    world_size = dist.get_world_size(group)
+    rows_per_rank = [_rows_per_rank(parameter, world_size) for _, parameter in bucket]
     sizes = [rows * p.shape[1:].numel() for (_, p), rows in zip(bucket, rows_per_rank, strict=True)]
     mine = torch.empty(sum(sizes), dtype=dtype, device=device)
     for (_, parameter), place in zip(bucket, mine.split(sizes), strict=True):
@@ -74,3 +103,8 @@ def _gather(
         full.append((name, parts.reshape(world_size * rows, *parameter.shape[1:])[: parameter.shape[0]].contiguous()))
         offset += size
     return full
+
+
+def _rows_per_rank(parameter: nn.Parameter, world_size: int) -> int:
+    """The last ranks may hold fewer, or none."""
+    return -(-parameter.shape[0] // world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from slimefsdp.weight_sync import gather
 from slimefsdp.weight_sync.gather import full_weights
 from tests.support.rank_pool import RankPool
 
 SHAPES = {"a": (5, 3), "b": (1, 4), "c": (7,), "d": (2, 2, 3), "e": (12, 1)}  # some ranks hold fewer rows, or none
 BUCKET_BYTES = [1, 60, 120, 10**9]
+ALONE_BYTES = [2**20, 48, 0]  # none of them is gathered by itself, or some, or all
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -24,19 +27,23 @@ def tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
-def gathered(rank: int, dtype: torch.dtype) -> list[list[list[tuple[str, torch.Tensor]]]]:
+def gathered(rank: int, dtype: torch.dtype, alone_bytes: int) -> list[list[list[tuple[str, torch.Tensor]]]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     named = [(name, nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)]))) for name, tensor in tensors().items()]
-    return [
-        list(full_weights(named, mesh.get_group(), dtype=dtype, bucket_bytes=bucket_bytes))
-        for bucket_bytes in BUCKET_BYTES
-    ]
+    with patch.object(gather, "_ALONE_BYTES", alone_bytes):
+        return [
+            list(full_weights(named, mesh.get_group(), dtype=dtype, bucket_bytes=bucket_bytes))
+            for bucket_bytes in BUCKET_BYTES
+        ]
 
 
+@pytest.mark.parametrize("alone_bytes", ALONE_BYTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_every_tensor_comes_whole_once_and_in_order(ranks: RankPool, world_size: int, dtype: torch.dtype) -> None:
-    for per_size in ranks.run(world_size, gathered, dtype):
+def test_every_tensor_comes_whole_once_and_in_order(
+    ranks: RankPool, world_size: int, dtype: torch.dtype, alone_bytes: int
+) -> None:
+    for per_size in ranks.run(world_size, gathered, dtype, alone_bytes):
         for buckets in per_size:
             received = [pair for bucket in buckets for pair in bucket]
             assert [name for name, _ in received] == list(SHAPES)
@@ -47,7 +54,9 @@ def test_every_tensor_comes_whole_once_and_in_order(ranks: RankPool, world_size:
 
 def test_a_bucket_is_within_its_bytes_or_one_tensor(ranks: RankPool) -> None:
     counts = []
-    for bucket_bytes, buckets in zip(BUCKET_BYTES, ranks.run(2, gathered, torch.float32)[0], strict=True):
+    for bucket_bytes, buckets in zip(
+        BUCKET_BYTES, ranks.run(2, gathered, torch.float32, ALONE_BYTES[0])[0], strict=True
+    ):
         assert all(sum(t.nbytes for _, t in bucket) <= bucket_bytes or len(bucket) == 1 for bucket in buckets)
         for bucket, following in pairwise(buckets):
             assert sum(t.nbytes for _, t in [*bucket, following[0]]) > bucket_bytes  # no smaller than it need be
