@@ -1,11 +1,14 @@
 """What many weight updates leave behind, on both sides: the rank that sends, the engine's actor, the server behind it.
 
     python benchmarks/soak_engines.py --json benchmarks/results/soak_engines.json
-    python benchmarks/soak_engines.py --engine-python .venv-vllm/bin/python --json benchmarks/results/soak_vllm.json
+    python benchmarks/soak_engines.py --engine-python .venv-vllm/bin/python --warm-up 3000 \\
+        --json benchmarks/results/soak_vllm.json
 
 One rank broadcasts the weights of the sort-digits model; after every tenth update a few samples are drawn from them and
 trained on. Without an interpreter that has vLLM, the server is the tests' own, in a process of its own, which takes
-weights as vLLM's workers do. Watched are resident memory, open files and threads; a server's processes count together.
+weights as vLLM's workers do. The memory of a real one's worker approaches a bound that it is close to after some
+thousand updates, so they come first. Watched are resident memory, open files and threads; a server's processes count
+together.
 """
 
 from __future__ import annotations
@@ -48,12 +51,11 @@ WHAT = "what rank, engine and server hold in the course of many weight updates b
 PROMPTS = ["sort 31942", "sort 5", "sort 90210", "sort 777"]
 TRAINS_EVERY = 10  # updates
 SAMPLES = 20  # of what processes hold, over a run
-# of vLLM's cache, which it takes by turns: of its whole gigabyte new pages would be touched for hours, as if it grew
-BLOCKS = 64
+BLOCKS = 64  # of vLLM's cache: a few megabytes, so that what it holds can be seen beside it
 
 
-def soak(folder: Path, updates: int, engine_python: Path | None) -> dict[str, Any]:
-    """Sends weights so often; connected to a Ray cluster only meanwhile."""
+def soak(folder: Path, updates: int, engine_python: Path | None, warm_up: int = 0) -> dict[str, Any]:
+    """Sends weights so often, after a warm-up; connected to a Ray cluster only meanwhile."""
     write_example(folder)
     with protocol_server(engine_python is None) as server:
         started = {"engine_python": str(engine_python), "engine_args": [f"--num-gpu-blocks-override={BLOCKS}"]}
@@ -62,7 +64,7 @@ def soak(folder: Path, updates: int, engine_python: Path | None) -> dict[str, An
         connect(config)
         try:
             with group_and_engine(config) as (group, engines):
-                return watched(group, engines, updates, server)
+                return watched(group, engines, updates, server, warm_up)
         finally:
             disconnect()
 
@@ -81,19 +83,19 @@ def group_and_engine(config: RunConfig) -> Iterator[tuple[WorkerGroup, Restartin
         group.shutdown()
 
 
-def watched(group: Any, engines: Any, updates: int, server: Any) -> dict[str, Any]:
-    """Sends weights so often, and looks at who holds what."""
+def watched(group: Any, engines: Any, updates: int, server: Any, warm_up: int = 0) -> dict[str, Any]:
+    """Sends weights so often, after a warm-up, and looks at who holds what."""
     ray.cloudpickle.register_pickle_by_value(process_resources)
     samples: list[dict[str, Held]] = []
     processes = set()
     began = time.perf_counter()
-    for update in range(1, updates + 1):
+    for update in range(1 - warm_up, updates + 1):
         version = engines.update_from(group)
         if update % TRAINS_EVERY == 0:
-            found, drawn = engines.generate(PROMPTS, samples_per_prompt=4, seed=(update,))
+            found, drawn = engines.generate(PROMPTS, samples_per_prompt=4, seed=(update + warm_up,))
             assert found == version
             group.train_step(batch_of(drawn))
-        if update % max(1, updates // SAMPLES) == 0:
+        if update > 0 and update % max(1, updates // SAMPLES) == 0:
             (rank,) = _of_actors(group.receivers)
             (engine,) = _of_actors(engines.receivers)
             processes.add(engine.pop("pid"))
@@ -108,7 +110,13 @@ def watched(group: Any, engines: Any, updates: int, server: Any) -> dict[str, An
         apart = max(engines.check_log_probs(group, PROMPTS))
     found = grown(samples)
     passed = found["passed"] and len(processes) == 1
-    record = {"updates": updates, "seconds": round(seconds, 1), "log_probs_apart": apart, **software()}
+    record = {
+        "updates": updates,
+        "warm_up": warm_up,
+        "seconds": round(seconds, 1),
+        "log_probs_apart": apart,
+        **software(),
+    }
     return {**record, **found, "passed": passed, "samples": samples}
 
 
@@ -229,11 +237,12 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--warm-up", type=int, default=0, help="updates before those that are watched")
     parser.add_argument("--engine-python", type=Path, help="the interpreter of an environment with vLLM")
     parser.add_argument("--json", type=Path, help="write the record here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        results = soak(Path(folder), args.updates, args.engine_python)
+        results = soak(Path(folder), args.updates, args.engine_python, args.warm_up)
     write_record(args.json, WHAT, 1, results)
     print({name: value for name, value in results.items() if name != "samples"})
     print(table(results))
