@@ -25,6 +25,7 @@ from benchmarks.record import write_record  # noqa: E402
 
 GRPO, PPO = "configs/sort_digits_grpo.yaml", "configs/sort_digits_ppo.yaml"
 EVALUATED = "evaluation.interval_steps=15"
+COMMON = ("run.steps=150", "optim.total_updates=300", "run.export_dir=", EVALUATED)  # of all algorithms
 ALGORITHMS: dict[str, tuple[str, list[str]]] = {
     "GRPO": (GRPO, []),
     "Dr.GRPO": (
@@ -47,7 +48,7 @@ def run_algorithm(file: str, settings: list[str], seed: int, folder: Path, run_d
     """One run from the warm-up's model in `folder`; its curve."""
     command = [sys.executable, "-m", "actors.cli", "train", str(ROOT / file), f"run.dir={run_dir}", f"run.seed={seed}"]
     start = time.perf_counter()
-    subprocess.run([*command, EVALUATED, *settings], check=True, cwd=folder, env=environment())
+    subprocess.run([*command, *COMMON, *settings], check=True, cwd=folder, env=environment())
     seconds = time.perf_counter() - start
     rows = [json.loads(line) for line in (folder / run_dir / "metrics.jsonl").read_text().splitlines()]
     curve = [{"step": row["step"], "exact": row["eval/exact"]} for row in rows if "eval/exact" in row]
