@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import PATIENCE_S
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("slimefsdp", "actors")
 
@@ -222,26 +220,6 @@ def test_no_test_module_imports_another():
         and not path.endswith("conftest.py")
     ]
     assert not strays
-
-
-@pytest.mark.slow  # mypy reads torch's own types
-def test_a_users_type_checker_sees_the_calls_of_a_group(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from actors import EnginePool, WorkerGroup\n"
-        "from slimefsdp import RolloutBatch\n"
-        "def step(group: WorkerGroup, engines: EnginePool, batch: RolloutBatch) -> int:\n"
-        "    group.trian_step(batch)\n"
-        "    group.train_step('x')\n"
-        "    group.train_step(batch)\n"
-        "    return engines.update_from(group)\n"
-    )
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "own.py"]
-    variables = {**os.environ, "MYPYPATH": str(ROOT)}  # where they are installed, py.typed says that they may be read
-    said = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=PATIENCE_S
-    ).stdout
-    errors = [line for line in said.splitlines() if ": error:" in line]
-    assert len(errors) == 2 and "trian_step" in errors[0] and "own.py:5" in errors[1], said
 
 
 @pytest.mark.default_tier

@@ -19,7 +19,7 @@ from actors.cluster.ray_log import RayMessages
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
-STARTS = 3  # of a local Ray, which on a busy machine may miss deadlines of its own
+STARTS = 5  # of a local Ray, whose own deadline of 30 s a busy machine may miss, several times running
 _cleanup: CleanupProcess | None = None  # of the local cluster that this process started, on Linux
 _messages: RayMessages | None = None  # where this process has Ray's put
 
