@@ -200,6 +200,7 @@ class EmbeddedEngine(Engine):
 
         if self._group is not None:
             self._group.close()
+        self._arriving.clear()  # a broadcast of the group before that did not end may write there yet
         try:
             self._group = BroadcastGroup(address, port, rank, world_size, backend, timeout_s)
         except BroadcastError as error:
