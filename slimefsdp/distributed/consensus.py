@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -39,8 +40,7 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
             if the action fails half-way.
     """
     error = error_of(action) if dist.get_rank(group) == 0 else None
-    for _ in stream:
-        pass
+    deque(stream, maxlen=0)  # holds none of them while the next one is made
     raise_first(gathered(sendable(error), group), error, group)
 
 

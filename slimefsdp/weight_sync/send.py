@@ -11,7 +11,7 @@ from torch import nn
 
 from slimefsdp.distributed.consensus import gathered, run_on_first
 from slimefsdp.results import SyncReport
-from slimefsdp.weight_sync.gather import Bucket, full_weights
+from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket, full_weights
 from slimefsdp.weight_sync.receive import Manifest, Receiver
 
 
@@ -48,10 +48,12 @@ def stream_weights(
     manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
     frozen = [name for name, parameter in named if not parameter.requires_grad]
     copies = not all(getattr(receiver, "keeps_nothing", False) for receiver in receivers)
+    # several ranks: rank 0 holds what it gathered beside the two that it sends by turns, and gloo gathers into a copy
+    bucket_bytes = DEFAULT_BUCKET_BYTES // (1 if dist.get_world_size(shard_group) == 1 else 4)
     while True:
         kept = frozenset(frozen if frozen and source and _have_frozen(receivers, source, group) else ())
         sent = [(name, parameter) for name, parameter in named if name not in kept]
-        buckets = full_weights(sent, shard_group, dtype=dtype, copies=copies)
+        buckets = full_weights(sent, shard_group, dtype=dtype, bucket_bytes=bucket_bytes, copies=copies)
         try:
             run_on_first(lambda: _send(receivers, version, manifest, kept, buckets), group, buckets)  # noqa: B023
             break
@@ -67,16 +69,21 @@ def _send(
 ) -> None:
     for receiver in receivers:
         receiver.begin(version, manifest, *([kept] if kept else []))
-    for bucket in buckets:
-        on_host = None
-        for receiver in receivers:
-            if getattr(receiver, "takes_device_tensors", False):
-                receiver.receive(bucket)
-                continue
-            on_host = on_host or _on_host(bucket)
-            receiver.receive(on_host)
+    while bucket := next(buckets, None):
+        _hand_over(bucket, receivers)
+        del bucket  # before the next one is gathered
     for receiver in receivers:
         receiver.commit(version)
+
+
+def _hand_over(bucket: Bucket, receivers: Sequence[Receiver]) -> None:
+    on_host = None
+    for receiver in receivers:
+        if getattr(receiver, "takes_device_tensors", False):
+            receiver.receive(bucket)
+            continue
+        on_host = on_host or _on_host(bucket)
+        receiver.receive(on_host)
 
 
 def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.ProcessGroup) -> bool:

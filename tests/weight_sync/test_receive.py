@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from slimefsdp.errors import StateError, SyncError
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
 from slimefsdp.weight_sync import send
-from slimefsdp.weight_sync.gather import Bucket, full_weights
+from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket, full_weights
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
@@ -180,7 +179,7 @@ def breaking_receivers(rank: int, config: RunConfig, batch: RolloutBatch, strang
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     other = AutoModelForCausalLM.from_pretrained(strange, dtype=torch.float32)
     healthy = receiver_of(model)[0]
-    send.full_weights = partial(full_weights, bucket_bytes=BUCKET_BYTES)  # type: ignore[assignment]
+    send.DEFAULT_BUCKET_BYTES = BUCKET_BYTES
     errors, versions, afterwards = [], [], []
     for at in ("begin", "receive", "commit"):
         breaking = Breaking(model, at)
@@ -189,7 +188,7 @@ def breaking_receivers(rank: int, config: RunConfig, batch: RolloutBatch, strang
         trainer.update_weights([breaking, healthy])
         afterwards.append((breaking.version, healthy.version))
     errors.append(error_of(lambda: trainer.update_weights([receiver_of(other)[0]])))
-    send.full_weights = full_weights
+    send.DEFAULT_BUCKET_BYTES = DEFAULT_BUCKET_BYTES
     untouched = fingerprint(trainer.policy) == before
     return {"errors": errors, "versions": versions, "afterwards": afterwards, "untouched": untouched,
             "loss": trainer.train_step(batch)["loss"]}  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync import send
-from slimefsdp.weight_sync.gather import Bucket, full_weights
+from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
 from slimefsdp.weight_sync.send import BeginAgain
 from tests.support.rank_pool import RankPool
@@ -55,7 +54,7 @@ class Keeper(WeightReceiver):
 
 
 def updates(rank: int, config: RunConfig, batch: RolloutBatch) -> list[tuple[Any, ...]]:
-    send.full_weights = partial(full_weights, bucket_bytes=BUCKET_BYTES)  # type: ignore[assignment]
+    send.DEFAULT_BUCKET_BYTES = BUCKET_BYTES
     trainer = Trainer(config, device=CPU)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     with torch.no_grad():
@@ -80,7 +79,7 @@ def updates(rank: int, config: RunConfig, batch: RolloutBatch) -> list[tuple[Any
     trainer.load(0)
     update(receiver)
     update(receiver, WeightReceiver(list(AutoModelForCausalLM.from_pretrained(config.model.path).named_parameters())))
-    send.full_weights = full_weights
+    send.DEFAULT_BUCKET_BYTES = DEFAULT_BUCKET_BYTES
     return found
 
 
