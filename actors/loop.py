@@ -92,6 +92,7 @@ class Run:
             beside = self._group if config.rollout.placement == "colocated" else None
             engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
             stack.callback(engines.shutdown)
+            engines.check_room(prompts.longest)
             rewards = RewardWorkers.launch(config)
             stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None

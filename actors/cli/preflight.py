@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from actors.cluster.connect import check_gpus, check_machine, engines_with_gpus, has_nvidia_driver
+from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.rewards import driver_scorer
@@ -65,7 +65,7 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
     check_functions(config)
     check_installed(config)
     check_machine(config)
-    check_gpus(config, engines=engines_with_gpus(config))
+    check_gpus(config, engines=gpus_of_engines(config))
     try:
         _check_folders(config, takes_folder=takes_folder)
     except OSError as error:
@@ -224,15 +224,18 @@ def check_functions(config: RunConfig) -> None:
         driver_scorer(config.rollout)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
-    _check_servers(config)
     if config.rollout.engine != "embedded":
         from actors.rollout.engine import engine_class
 
-        engine_class(config)
+        _check_servers(config, getattr(engine_class(config), "ALIVE", ""))
 
 
-def _check_servers(config: RunConfig) -> None:
-    """Whether servers could be started, or are there; on another cluster its nodes alone could tell."""
+def _check_servers(config: RunConfig, alive: str) -> None:
+    """Whether servers could be started, or are there; on another cluster its nodes alone could tell.
+
+    Args:
+        alive: the route that a server of this kind answers at any time.
+    """
     engine, python = config.rollout.engine, config.rollout.engine_python
     hint = "name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU"
     if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
@@ -253,7 +256,7 @@ def _check_servers(config: RunConfig) -> None:
             problem = f"rollout.engine_python={python} {what}"
             raise ConfigError(problem, field="rollout.engine_python", hint=hint)
     for place, url in enumerate(config.rollout.engine_urls or ()):
-        if not ServerClient(url, place).answers(_SERVER_S):
+        if not ServerClient(url, place, alive=alive).answers(_SERVER_S):
             raise ConfigError(
                 f"nobody answers at rollout.engine_urls[{place}]={url}",
                 field="rollout.engine_urls",

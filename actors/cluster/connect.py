@@ -35,9 +35,15 @@ def _processes_beside_the_actor(config: RunConfig) -> int:
     return config.rollout.engines + _group_ranks_beside_the_actor(config)
 
 
-def engines_with_gpus(config: RunConfig) -> int:
-    """Engines of `slimefsdp train` that take GPUs of their own; those in the places of ranks share theirs."""
-    return 0 if config.algorithm == "sft" or config.rollout.placement == "colocated" else config.rollout.engines
+def gpus_of_engines(config: RunConfig) -> int:
+    """GPUs of their own that engines of `slimefsdp train` take, where there are any.
+
+    Engines in the places of ranks share theirs, and servers that are there already have whatever they have.
+    """
+    rollout = config.rollout
+    if config.algorithm == "sft" or rollout.placement == "colocated" or rollout.engine_urls is not None:
+        return 0
+    return rollout.engines * rollout.gpus_per_engine
 
 
 def _group_ranks_beside_the_actor(config: RunConfig) -> int:
@@ -68,7 +74,7 @@ def with_cluster_ranks(config: RunConfig) -> RunConfig:
         resolved = config.with_ranks(max(1, cores // copies) * copies)
         check_machine(resolved)
         return resolved
-    gpus, others = int(total.get("GPU", 0)), engines_with_gpus(config) + _group_ranks_beside_the_actor(config)
+    gpus, others = int(total.get("GPU", 0)), gpus_of_engines(config) + _group_ranks_beside_the_actor(config)
     if gpus <= others:
         raise ResourceError(
             f"mesh.dp=auto: engines and other groups need {others} GPUs, the cluster has {gpus}: none is left",

@@ -152,6 +152,7 @@ def _reap() -> None:
 def _with_signals_as_usual() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # engines have some blocked, which is inherited
     _end_with_keeper()
 
 

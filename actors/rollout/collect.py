@@ -38,8 +38,8 @@ _DECIDING: Any = {
 }  # fmt: skip
 # where a sample is drawn and rewarded, and how weights got there, makes no difference to it
 _NOT_DECIDING = {
-    *("engines", "placement", "engine_python", "engine_args", "engine_urls", "engine_logprob_bound"),
-    *("weight_transport", "weight_checksums"),
+    *("engines", "placement", "engine_python", "engine_args", "engine_urls", "gpus_per_engine"),
+    *("engine_logprob_bound", "weight_transport", "weight_checksums"),
     *("reward_workers", "reward_timeout_s", "reward_concurrency"),
 }
 
@@ -326,8 +326,8 @@ class Collector:
         samples = []
         spans = [one.sample.versions for group in groups for one in group.samples]
         is_mixed = len({span.version for of_sample in spans for span in of_sample}) > 1
-        if settings.max_staleness:  # of those that are trained on, and not of all that were drawn
-            version = min(span.version for of_sample in spans for span in of_sample)
+        # of those that are trained on, and not of all that were drawn
+        version = min((span.version for of_sample in spans for span in of_sample), default=version)
         for group_id, group in enumerate(groups):
             for scored in group.samples:
                 sampled = scored.sample

@@ -23,7 +23,7 @@ from actors.fault_tolerance.recovery import LOST
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.rollout.colocated import RanksBeside, ranks_beside
 from actors.rollout.handshake import means_apart, require_fit
-from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample, is_whole
+from actors.rollout.protocol import Engine, EngineInfo, EngineTag, Request, Sample, VersionSpan, check_sample, is_whole
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
@@ -91,6 +91,7 @@ class EnginePool:
         self._places = PlacementGroups() if self._beside is None else self._beside.places
         self._watchdog: Watchdog | None = None
         self._end_token_ids: frozenset[int] = frozenset()
+        self._max_tokens: dict[int, int | None] = {}  # of a prompt and its response, by engine
         self._vocab_size = read_model_folder(config.model.path, with_weights=False).vocab_size
         self._is_shut_down = False
         self._starting = threading.Lock()  # or a thread that replaces an engine starts one after the end
@@ -128,10 +129,10 @@ class EnginePool:
             self._beside.sleep()  # what is started measures what is free
             placement, gpus = self._places.reserve_for_ranks(self._beside.config, "actor")
         else:
-            gpus = gpus_per_rank(config.mesh.device)
-            count = config.rollout.engines
-            timeout_s = config.cluster.launch_timeout_s
-            placement = self._places.reserve("engine", count, gpus_per_rank=int(gpus), timeout_s=timeout_s)
+            count, timeout_s = config.rollout.engines, config.cluster.launch_timeout_s
+            each = 0 if config.rollout.engine_urls is not None else config.rollout.gpus_per_engine
+            gpus = each * gpus_per_rank(config.mesh.device)
+            placement = self._places.reserve("engine", count, gpus_per_rank=gpus, timeout_s=timeout_s)
         actor_class = remote_class(self._class)
         with self._starting:
             if self._is_shut_down:  # meanwhile, by another thread, which has given places back
@@ -150,15 +151,42 @@ class EnginePool:
         infos = [engines[index].info.remote() for index in indices]
         with stage(f"starting {len(ready)} engines", answered(infos)):
             for index, *refs in zip(indices, ready, infos, strict=True):
-                found = [self._wait([ref], "launch", "launch_timeout_s", began, first_rank=index)[0] for ref in refs]
-                require_fit(config, index, found[1], self._vocab_size)
+                with _errors_of(index, "info"):
+                    _, info = (
+                        self._wait([ref], "launch", "launch_timeout_s", began, first_rank=index)[0] for ref in refs
+                    )
+                if not isinstance(info, EngineInfo):
+                    problem = f"info of engine {index} is {short_repr(info)}"
+                    raise EngineError(problem, field="rollout.engine", hint="return an EngineInfo", rank=index)
+                require_fit(config, index, info, self._vocab_size)
+                self._max_tokens[index] = info.max_tokens
         first = indices[0]  # of those that were just started: another one may be lost
-        (self._end_token_ids,) = self._wait(
-            [engines[first].end_token_ids.remote()], "launch", "launch_timeout_s", began, first_rank=first
-        )
+        with _errors_of(first, "end_token_ids"):
+            (self._end_token_ids,) = self._wait(
+                [engines[first].end_token_ids.remote()], "launch", "launch_timeout_s", began, first_rank=first
+            )
         if self._beside is not None:
             self._have_sleep(indices)
             self._are_asleep |= len(indices) == len(engines)
+
+    def check_room(self, longest: int) -> None:
+        """Whether every engine takes the longest prompt of a run with its response.
+
+        Args:
+            longest: tokens of that prompt.
+
+        Raises:
+            EngineError: one takes fewer.
+        """
+        needed = longest + self._config.rollout.max_new_tokens
+        for index, most in sorted(self._max_tokens.items()):
+            if most is not None and most < needed:
+                raise EngineError(
+                    f"engine {index} takes {most} tokens of prompt and response; the longest prompt has {longest}, and "
+                    f"rollout.max_new_tokens is {self._config.rollout.max_new_tokens}",
+                    field="rollout.max_new_tokens", rank=index,
+                    hint=f"start the engine with {needed} or more, lower it, or set data.max_prompt_tokens",
+                )  # fmt: skip
 
     def check_log_probs(self, group: Any, prompts: Sequence[Any]) -> list[float]:
         """Compares log-probs of a few sampled tokens with the trainer's; by engine, the mean difference.

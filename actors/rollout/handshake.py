@@ -69,7 +69,7 @@ def means_apart(config: RunConfig, owners: np.ndarray, apart: np.ndarray) -> lis
     is_float32 = config.precision.compute_dtype == "float32"
     bound = config.rollout.engine_logprob_bound or (0.001 if is_float32 else 0.05)
     worst = int(np.argmax(means))
-    if means[worst] > bound:
+    if not means[worst] <= bound:  # NaN is neither
         cause = "its weights are not those that were sent, or it computes otherwise than the trainer"
         if config.rollout.temperature != 1:
             cause += ", or they are those without the temperature (vLLM: --logprobs-mode processed_logprobs; "

@@ -34,6 +34,7 @@ class Prompts:
     train: list[Record]
     heldout: list[Record]
     skipped: list[Skipped] = field(default_factory=list)
+    longest: int = 0  # tokens of a prompt that is sampled for, where they were counted
 
 
 def read_prompts(config: RunConfig) -> Prompts:
@@ -70,12 +71,17 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
         counts = [(prompt, config.rollout.max_new_tokens) for prompt, _ in counts]
     num_train, limits = len(prompts.train), _limits(config)
     skipped: list[Skipped] = []
+    of_record = {id(record): prompt for record, (prompt, _) in zip(records, counts, strict=True)}
     train = _short_enough(config, "data.train", prompts.train, counts[:num_train], limits, skipped)
     heldout = prompts.heldout
     if evaluates:  # these are in no pack
         limits = [limit for limit in limits if not limit.is_of_packs]
+        if config.rollout.engine_python is not None:
+            source = f"the length of a pack ({config.max_pack_tokens}), for which engines' servers are started"
+            limits.append(_Limit(config.max_pack_tokens, source, "raise batch.max_tokens_per_rank"))
         heldout = _short_enough(config, "data.heldout", prompts.heldout, counts[num_train:], limits, skipped)
-    return Prompts(train, heldout, skipped)
+    sampled_for = [*train, *(heldout if evaluates else [])]
+    return Prompts(train, heldout, skipped, max(of_record[id(record)] for record in sampled_for))
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,15 +35,17 @@ from actors.rollout.server_client import Refusal, ServerClient
 from actors.rollout.server_launch import ServerFacts, wait_until_ready
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerHung
+from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
-from slimefsdp.sampling.params import FinishReason
+from slimefsdp.sampling.params import FinishReason, SamplingParams
 
 _MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
 _TICK_S = 1.0
 _HEALTH_S = 10.0
 _ABORT_AGAIN_S = 0.1
+_ALIVE_EVERY_S = 10.0  # a server is asked whether it is there, while no sample ends
+_MOST_CUTS = 3  # connections that a sample may lose
 _GIVE_UP_S = 10.0  # for requests to end that nobody waits for
 GROUP = "the broadcast group"  # in what our end in a server says when that breaks (slimefsdp.weight_sync.broadcast)
 TIED_HEAD = "lm_head.weight"
@@ -61,6 +63,7 @@ class Versions:
         self._changed = threading.Condition()
         self._is_updating = False
         self.committed: int | None = None  # None between two, and after an update that failed
+        self.commits: list[int] = []  # all that there were
         self.interruptions = 0  # of what was sampled: by updates, and by whatever else ends all of it
         self.failures = 0  # what a server draws across one is of weights that nobody knows
 
@@ -81,10 +84,12 @@ class Versions:
 
     def commit(self, version: int) -> None:
         """All that wait go on."""
+        with self._changed:
+            self.commits.append(version)
         self._set(version, is_updating=False)
 
     def wait(self, is_over: Callable[[], bool]) -> int | None:
-        """The version that is committed, once it is; None as soon as `is_over`.
+        """The place among `commits` of what is committed, once it is; None as soon as `is_over`.
 
         Raises:
             StateError: there is none and none comes, or it took too long.
@@ -93,7 +98,7 @@ class Versions:
         with self._changed:
             while not is_over():
                 if self.committed is not None:
-                    return self.committed
+                    return len(self.commits) - 1
                 if not self._is_updating:
                     raise StateError(
                         "the engine has no committed weights", field="update_weights", hint="call update_weights first"
@@ -210,7 +215,8 @@ class ServedEngine(Engine):
 
     def __init__(self, config: RunConfig, index: int) -> None:
         super().__init__(config, index)
-        self._folder = read_model_folder(config.model.path)
+        is_random = config.model.init == "random"  # the folder may have no weights, whose names and shapes we compare
+        self._folder = read_model_folder(config.model.path, with_weights=not is_random)
         self._shapes = {name: entry.shape for name, entry in self._folder.tensors.items()}
         self._is_tied = bool(self._folder.config.get("tie_word_embeddings", TIED_HEAD not in self._shapes))
         self._child: ChildServer | None = None
@@ -289,8 +295,14 @@ class ServedEngine(Engine):
 
     def _next_samples(self, call: _Call) -> list[Sample]:
         """Waits for one, and takes what else is there."""
-        found = [call.ended.get()]
-        heartbeat.tick()
+        found: list[Sample | Exception] = []
+        while not found:
+            try:
+                found.append(call.ended.get(timeout=_ALIVE_EVERY_S))
+            except Empty:  # a long response; how long the server may take for one, `_ask` says
+                if not self._client.answers(_HEALTH_S):
+                    continue
+            heartbeat.tick()
         with suppress(Empty):
             while True:
                 found.append(call.ended.get_nowait())
@@ -308,20 +320,23 @@ class ServedEngine(Engine):
     def _sample(self, call: _Call, place: int, number: int, request: Request) -> Sample:
         drawn, params = PartialSample(), request.params
         reason: FinishReason = "abort"
+        cuts = 0
         while not call.is_aborted and not call.is_given_up:
             interruptions, failures, before = self._versions.interruptions, self._versions.failures, len(drawn.tokens)
-            version = self._versions.wait(lambda: call.is_aborted or call.is_given_up)
-            if version is None:
+            since = self._versions.wait(lambda: call.is_aborted or call.is_given_up)
+            if since is None:
                 break
-            piece, end = self._ask(call, request, number, drawn, version)
+            try:
+                piece, end = self._ask(call, request, number, drawn, since)
+            except WorkerDied:  # of the connection alone, where the server is there
+                cuts += 1
+                if cuts > _MOST_CUTS or not self._client.answers(_HEALTH_S):
+                    raise
+                continue
             if self._versions.failures != failures:
                 continue
             drawn.add(piece)
-            if before and params.stop:
-                length = length_with_stop(drawn.tokens, before, params, lambda tokens: self.decode([tokens])[0])
-                if length is not None:
-                    drawn.cut(length)
-                    end = "stop"
+            end = self._ended(drawn, before, params, end)
             if end is None:
                 continue
             if end != "abort":
@@ -335,8 +350,26 @@ class ServedEngine(Engine):
         (text,) = self.decode([drawn.tokens])
         return Sample(place, number, drawn.tokens, drawn.log_probs, reason, tuple(drawn.versions), text)
 
+    def _ended(
+        self, drawn: PartialSample, before: int, params: SamplingParams, end: FinishReason | None
+    ) -> FinishReason | None:
+        """Why a sample ended, where the server knows less: what it drew last may be an end that it did not look at.
+
+        Args:
+            before: so many tokens it was given; a stop text may have begun among them.
+            end: as the server has it.
+        """
+        if params.stop and (before or end in (None, "abort")):
+            length = length_with_stop(drawn.tokens, before, params, self.tokenizer.decode)
+            if length is not None:
+                drawn.cut(length)
+                return "stop"
+        if drawn.tokens and drawn.tokens[-1] in params.end_token_ids:
+            return "stop"
+        return "length" if len(drawn.tokens) == params.max_new_tokens and end != "stop" else end
+
     def _ask(
-        self, call: _Call, request: Request, number: int, drawn: PartialSample, version: int
+        self, call: _Call, request: Request, number: int, drawn: PartialSample, since: int
     ) -> tuple[PartialSample, FinishReason | None]:
         name = f"slimefsdp-{uuid.uuid4().hex}"
         body = self._body(request, number, drawn, name)
@@ -355,9 +388,8 @@ class ServedEngine(Engine):
         finally:
             with self._lock:
                 del self._in_flight[name]
-        now = self._versions.committed
-        versions = {version} if now is None else {version, now}  # it may have waited at the server during an update
-        return self._read(answer, body, versions)
+        # it may have waited at the server during updates
+        return self._read(answer, body, set(self._versions.commits[since:]))
 
     @contextmanager
     def _during(self, call: _Call) -> Iterator[None]:
@@ -498,6 +530,8 @@ class ServedEngine(Engine):
     def _check_manifest(self, manifest: Manifest) -> None:
         """Whether these are the tensors of model.path, which is what the server has loaded the architecture of."""
         kind, seen = self._folder.model_type, set()
+        if not self._shapes:
+            return
         for name, shape in sorted(manifest.items()):
             if name == TIED_HEAD and self._is_tied:
                 continue

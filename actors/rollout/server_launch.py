@@ -22,6 +22,7 @@ LOGS = "engine_logs"  # below run.dir
 SERVED_AS = "policy"
 LOOPBACK = "127.0.0.1"
 ASK_S = 60.0  # for a question that costs nothing; a busy machine may take some seconds
+BACK_S = 60.0  # for a server at a URL, which whoever keeps it may be starting again
 _LOOK_EVERY_S = 0.5
 _LINES = 15  # of a log, in an error
 
@@ -37,9 +38,14 @@ class ServerFacts:
     workers: int
 
 
+def is_on_cpu(config: RunConfig) -> bool:
+    """Whether a server that is started here has no GPU."""
+    return config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_nvidia_driver())
+
+
 def shares_a_gpu(config: RunConfig) -> bool:
     """Whether a server that is started here has to free its GPU for a rank."""
-    return config.rollout.placement == "colocated" and config.mesh.device != "cpu" and has_nvidia_driver()
+    return config.rollout.placement == "colocated" and not is_on_cpu(config)
 
 
 def log_folder(config: RunConfig) -> Path:
@@ -79,16 +85,19 @@ def longest_sample(config: RunConfig, folder: ModelFolder) -> int:
 
 
 def wait_until_ready(name: str, client: ServerClient, child: ChildServer | None, config: RunConfig, index: int) -> None:
-    """Returns when the server answers; one that this process did not start must do so at once.
+    """Returns when the server answers; one that this process did not start may be on its way back.
 
     Raises:
-        EngineError: it ended, or nobody is at the URL. WorkerHung: it took more than cluster.launch_timeout_s.
+        EngineError: it ended, or nobody comes to the URL. WorkerHung: it took more than cluster.launch_timeout_s.
     """
     began = time.monotonic()
     limit_s = config.cluster.launch_timeout_s
+    back_s = min(BACK_S, limit_s / 2)  # before the driver's own deadline
 
     def how_far() -> str:
-        said = child.last_lines(1) if child is not None else []
+        if child is None:
+            return f"nobody answers at {client.url}"
+        said = child.last_lines(1)
         return said[0][-100:] if said else "nothing said yet"
 
     with stage(f"starting {name} for engine {index}", how_far):
@@ -97,12 +106,13 @@ def wait_until_ready(name: str, client: ServerClient, child: ChildServer | None,
                 raise _ended(name, child)
             if client.answers(ASK_S):
                 return
-            if child is None:
+            waited_s = time.monotonic() - began
+            if child is None and waited_s > back_s:
                 raise EngineError(
                     f"nobody answers at rollout.engine_urls[{index}]={client.url}",
                     field="rollout.engine_urls", hint="start the server, or correct the address",
                 )  # fmt: skip
-            if time.monotonic() - began > limit_s:
+            if child is not None and waited_s > limit_s:
                 error = WorkerHung(
                     f"{name} did not answer within cluster.launch_timeout_s={limit_s:g}; its log ends with: "
                     f"{how_far()}",

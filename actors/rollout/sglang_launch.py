@@ -5,7 +5,14 @@ from __future__ import annotations
 import os
 
 from actors.rollout.child_server import ChildServer
-from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, shares_a_gpu, start_on_loopback
+from actors.rollout.server_launch import (
+    SERVED_AS,
+    is_on_cpu,
+    log_folder,
+    longest_sample,
+    shares_a_gpu,
+    start_on_loopback,
+)
 from slimefsdp.config import RunConfig
 from slimefsdp.models.hf_folder import ModelFolder
 
@@ -35,8 +42,10 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
         *("--load-format", "dummy"),  # its weights come from the trainer
         "--skip-server-warmup",  # there are none to warm up with
     ]
-    if config.mesh.device == "cpu":
+    if is_on_cpu(config):
         arguments += ["--device", "cpu"]
+    else:
+        arguments += ["--tp-size", str(config.rollout.gpus_per_engine)]
     if shares_a_gpu(config):
         arguments.append("--enable-memory-saver")
     return [*arguments, *config.rollout.engine_args]

@@ -10,7 +10,7 @@ from actors.fault_tolerance.recovery import LOST, Restarts
 from actors.rollout.engine import EnginePool, SampledResponse
 from actors.rollout.protocol import Request
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import SlimeError, StateError, SyncError
+from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError
 
 
 class RestartingEngines(EnginePool):
@@ -108,5 +108,5 @@ class RestartingEngines(EnginePool):
             try:
                 self.relaunch(indices)
                 return
-            except LOST as another:
+            except (*LOST, EngineError) as another:  # it did not start
                 error = another

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import slimefsdp
 from actors.rollout.child_server import ChildServer
-from actors.rollout.server_launch import SERVED_AS, log_folder, longest_sample, shares_a_gpu, start_on_loopback
+from actors.rollout.server_launch import (
+    SERVED_AS,
+    is_on_cpu,
+    log_folder,
+    longest_sample,
+    shares_a_gpu,
+    start_on_loopback,
+)
 from slimefsdp.config import RunConfig
 from slimefsdp.models.hf_folder import ModelFolder
 
@@ -51,8 +58,10 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
         "--disable-uvicorn-access-log",
         *NEEDED,
     ]
-    if config.mesh.device == "cpu":
+    if is_on_cpu(config):
         arguments.append("--enforce-eager")  # compiling takes minutes
+    else:
+        arguments += ["--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
     if shares_a_gpu(config):
         arguments.append("--enable-sleep-mode")
     return [*arguments, *config.rollout.engine_args]
@@ -69,5 +78,5 @@ def _environment(config: RunConfig, logs: Path) -> dict[str, str]:
         fresh.replace(link)
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     own |= {"PYTHONPATH": str(window), "VLLM_SERVER_DEV_MODE": "1"}
-    usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if config.mesh.device == "cpu" else {})}
+    usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if is_on_cpu(config) else {})}
     return {**usual, **own}

@@ -7,7 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 import torch
@@ -193,3 +196,20 @@ class BroadcastUpdate(WeightUpdate):
             f"weights did not arrive: the broadcast group broke, or took more than {self._timeout_s:g} s",
             field="update_weights", hint=AGAIN,
         )  # fmt: skip
+
+
+def address_for(urls: Sequence[str] | None) -> str:
+    """This machine's address for the servers at these URLs, as the way to them says; without any, its node's for Ray.
+
+    On a cluster of one machine the latter is the loopback, where servers on other machines reach nobody.
+    """
+    found = set()
+    for url in urls or ():
+        parts = urlsplit(url)
+        with suppress(OSError):  # the update finds out
+            family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as nothing_is_sent:
+                nothing_is_sent.connect(target)
+                found.add(nothing_is_sent.getsockname()[0])
+    others = sorted(address for address in found if not ip_address(address).is_loopback)
+    return others[0] if others else ray.util.get_node_ip_address()

@@ -146,9 +146,9 @@ class TrainWorker(Watched):
 
             self._last_update = IpcUpdate(receivers, timeout_s, device=device, before=before, **how)
         else:
-            from actors.workers.broadcast_update import BroadcastUpdate
+            from actors.workers.broadcast_update import BroadcastUpdate, address_for
 
-            address, is_shared = ray.util.get_node_ip_address(), settings.placement == "colocated"
+            address, is_shared = address_for(settings.engine_urls), settings.placement == "colocated"
             self._last_update = BroadcastUpdate(
                 receivers, timeout_s, address=address, device=device, is_shared=is_shared, before=before, **how
             )

@@ -89,6 +89,10 @@ class RolloutSettings(Settings):
     engine_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
     )
+    gpus_per_engine: RankCount = Field(
+        1,
+        description="GPUs of each server that the run starts, over which it spreads the model (tensor parallel)",
+    )
     engine_urls: Annotated[tuple[str, ...], BeforeValidator(_urls)] | None = Field(
         None, description="servers that are there already, one for each of rollout.engines; null: the run starts them"
     )
@@ -181,6 +185,11 @@ class RolloutSettings(Settings):
                     f"rollout.{name} is of engines that are servers, and rollout.engine={self.engine} is none; remove "
                     "it, or set rollout.engine=vllm or sglang"
                 )
+        if self.gpus_per_engine > 1 and (self.engine_python is None or self.placement == "colocated"):
+            raise ValueError(
+                f"rollout.gpus_per_engine={self.gpus_per_engine} is of servers that the run starts "
+                "(rollout.engine_python) on GPUs of their own (rollout.placement=own); remove it"
+            )
         if is_served and (self.engine_python is None) == (self.engine_urls is None):
             raise ValueError(
                 f"rollout.engine={self.engine} needs either rollout.engine_python, to start servers, or "

@@ -140,6 +140,14 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_gpus_of_engines(self) -> RunConfig:
+        if self.rollout.gpus_per_engine > 1 and self.mesh.device == "cpu":
+            raise ValueError(
+                f"rollout.gpus_per_engine={self.rollout.gpus_per_engine} does nothing under mesh.device=cpu; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_sync_interval(self) -> RunConfig:
         syncs, saves = self.rollout.sync_interval_steps, self.checkpoint.interval_steps
         if saves is not None and saves % syncs:

@@ -18,8 +18,8 @@ from actors.cluster.connect import (
     check_gpus,
     check_machine,
     connect,
-    engines_with_gpus,
     gpus_here,
+    gpus_of_engines,
     keep_token_private,
     processes_needed,
     with_cluster_ranks,
@@ -28,6 +28,8 @@ from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ResourceError
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S
+
+SERVERS = {"engine": "vllm", "engines": 1, "engine_python": "p"}
 
 # in the import order of a user's own loop: starts a local cluster with two ranks and an engine, lets them train and
 # sample, and reports where they listen meanwhile, where the token can be read, and whom the cluster lets in
@@ -278,6 +280,9 @@ def test_processes_count_ranks_engines_and_a_reference_group() -> None:
         (4, {"mesh": {"dp": 4}, "cluster": {"address": "10.0.0.1:6379"}}, False),
         (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}}, False),
         (4, {"mesh": {"dp": 2}, "rollout": {"engines": 2}, "reference": {"placement": "group", "dp": 1}}, True),
+        (4, {"mesh": {"dp": 2}, "rollout": {**SERVERS, "gpus_per_engine": 2}}, False),
+        (4, {"mesh": {"dp": 3}, "rollout": {**SERVERS, "gpus_per_engine": 2}}, True),
+        (4, {"mesh": {"dp": 4}, "rollout": {"engine": "vllm", "engines": 1, "engine_urls": ["http://a:1"]}}, False),
         (4, {"mesh": {"dp": "auto", "cp": 2}, "rollout": {"engines": 2}}, False),
         (4, {"mesh": {"dp": "auto", "cp": 2}, "rollout": {"engines": 3}}, True),
         (1, {"mesh": {"dp": 1}, "rollout": {"engines": 1, "placement": "colocated"}}, False),
@@ -294,7 +299,7 @@ def test_too_few_gpus_of_this_machine_are_refused_with_both_numbers(
 ) -> None:
     monkeypatch.setattr(cluster_module, "gpus_here", lambda: gpus)
     settings = config(**sections)
-    engines = engines_with_gpus(settings)
+    engines = gpus_of_engines(settings)
     if not is_refused:
         return check_gpus(settings, engines=engines)
     assert gpus is not None

@@ -680,6 +680,21 @@ RULES = [
         ["rollout.engine_args", "rollout.engine_urls"],
     ),
     (
+        "check_engine_servers",
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__gpus_per_engine": 2},
+        {"rollout__engine": "vllm", "rollout__engine_urls": ["http://a:1"], "rollout__gpus_per_engine": 2},
+        ["rollout.gpus_per_engine=2", "rollout.engine_python", "rollout.placement=own"],
+    ),
+    (
+        "check_gpus_of_engines",
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__gpus_per_engine": 2},
+        {
+            "rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__gpus_per_engine": 2,
+            "mesh__device": "cpu",
+        },
+        ["rollout.gpus_per_engine=2", "mesh.device=cpu"],
+    ),
+    (
         "check_sglang_weights",
         {**_SGLANG, "rollout__weight_transport": "disk", "run__dir": "runs/one"},
         {**_SGLANG, "rollout__weight_transport": "ipc"},

@@ -48,6 +48,17 @@ def test_all_processes_of_a_server_end_when_it_is_ended(tmp_path: Path) -> None:
     server.end()
 
 
+def test_a_server_is_told_to_end_also_by_a_process_that_has_the_signal_blocked(tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        server = started(tmp_path, SERVER)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    pids = pids_in(server.log)
+    server.end()
+    assert server.status() == -signal.SIGTERM and wait_until(lambda: not any(map(is_alive, pids)), 30)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path, number: int) -> None:
     log = tmp_path / "log"

@@ -133,6 +133,15 @@ def test_a_record_that_could_never_be_trained_on_is_refused_by_line_or_left_out(
     assert f"{folder / 'train.jsonl'}:{line}" in capsys.readouterr().err
 
 
+def test_what_engines_that_the_run_starts_can_take_bounds_evaluation_too(words: None, folder: Path) -> None:
+    sections = {"batch": {"max_tokens_per_rank": 5 + MAX_NEW_TOKENS}, "data": {"overlong_prompts": "skip"}}
+    settings = config(folder, **sections, rollout={"engine": "vllm", "engine_python": "p"})
+    found = without_overlong(settings, read_prompts(settings))
+    assert lengths_of(found.train) == lengths_of(found.heldout) == [3, 5, 4] and found.longest == 5
+    settings = config(folder, **sections, rollout={"engine": "vllm", "engine_urls": ["http://a:1"]})
+    assert without_overlong(settings, read_prompts(settings)).longest == max(LENGTHS)
+
+
 def test_positions_that_the_model_learned_bound_evaluation_too(words: None, folder: Path) -> None:
     sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 5 + MAX_NEW_TOKENS}
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
@@ -151,7 +160,7 @@ def test_nothing_left_is_an_error_whatever_is_asked_for(words: None, folder: Pat
 def test_records_that_are_short_enough_are_all_kept(words: None, folder: Path) -> None:
     settings = config(folder, data={"max_prompt_tokens": max(LENGTHS)})
     prompts = read_prompts(settings)
-    assert without_overlong(settings, prompts) == Prompts(prompts.train, prompts.heldout)
+    assert without_overlong(settings, prompts) == Prompts(prompts.train, prompts.heldout, longest=max(LENGTHS))
 
 
 def test_the_run_folder_lists_what_was_left_out_of_its_newest_start(tmp_path: Path) -> None:

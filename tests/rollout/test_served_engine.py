@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from actors.rollout import server_launch
+from actors.rollout import served_engine, server_launch
 from actors.rollout.protocol import Request, TensorInfo
 from slimefsdp.errors import EngineError, StateError, SyncError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import read_model_folder
@@ -27,10 +29,25 @@ def kind(request: Any) -> Kind:
     return request.param  # type: ignore[no-any-return]
 
 
-def test_a_url_without_a_server_is_refused_at_once(kind: Kind, make_config: Any) -> None:
+def test_a_url_without_a_server_is_refused_when_none_comes(
+    kind: Kind, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_launch, "BACK_S", 0.2)
     url = "http://127.0.0.1:1"
     with refused(EngineError, "rollout.engine_urls", url):
         kind.engine(kind.config(make_config, url), 0).info()
+
+
+def test_a_server_that_is_on_its_way_back_to_its_url_is_waited_for(kind: Kind, server: Any, make_config: Any) -> None:
+    server.faults = kind.faults(is_gone=True)
+    engine = kind.engine(kind.config(make_config, server.url), 0)
+    with ThreadPoolExecutor(1) as side:
+        found = side.submit(engine.info)
+        time.sleep(0.3)
+        assert not found.done()
+        server.faults = kind.faults()
+        assert found.result(timeout=PATIENCE_S).processes == 1
+    engine.stop()
 
 
 def test_a_server_that_cannot_be_started_is_refused_with_its_log(kind: Kind, make_config: Any, tmp_path: Path) -> None:
@@ -117,6 +134,41 @@ def test_a_late_answer_counts_as_hung_and_a_cut_connection_as_died(
     sender.join(engine)
 
 
+def test_a_connection_that_is_cut_is_not_a_server_that_has_ended(
+    kind: Kind, engine: Any, server: Any, sender: WeightSender
+) -> None:
+    asked = Request(PROMPT, 4, params())
+    whole = drawn(engine, asked)
+    server.faults = kind.faults(cuts=3)
+    assert drawn(engine, asked) == whole and server.faults.cuts == 0
+    server.faults = kind.faults(cuts=100)
+    with refused(WorkerDied, "rollout.engine_urls", server.url):
+        drawn(engine, Request(PROMPT, 1, params()))
+
+
+@pytest.mark.parametrize(("reason", "most"), [("abort", 30), ("length", None)])
+def test_a_sample_whose_last_token_is_an_end_has_ended_whatever_the_server_says(
+    kind: Kind, engine: Any, server: Any, sender: WeightSender, reason: str, most: int | None
+) -> None:
+    (whole,) = drawn(engine, Request(PROMPT, 1, params(20, end_token_ids=frozenset()))).values()
+    ends = frozenset([whole.tokens[4]])
+    length = whole.tokens.index(whole.tokens[4]) + 1
+    server.faults = kind.faults(end_reason=reason)
+    (ended,) = drawn(engine, Request(PROMPT, 1, params(most or length, end_token_ids=ends))).values()
+    assert ended.finish_reason == "stop" and ended.tokens == whole.tokens[:length]
+
+
+def test_a_long_response_is_progress_as_long_as_the_server_is_there(
+    kind: Kind, engine: Any, server: Any, sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_engine, "_ALIVE_EVERY_S", 0.1)
+    ticks: list[bool] = []
+    monkeypatch.setattr(served_engine.heartbeat, "tick", lambda: ticks.append(True))
+    server.faults = kind.faults(answer_after_s=1.0)
+    drawn(engine, Request(PROMPT, 1, params(1)))
+    assert len(ticks) > 2
+
+
 def test_what_nobody_waits_for_is_aborted_and_the_rest_is_not(
     kind: Kind, engine: Any, sender: WeightSender, server: Any
 ) -> None:
@@ -183,6 +235,24 @@ def test_samples_go_on_across_an_update_with_the_version_of_each_token(
     assert {len(one[kind.context]) for one in server.asked[-4:]} == {
         len(PROMPT) + sample.versions[0].end for sample in samples.values()
     }, "the context of what goes on is the prompt and what was drawn"
+
+
+def test_a_request_that_waits_through_one_update_may_end_in_the_next(
+    kind: Kind, engine: Any, sender: WeightSender, server: Any
+) -> None:
+    may_start = threading.Event()
+    server.faults = kind.faults(token_s=0.03, may_start=may_start)
+    before = len(server.calls)
+    with ThreadPoolExecutor(1) as side:
+        running = side.submit(drawn, engine, Request(PROMPT, 1, params(30, end_token_ids=frozenset())))
+        assert wait_until(lambda: engine.GENERATE in server.calls[before:])
+        sender.send(engine, 1)
+        may_start.set()
+        assert wait_until(lambda: server.running == 1)
+        time.sleep(0.2)
+        sender.send(engine, 2)
+        (sample,) = running.result(timeout=PATIENCE_S).values()
+    assert [span.version for span in sample.versions] == [1, 2] and sample.versions[-1].end == 30
 
 
 def test_a_stop_text_that_begins_before_an_update_ends_the_sample_after_it(
@@ -349,10 +419,33 @@ def test_an_engine_takes_its_cache_when_the_weights_are_there(engine: Any, sende
 def test_a_server_in_the_place_of_a_rank_can_free_its_gpu(
     kind: Kind, make_config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for device, has_gpu, placement in product(("cuda", "cpu"), (True, False), ("own", "colocated")):
+    for device, has_gpu, placement in product(("cuda", "auto", "cpu"), (True, False), ("own", "colocated")):
         monkeypatch.setattr(server_launch, "has_nvidia_driver", lambda has_gpu=has_gpu: has_gpu)
         settings = {"engine": kind.name, "engine_python": "python", "placement": placement, "engines": 1}
         config = make_config(mesh={"device": device}, rollout=settings)
         given = kind.server_arguments(config, read_model_folder(config.model.path))
-        is_needed = (device, has_gpu, placement) == ("cuda", True, "colocated")
-        assert (kind.frees_gpu in given) is is_needed
+        is_on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
+        assert (kind.frees_gpu in given) is (placement == "colocated" and not is_on_cpu)
+        assert (kind.spreads in given) is not is_on_cpu and (kind.on_cpu in given) is is_on_cpu
+
+
+def test_a_server_spreads_its_model_over_the_gpus_it_has(kind: Kind, make_config: Any) -> None:
+    settings = {"engine": kind.name, "engine_python": "python", "engines": 2, "gpus_per_engine": 4}
+    config = make_config(mesh={"device": "cuda"}, rollout=settings)
+    given = kind.server_arguments(config, read_model_folder(config.model.path))
+    assert given[given.index(kind.spreads) + 1] == "4"
+
+
+def test_a_model_without_weights_of_its_own_can_be_served(
+    kind: Kind, server: Any, make_config: Any, sender: WeightSender, engine: Any, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(make_config().model.path, tmp_path / "model"))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    rollout = {"engine": kind.name, "engines": 1, "engine_urls": [server.url]}
+    other = kind.engine(make_config(model={"path": str(folder), "init": "random"}, rollout=rollout), 0)
+    sender.join(other)
+    sender.send(other, 1)
+    assert drawn(other, Request(PROMPT, 1, params()))[0, 0].versions[0].version == 1
+    other.stop()
+    sender.join(engine)

@@ -295,6 +295,23 @@ def test_what_is_no_engine_is_refused_before_a_process_starts(make_config: Any, 
         EnginePool(make_config(rollout={"engine": name}))
 
 
+@pytest.mark.default_tier  # what it starts are processes without torch
+@pytest.mark.parametrize("what", ["says nothing", "raises"])
+def test_an_engine_that_does_not_say_what_it_is_is_refused(launch: Launch, tmp_path: Path, what: str) -> None:
+    (tmp_path / "info").write_text(what)
+    with refused(EngineError, "rollout.engine", "engine 0"):
+        launch()
+
+
+def test_an_engine_that_takes_too_few_tokens_for_the_longest_prompt_is_refused(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "info").write_text("takes 300 tokens")
+    engines = launch()
+    most = engines._config.rollout.max_new_tokens
+    engines.check_room(300 - most)
+    with refused(EngineError, "rollout.max_new_tokens", 300, 301 - most, most):
+        engines.check_room(301 - most)
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_what_is_no_sample_of_a_request_is_refused(lie: str) -> None:
     requests = [Request(prompt, 2, SamplingParams(8)) for prompt in PROMPTS]

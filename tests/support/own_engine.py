@@ -47,7 +47,14 @@ class TellingEngine(Engine):
         return False
 
     def info(self) -> EngineInfo:
-        return EngineInfo("telling", 320, "float32", None, ("object_store",))  # as the example's model
+        file = self.folder / "info"
+        told = file.read_text() if file.exists() else ""
+        if told == "says nothing":
+            return None  # type: ignore[return-value]
+        if told == "raises":
+            raise ValueError("as it was told to")
+        most = 300 if told else None
+        return EngineInfo("telling", 320, "float32", most, ("object_store",))  # as the example's model
 
     def end_token_ids(self) -> frozenset[int]:
         return frozenset({0})

@@ -31,6 +31,8 @@ class Kind:
         context: the field of a request's JSON that has the token ids before what is drawn.
         refusal: the status of a bucket that is not taken.
         frees_gpu: the argument with which a server is started whose GPU is to be free while it sleeps.
+        spreads: that of the number of its GPUs.
+        on_cpu: that of a server without a GPU.
     """
 
     name: str
@@ -41,6 +43,8 @@ class Kind:
     refusal: int
     server_arguments: Callable[..., list[str]]
     frees_gpu: str
+    spreads: str
+    on_cpu: str
 
     def config(self, make_config: Any, url: str, **cluster: float) -> RunConfig:
         limits = {"call_timeout_s": 60.0, "sync_timeout_s": 30.0, **cluster}
@@ -58,6 +62,8 @@ VLLM = Kind(
     500,
     vllm_launch.server_arguments,
     "--enable-sleep-mode",
+    "--tensor-parallel-size",
+    "--enforce-eager",
 )
 SGLANG = Kind(
     "sglang",
@@ -68,6 +74,8 @@ SGLANG = Kind(
     400,
     sglang_launch.server_arguments,
     "--enable-memory-saver",
+    "--tp-size",
+    "--device",
 )
 
 

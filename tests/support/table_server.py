@@ -31,6 +31,9 @@ class CommonFaults:
     aborts_all: bool = False
     longer_start_after_s: float = 0.0  # those of more than one token, which cannot be aborted before
     is_gone: bool = False  # cuts every connection
+    cuts: int = 0  # so many connections of those that sample
+    may_start: threading.Event | None = None  # those of more than one token wait for it, and cannot be aborted before
+    end_reason: str | None = None  # what it says of a sample that an end token has ended
 
 
 def next_logits(embedding: torch.Tensor, token: int) -> torch.Tensor:
@@ -127,6 +130,8 @@ class TableServer:
         """A sample under this name, until it ends or is aborted; greedy at temperature 0."""
         assert not self.asleep
         time.sleep(self.faults.longer_start_after_s if most > 1 else 0.0)
+        if self.faults.may_start is not None and most > 1:
+            self.faults.may_start.wait()
         with self._state:
             self._running.add(name)
         try:
@@ -165,6 +170,8 @@ class TableServer:
             matched: list[int | str] = [stop for stop in stops if stop in text] or [token] * (token in ends)
             if matched:
                 piece.reason, piece.matched = "stop", matched[0]
+                if self.faults.end_reason is not None and token in ends:
+                    piece.reason = self.faults.end_reason
                 return piece
         return piece
 
@@ -202,7 +209,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: Any) -> None:
         address = urlsplit(self.path)
         status, answer = self.server.owner.answer(address.path, address.query, body)
-        if self.server.owner.faults.is_gone:
+        faults = self.server.owner.faults
+        is_cut = faults.cuts > 0 and bool(body) and "sampling_params" in body
+        faults.cuts -= is_cut
+        if faults.is_gone or is_cut:
             self.close_connection = True
             return
         said = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
