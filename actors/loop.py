@@ -218,7 +218,7 @@ class RolloutLoop:
                 self._engines.check_log_probs(self._group, self._collector.first_prompts(_CHECKED_PROMPTS))
         metrics: Metrics = {}
         if evaluates and self._config.evaluation.interval_steps is not None:
-            with stage(f"evaluating before the first step, {len(self._collector.heldout)} prompts"):
+            with stage("evaluating before the first step", self._collector.evaluation_progress):
                 metrics = self._collector.evaluate(0)
         if self._are_colocated:
             self._engines.sleep()

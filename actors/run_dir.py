@@ -4,6 +4,7 @@
     settings.yaml  every setting of the newest start, defaults as comments; settings.1.yaml, .. of the starts before it
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
     batches/       what each step since the oldest checkpoint trained on
+    evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt)
 
 A recorded batch is written by the protocol of checkpoints: it is there whole or not at all, with the sha256 of its
 bytes.
@@ -29,6 +30,7 @@ from slimefsdp.io.file_lock import FolderLock
 
 SETTINGS = "settings.yaml"
 SKIPPED = "skipped_prompts.jsonl"
+EVALUATIONS = "evaluations"
 _BATCH = "batch.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `replay`, `plan`, `calibrate`, `check`, `convert` and `bench`.
+"""The command line: `slimefsdp train`, `eval`, `replay`, `plan`, `calibrate`, `check`, `convert` and `bench`.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -25,6 +25,14 @@ from actors.cli.calibrate import add_calibrate_arguments, calibrate_command
 from actors.cli.check import add_check_arguments, check_command
 from actors.cli.convert import add_convert_arguments, convert_command
 from actors.cli.dry_run import start_lines
+from actors.cli.evaluate import (
+    add_eval_arguments,
+    check_before_evaluation,
+    evaluated,
+    evaluation_lines,
+    keep_metrics,
+    settings_of,
+)
 from actors.cli.plan import add_plan_arguments, plan_command
 from actors.cli.preflight import check_before_launch, check_installed, check_models
 from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
@@ -158,6 +166,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 def _commands() -> dict[str, _Command]:
     return {
         "train": ("run the training loop of a YAML file", _add_train_arguments, _train),
+        "eval": ("how a model folder answers held-out prompts", add_eval_arguments, _eval),
         "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),
         "plan": ("schedule, balance, traffic and memory, without running anything", add_plan_arguments, plan_command),
         "calibrate": (
@@ -211,6 +220,21 @@ def _start_ray(config: RunConfig) -> None:
     print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
     with stage("starting Ray"):
         connect(config, path)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    config = settings_of(options)
+    with reporting():
+        prompts = check_before_evaluation(config)
+        _start_ray(config)
+        try:
+            metrics = evaluated(config, prompts)
+        finally:
+            disconnect()
+    if options.output is not None:
+        keep_metrics(metrics, options.output)
+    print(json_text(metrics) if options.json else "\n".join(evaluation_lines(config, prompts, metrics)))
+    return 0
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -17,11 +17,12 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from actors.rollout.engine import EnginePool, SampledResponse
+from actors.rollout.evaluation import solved_metrics, write_samples
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
 from actors.rollout.rewards import Response, Rewards, driver_scorer
-from actors.run_dir import RecordedBatches
+from actors.run_dir import EVALUATIONS, RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, SlimeError
@@ -83,6 +84,7 @@ class Collector:
         self._gate = threading.Condition()
         self._drawing = 0  # calls of the engines under way
         self._closed = 0  # to more of them
+        self.samples_drawn = 0  # so far
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
@@ -111,13 +113,34 @@ class Collector:
         return batch, metrics
 
     def evaluate(self, step: int) -> Metrics:
-        """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for."""
+        """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for.
+
+        Raises:
+            CheckpointError: run.dir cannot be written, where samples are to be left there.
+        """
         settings = self._config.evaluation
         if settings.interval_steps is None:
             return {}
+        metrics: Metrics = {}
         with self._function_named(step):
-            _, groups = self._groups(self.heldout, settings.samples_per_prompt, (_EVALUATION, step), {})
-            return self._mean_scores(groups, "eval/")
+            for prefix in ("", "greedy_") if settings.greedy else ("",):
+                count = 1 if prefix else settings.samples_per_prompt
+                _, groups = self._groups(self.heldout, count, (_EVALUATION, step), {}, greedy=bool(prefix))
+                whole = [group.samples for group in groups if not group.failures]
+                metrics |= self._mean_scores(groups, f"eval/{prefix}")
+                ks = settings.pass_at[:1] and (1,) if prefix else settings.pass_at
+                metrics |= solved_metrics(whole, ks, settings.solved_reward, f"eval/{prefix}")
+                if settings.save_samples and self._config.run.dir is not None:
+                    folder = self._config.run.dir / EVALUATIONS
+                    pairs = [(group.record, group.samples) for group in groups]
+                    write_samples(folder, f"{prefix}step_{step:08d}", pairs)
+        return metrics
+
+    def evaluation_progress(self) -> str:
+        """How far an evaluation is that nothing else was drawn before."""
+        settings = self._config.evaluation
+        each = settings.samples_per_prompt + settings.greedy
+        return f"{self.samples_drawn} of {len(self.heldout) * each} responses"
 
     @contextmanager
     def _function_named(self, step: int) -> Iterator[None]:
@@ -239,6 +262,7 @@ class Collector:
 
         def score(sample: SampledResponse) -> None:
             added.append((sample.prompt, sample.number))
+            self.samples_drawn += 1
             scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
 
         with self._drawing_samples():

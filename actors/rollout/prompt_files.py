@@ -45,13 +45,29 @@ def read_prompts(config: RunConfig) -> Prompts:
     """
     assert config.data.train is not None
     train = read_jsonl(config.data.train, field="data.train")
-    heldout = [] if config.data.heldout is None else read_jsonl(config.data.heldout, field="data.heldout")
-    reads_answers = config.rollout.reward in READ_ANSWERS
-    if reads_answers or config.algorithm == "sft":
+    if config.rollout.reward in READ_ANSWERS or config.algorithm == "sft":
         check_answers(train, field="data.train")
-    if reads_answers and config.evaluation.interval_steps is not None:
+    return Prompts(train, _read_heldout(config))
+
+
+def read_heldout(config: RunConfig) -> Prompts:
+    """The records of data.heldout that can be evaluated with, for who evaluates alone.
+
+    Raises:
+        As `read_prompts` and `without_overlong`.
+    """
+    heldout, skipped = _read_heldout(config), list[Skipped]()
+    counts = _sampled_counts(config, heldout)
+    of_record = {id(record): prompt for record, (prompt, _) in zip(heldout, counts, strict=True)}
+    heldout = _short_enough(config, "data.heldout", heldout, counts, _limits_of_heldout(config), skipped)
+    return Prompts(heldout, heldout, skipped, max(of_record[id(record)] for record in heldout))
+
+
+def _read_heldout(config: RunConfig) -> list[Record]:
+    heldout = [] if config.data.heldout is None else read_jsonl(config.data.heldout, field="data.heldout")
+    if config.rollout.reward in READ_ANSWERS and config.evaluation.interval_steps is not None:
         check_answers(heldout, field="data.heldout")
-    return Prompts(train, heldout)
+    return heldout
 
 
 def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
@@ -64,24 +80,29 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     is_sft = config.algorithm == "sft"
     evaluates = config.evaluation.interval_steps is not None and not is_sft
     records = [*prompts.train, *(prompts.heldout if evaluates else [])]
-    with stage(f"counting the tokens of {len(records)} records", is_short=True):
-        timeout_s = config.cluster.call_timeout_s
-        counts = count_tokens(config.model.path, records, with_answers=is_sft, timeout_s=timeout_s)
-    if not is_sft:  # what is sampled may be as long as this
-        counts = [(prompt, config.rollout.max_new_tokens) for prompt, _ in counts]
-    num_train, limits = len(prompts.train), _limits(config)
+    counts = _counts(config, records) if is_sft else _sampled_counts(config, records)
+    num_train = len(prompts.train)
     skipped: list[Skipped] = []
     of_record = {id(record): prompt for record, (prompt, _) in zip(records, counts, strict=True)}
-    train = _short_enough(config, "data.train", prompts.train, counts[:num_train], limits, skipped)
+    train = _short_enough(config, "data.train", prompts.train, counts[:num_train], _limits(config), skipped)
     heldout = prompts.heldout
-    if evaluates:  # these are in no pack
-        limits = [limit for limit in limits if not limit.is_of_packs]
-        if config.rollout.engine_python is not None:
-            source = f"the length of a pack ({config.max_pack_tokens}), for which engines' servers are started"
-            limits.append(_Limit(config.max_pack_tokens, source, "raise batch.max_tokens_per_rank"))
+    if evaluates:
+        limits = _limits_of_heldout(config)
         heldout = _short_enough(config, "data.heldout", prompts.heldout, counts[num_train:], limits, skipped)
     sampled_for = [*train, *(heldout if evaluates else [])]
     return Prompts(train, heldout, skipped, max(of_record[id(record)] for record in sampled_for))
+
+
+def _counts(config: RunConfig, records: Sequence[Record]) -> list[tuple[int, int]]:
+    """Tokens of prompt and answer."""
+    with stage(f"counting the tokens of {len(records)} records", is_short=True):
+        timeout_s, is_sft = config.cluster.call_timeout_s, config.algorithm == "sft"
+        return count_tokens(config.model.path, records, with_answers=is_sft, timeout_s=timeout_s)
+
+
+def _sampled_counts(config: RunConfig, records: Sequence[Record]) -> list[tuple[int, int]]:
+    """Tokens of the prompt and, at most, of what is sampled."""
+    return [(prompt, config.rollout.max_new_tokens) for prompt, _ in _counts(config, records)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +125,15 @@ def _limits(config: RunConfig) -> list[_Limit]:
         positions = read_model_folder(path, field=name, with_weights=False).max_sample_tokens
         if positions is not None:
             limits.append(_Limit(positions, f"the positions that {path} learned", "use a model with more"))
+    return limits
+
+
+def _limits_of_heldout(config: RunConfig) -> list[_Limit]:
+    """Its records are in no pack."""
+    limits = [limit for limit in _limits(config) if not limit.is_of_packs]
+    if config.rollout.engine_python is not None:
+        source = f"the length of a pack ({config.max_pack_tokens}), for which engines' servers are started"
+        limits.append(_Limit(config.max_pack_tokens, source, "raise batch.max_tokens_per_rank"))
     return limits
 
 

@@ -35,6 +35,12 @@ def _arguments(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _whole_numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+        raise broken_rule("must be a list of whole numbers", "write it like [1, 8]")
+    return tuple(sorted(set(value)))
+
+
 def _urls(value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and re.fullmatch(r"https?://[^\s/]+/?", item) for item in value):
@@ -294,3 +300,28 @@ class EvaluationSettings(Settings):
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
     samples_per_prompt: PositiveInt = Field(1, description="responses per held-out prompt")
+    greedy: bool = Field(
+        False,
+        description="also one response of the likeliest tokens to each prompt; its metrics begin with eval/greedy_",
+    )
+    pass_at: Annotated[tuple[PositiveInt, ...], BeforeValidator(_whole_numbers)] = Field(
+        (),
+        description="each k of which eval/pass@k is to be logged, how likely one of k responses solves a prompt, with "
+        "the ends of its 95 % interval (_low, _high); also eval/finished and eval/solved_of_finished",
+    )
+    solved_reward: float = Field(
+        1.0, ge=-LARGEST, le=LARGEST, description="a response with this reward or more solves its prompt, under pass_at"
+    )
+    save_samples: bool = Field(
+        True, description="responses of each evaluation are left in run.dir/evaluations, to be read and to be parsed"
+    )
+
+    @model_validator(mode="after")
+    def check_pass_at(self) -> EvaluationSettings:
+        most = max(self.pass_at, default=0)
+        if most > self.samples_per_prompt:
+            raise ValueError(
+                f"evaluation.pass_at={list(self.pass_at)} needs {most} responses to each prompt, and "
+                f"evaluation.samples_per_prompt={self.samples_per_prompt}; raise that, or lower it"
+            )
+        return self

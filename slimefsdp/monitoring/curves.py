@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -112,8 +113,9 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
 def _panels(series: dict[str, Series]) -> list[Panel]:
     """The panels that have data, in reading order: results first, then the training's health, then cost."""
     held_out = {name.removeprefix("eval/"): line for name, line in series.items() if name.startswith("eval/")}
+    bands = {name: held_out.pop(name) for name in list(held_out) if re.fullmatch(r".*pass@\d+_(low|high)", name)}
     shares = {name: line for name, line in held_out.items() if line.values.min() >= 0 and line.values.max() <= 1}
-    panels: list[Panel] = [partial(_draw_held_out, shares=shares)] if shares else []
+    panels: list[Panel] = [partial(_draw_held_out, shares=shares, bands=bands)] if shares else []
     panels += [
         partial(_draw_line, line=line, heading=f"Held-out {name}", unit="mean over held-out prompts")
         for name, line in held_out.items()
@@ -188,10 +190,13 @@ def _draw_line(axes: Axes, line: Series, heading: str, unit: str, *, is_log: boo
     _label_ends(axes, [(f"{mean[-1]:.3g}", mean[-1], _BLUE)])
 
 
-def _draw_held_out(axes: Axes, shares: dict[str, Series]) -> None:
+def _draw_held_out(axes: Axes, shares: dict[str, Series], bands: dict[str, Series]) -> None:
     ends = []
     for (name, line), colour in zip(shares.items(), _LINE_COLOURS * len(shares), strict=False):
         axes.plot(line.steps, line.values, color=colour, linewidth=2, marker="o", markersize=4, clip_on=False)
+        if f"{name}_low" in bands and f"{name}_high" in bands:
+            low, high = bands[f"{name}_low"], bands[f"{name}_high"]
+            axes.fill_between(low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0)
         ends.append((f"{name} {line.values[-1]:.1%}", line.values[-1], colour))
     axes.set_ylim(-0.02, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))

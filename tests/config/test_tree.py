@@ -686,10 +686,18 @@ RULES = [
         ["rollout.gpus_per_engine=2", "rollout.engine_python", "rollout.placement=own"],
     ),
     (
+        "check_pass_at",
+        {"evaluation__samples_per_prompt": 4, "evaluation__pass_at": [4, 1]},
+        {"evaluation__samples_per_prompt": 4, "evaluation__pass_at": [8, 1]},
+        ["evaluation.pass_at=[1, 8]", "evaluation.samples_per_prompt=4"],
+    ),
+    (
         "check_gpus_of_engines",
         {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__gpus_per_engine": 2},
         {
-            "rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__gpus_per_engine": 2,
+            "rollout__engine": "vllm",
+            "rollout__engine_python": "p",
+            "rollout__gpus_per_engine": 2,
             "mesh__device": "cpu",
         },
         ["rollout.gpus_per_engine=2", "mesh.device=cpu"],

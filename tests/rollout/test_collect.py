@@ -508,6 +508,29 @@ def test_evaluation_samples_every_held_out_prompt_and_takes_nothing_off(make: An
     assert Collector(make(evaluation={"interval_steps": None}), NoEngines()).evaluate(4) == {}  # type: ignore[arg-type]
 
 
+def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: Any, tmp_path: Path) -> None:
+    asked = {"samples_per_prompt": 4, "pass_at": [4, 1], "greedy": True, "solved_reward": 1.0}
+    engines = Engines()
+    collector = Collector(make(evaluation=asked, run={"dir": str(tmp_path / "run")}), engines)  # type: ignore[arg-type]
+    metrics = collector.evaluate(4)
+    assert [(per_prompt, greedy) for _, per_prompt, _, greedy in engines.calls] == [(4, False), (1, True)]
+    assert collector.evaluation_progress() == f"{5 * NUM_PROMPTS} of {5 * NUM_PROMPTS} responses"
+    for prefix, names in (("", ["pass@1", "pass@4", "finished"]), ("greedy_", ["pass@1", "finished"])):
+        lines = (tmp_path / "run" / "evaluations" / f"{prefix}step_00000004.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert {row["place"] for row in rows} == {f"{tmp_path / 'heldout.jsonl'}:{n + 1}" for n in range(NUM_PROMPTS)}
+        by_prompt = np.reshape([row["reward"] for row in rows], (NUM_PROMPTS, -1))
+        expected = {"pass@1": by_prompt.mean(), "pass@4": by_prompt.any(axis=1).mean()}
+        expected["finished"] = np.mean([row["finished"] for row in rows])
+        for name in names:
+            assert metrics[f"eval/{prefix}{name}"] == pytest.approx(expected[name]), name
+        assert metrics[f"eval/{prefix}reward"] == pytest.approx(by_prompt.mean())
+    assert "eval/greedy_pass@4" not in metrics
+    asked["save_samples"] = False
+    Collector(make(evaluation=asked, run={"dir": str(tmp_path / "other")}), engines).evaluate(4)  # type: ignore[arg-type]
+    assert not (tmp_path / "other").exists()
+
+
 def test_what_took_how_long_is_added_up(make: Any) -> None:
     seconds = {"generate": 100.0}
     Collector(make(), Engines()).collect(0, VERSION, seconds)  # type: ignore[arg-type]

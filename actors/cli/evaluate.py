@@ -1,0 +1,142 @@
+"""`slimefsdp eval MODEL`: how a model folder answers held-out prompts, without any training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.cli.preflight import check_functions, check_installed, check_models
+from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
+from actors.rollout.prompt_files import Prompts, read_heldout
+from actors.startup import stage
+from slimefsdp.config import RunConfig
+from slimefsdp.config.loader import apply_override, read_yaml_mapping
+from slimefsdp.config.tree import config_from_dict
+from slimefsdp.errors import ConfigError
+from slimefsdp.io.atomic_dir import require_free_folder
+from slimefsdp.io.user_files import path_argument
+from slimefsdp.models.hf_folder import check_tokenizer
+
+if TYPE_CHECKING:
+    from actors.rollout.collect import Metrics
+
+METRICS = "metrics.json"
+# of a run's settings, those that its evaluations follow from
+_SECTIONS = ("mesh", "fsdp", "attention", "precision", "batch", "data", "rollout", "evaluation", "cluster")
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("model", type=path_argument, help="Hugging Face folder, such as a run's export")
+    parser.add_argument(
+        "overrides", nargs="*",
+        help="dotted settings: data.heldout=FILE and rollout.reward=module:function are needed, here or in the YAML",
+    )  # fmt: skip
+    parser.add_argument(
+        "--config", type=path_argument, metavar="YAML", help="settings of a run, to evaluate as that run does"
+    )
+    parser.add_argument(
+        "--output", type=path_argument, metavar="DIR", help=f"new folder for {METRICS} and the responses"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def settings_of(options: argparse.Namespace) -> RunConfig:
+    """The settings of an evaluation.
+
+    Raises:
+        ConfigError: as `slimefsdp.load_config`; data.heldout or rollout.reward is not set; DIR exists.
+    """
+    given = {} if options.config is None else read_yaml_mapping(options.config)
+    tree = {name: given[name] for name in _SECTIONS if name in given}
+    for override in options.overrides:
+        apply_override(tree, override)
+    config = config_from_dict(
+        {
+            **tree,
+            "model": {**tree.get("model", {}), "path": str(options.model)},
+            "optim": {"total_updates": 1},
+            "evaluation": _with_pass_at(tree.get("evaluation", {})),
+            "run": {**tree.get("run", {}), "dir": None if options.output is None else str(options.output)},
+        }
+    )
+    for field in ("data.heldout", "rollout.reward"):
+        if config.value_of(field) is None:
+            raise ConfigError(f"{field} is not set", field=field, hint=f"add {field}=.., or --config YAML of a run")
+    return config
+
+
+def _with_pass_at(evaluation: Any) -> Any:
+    """How many of the prompts are solved is what is asked, where the settings do not say otherwise."""
+    if not isinstance(evaluation, dict):
+        return evaluation  # which is refused
+    samples = evaluation.get("samples_per_prompt", 1)
+    return {"pass_at": sorted({1, samples}) if type(samples) is int else [], **evaluation, "interval_steps": 1}
+
+
+def check_before_evaluation(config: RunConfig) -> Prompts:
+    """As `actors.cli.preflight.check_before_launch`, of what an evaluation needs; the prompts that are short enough."""
+    if config.run.dir is not None:
+        require_free_folder(config.run.dir, field="--output")
+    with stage("checking settings and data", is_short=True):
+        check_models(config)
+        check_tokenizer(config.model.path)
+        check_functions(config)
+        check_installed(config)
+        check_machine(config)
+        check_gpus(config, engines=gpus_of_engines(config))
+    return read_heldout(config)
+
+
+def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
+    """The metrics of the model, whose weights a group of ranks reads and sends to the engines.
+
+    Raises:
+        SlimeError: any typed error; all processes are ended before it travels on.
+    """
+    from actors.rollout.collect import Collector
+    from actors.rollout.engine import EnginePool
+    from actors.rollout.reward_workers import RewardWorkers
+    from actors.workers.worker_group import WorkerGroup
+
+    with ExitStack() as stack:
+        group = WorkerGroup.launch(config)
+        stack.callback(group.shutdown)
+        config = group.config
+        engines = EnginePool.launch(config, group if config.rollout.placement == "colocated" else None)
+        stack.callback(engines.shutdown)
+        engines.check_room(prompts.longest)
+        rewards = RewardWorkers.launch(config)
+        stack.callback(rewards.shutdown)
+        collector = Collector(config, engines, None, prompts, rewards)
+        with stage("sending the weights to the engines"):
+            engines.update_from(group)
+        with stage("evaluating", collector.evaluation_progress):
+            return collector.evaluate(0)
+
+
+def keep_metrics(metrics: Metrics, folder: Path) -> None:
+    """Leaves them beside the responses."""
+    (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
+
+
+def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> list[str]:
+    """The metrics for people."""
+    rollout, samples = config.rollout, config.evaluation.samples_per_prompt
+    lines = [
+        f"{config.model.path}: {len(prompts.heldout):,} prompts of {config.data.heldout}",
+        f"{samples} response{'s' * (samples > 1)} to each at temperature {rollout.temperature:g}, of at most "
+        f"{rollout.max_new_tokens:,} tokens",
+    ]
+    width = max(map(len, metrics)) - len("eval/")
+    for name, value in metrics.items():
+        if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
+            continue
+        interval = ""
+        if f"{name}_low" in metrics:
+            interval = f"   95 % interval {metrics[f'{name}_low']:.3f} to {metrics[f'{name}_high']:.3f}"
+        lines.append(f"  {name.removeprefix('eval/'):<{width}}  {value:.3f}{interval}")
+    return lines

@@ -1,0 +1,124 @@
+"""What is said of responses to held-out prompts: the share of prompts that are solved, with an interval, and the texts.
+
+Importing this file costs no torch and no ray.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.rollout.prompts import Record, place_of
+from slimefsdp.io.checksummed_files import io_reported, write_synced
+
+if TYPE_CHECKING:
+    from actors.rollout.filters import ScoredSample
+
+_NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % within
+_SHOWN_GROUPS = 50  # in the file for people
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A mean of values between 0 and 1, and the 95 % interval of what it estimates."""
+
+    value: float
+    low: float
+    high: float
+
+
+def share_of(values: Sequence[float]) -> Share:
+    """The mean of one value a prompt, each between 0 and 1.
+
+    The interval is Wilson's, with the number of prompts that would have the variance found if each value were 0 or 1
+    (the effective sample size of Kish). Of values that are 0 or 1 it is Wilson's own. Prompts are what is drawn at
+    random: several responses to one are not independent.
+    """
+    count, mean = len(values), math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / count
+    effective = count * mean * (1 - mean) / variance if variance > 0 else count
+    square = _NORMAL_95**2 / effective
+    middle = (mean + square / 2) / (1 + square)
+    reach = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
+    return Share(mean, max(0.0, min(mean, middle - reach)), min(1.0, max(mean, middle + reach)))  # but for rounding
+
+
+def pass_probability(k: int, solved: int, drawn: int) -> float:
+    """How likely one of `k` responses solves a prompt, of which `solved` of the `drawn` ones do; without bias.
+
+    One minus the share of the subsets of k in which none does (Chen et al., arXiv 2107.03374, equation 1).
+    """
+    return 1.0 - math.comb(drawn - solved, k) / math.comb(drawn, k)
+
+
+def solved_metrics(
+    groups: Sequence[Sequence[ScoredSample]], pass_at: Sequence[int], solved_reward: float, prefix: str
+) -> dict[str, float]:
+    """Under each k of `pass_at` how likely one of k responses solves a prompt; how many end, and are solved of these.
+
+    Args:
+        groups: the responses to each prompt.
+        pass_at: none: nothing is found.
+        solved_reward: of a response that solves its prompt, at least.
+    """
+    if not pass_at or not groups:
+        return {}
+    is_solved = [[one.scores["reward"] >= solved_reward for one in group] for group in groups]
+    metrics: dict[str, float] = {}
+    for k in pass_at:
+        share = share_of([pass_probability(k, sum(group), len(group)) for group in is_solved])
+        name = f"{prefix}pass@{k}"
+        metrics |= {name: share.value, f"{name}_low": share.low, f"{name}_high": share.high}
+    ended = [
+        solved
+        for group, answers in zip(groups, is_solved, strict=True)
+        for one, solved in zip(group, answers, strict=True)
+        if one.sample.finished
+    ]
+    metrics[f"{prefix}finished"] = len(ended) / sum(map(len, groups))
+    if ended:
+        metrics[f"{prefix}solved_of_finished"] = sum(ended) / len(ended)
+    return metrics
+
+
+def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
+    """Leaves `name`.jsonl, a line for each response, and `name`.txt, the first ones for people to read.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    rows = [_row(record, number, one) for record, samples in groups for number, one in enumerate(samples)]
+    shown = [
+        _text(record, number, one) for record, samples in groups[:_SHOWN_GROUPS] for number, one in enumerate(samples)
+    ]
+    with io_reported(folder, "train"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_synced(folder / f"{name}.jsonl", lines.encode(errors="replace"))
+        write_synced(folder / f"{name}.txt", "".join(shown).encode(errors="replace"))
+
+
+def _row(record: Record, number: int, one: ScoredSample) -> dict[str, Any]:
+    return {
+        "place": place_of(record),
+        "number": number,
+        "prompt": record["prompt"],
+        "response": one.sample.text,
+        "tokens": one.sample.response_length,
+        "finished": one.sample.finished,
+        **one.scores,
+    }
+
+
+def _text(record: Record, number: int, one: ScoredSample) -> str:
+    prompt = record["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
+    scores = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
+    how = "ended" if one.sample.finished else "cut"
+    head = f"=== {place_of(record)}, response {number}: {scores}; {one.sample.response_length} tokens, {how}"
+    return f"{head}\n{prompt}\n---\n{one.sample.text}\n\n"

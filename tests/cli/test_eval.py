@@ -1,0 +1,94 @@
+"""`slimefsdp eval`: a model folder answers held-out prompts, and nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.cli import main as cli
+from slimefsdp.errors import CheckpointError, ConfigError, ModelError
+
+PROMPTS = 12
+
+
+@pytest.fixture
+def asked(example: Path, tmp_path: Path) -> list[str]:
+    """The arguments that say all that has to be said."""
+    lines = (example / "heldout.jsonl").read_text().splitlines()[:PROMPTS]
+    (tmp_path / "heldout.jsonl").write_text("\n".join(lines))
+    return [
+        "eval", str(example / "model"),
+        f"data.heldout={tmp_path / 'heldout.jsonl'}", "rollout.reward=actors.rollout.rewards:sorted_digits",
+        *("mesh.device=cpu", "precision.compute_dtype=float32", "rollout.max_new_tokens=8"),
+    ]  # fmt: skip
+
+
+def test_responses_are_drawn_scored_and_left(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "output"
+    more = ["evaluation.samples_per_prompt=3", "evaluation.greedy=true", "mesh.dp=2", "cluster.max_ranks_per_core=8"]
+    assert cli.main([*asked, *more, "--output", str(output), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)
+    assert metrics == json.loads((output / "metrics.json").read_text())
+    rows = [json.loads(line) for line in (output / "evaluations" / "step_00000000.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 * PROMPTS
+    assert metrics["eval/exact"] == pytest.approx(sum(row["exact"] for row in rows) / len(rows))
+    assert {"eval/pass@1", "eval/pass@3", "eval/greedy_pass@1", "eval/finished"} <= metrics.keys()
+    assert cli.main([*asked, *more, "--output", str(output)]) == CheckpointError.exit_code, "it is there already"
+
+
+def test_the_settings_of_a_run_say_how_it_evaluates(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {
+        "model": {"path": "elsewhere", "init": "random"},
+        "algorithm": "ppo",
+        "run": {"dir": str(tmp_path / "run"), "steps": 100},
+        "optim": {"total_updates": 100},
+        "rollout": {"reward": "actors.rollout.rewards:sorted_digits", "temperature": 0.5, "max_new_tokens": 8},
+        "data": {"train": "nowhere.jsonl", "heldout": str(tmp_path / "heldout.jsonl")},
+        "evaluation": {"interval_steps": 7, "samples_per_prompt": 2, "pass_at": [2]},
+        "mesh": {"device": "cpu"},
+        "precision": {"compute_dtype": "float32"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main([*asked[:2], "--config", str(tmp_path / "run.yaml")]) == 0
+    said = capsys.readouterr().out
+    assert f"{PROMPTS} prompts" in said and "2 responses" in said and "0.5" in said and "pass@2" in said
+    assert "95 % interval" in said and "pass@1 " not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("left_out", "more", "kind", "named"),
+    [
+        ("data.heldout", [], ConfigError, "data.heldout"),
+        ("rollout.reward", [], ConfigError, "rollout.reward"),
+        ("data.heldout", ["data.heldout=no.jsonl"], ConfigError, "no.jsonl"),
+        ("rollout.reward", ["rollout.reward=no_module:f"], ConfigError, "no_module"),
+        ("", ["evaluation.samples_per_prompt=0"], ConfigError, "evaluation.samples_per_prompt"),
+        ("", ["evaluation.pass_at=[8]"], ConfigError, "evaluation.pass_at"),
+        ("", ["evaluation=3"], ConfigError, "evaluation"),
+        ("", ["--config", "no.yaml"], ConfigError, "no.yaml"),
+        ("", ["rollout.max_new_token=3"], ConfigError, "max_new_tokens"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
+    asked: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    left_out: str, more: list[str], kind: type[ConfigError], named: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cli, "connect", None)
+    words = [word for word in asked if not left_out or not word.startswith(left_out)]
+    assert cli.main([*words, *more]) == kind.exit_code
+    assert named in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_model_is_refused(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["eval", str(tmp_path), *asked[2:]]) == ModelError.exit_code
+    assert str(tmp_path) in capsys.readouterr().err

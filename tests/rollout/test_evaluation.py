@@ -1,0 +1,89 @@
+"""Shares of solved prompts and their intervals follow from what was drawn, and the responses can be read afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.rollout.engine import SampledResponse
+from actors.rollout.evaluation import pass_probability, share_of, solved_metrics, write_samples
+from actors.rollout.filters import ScoredSample
+from actors.rollout.prompts import Record
+from slimefsdp.errors import CheckpointError
+from tests.support.refusals import refused
+
+
+def scored(reward: float, *, finished: bool = True, text: str = "so") -> ScoredSample:
+    return ScoredSample(SampledResponse(0, 0, [5, 1, 2], 2, [-1.0, -2.0], text, finished), {"reward": reward}, reward)
+
+
+@pytest.mark.parametrize(("solved", "drawn"), [(0, 4), (1, 4), (3, 5), (5, 5), (2, 6)])
+def test_pass_at_k_is_the_share_of_the_subsets_in_which_one_solves_the_prompt(solved: int, drawn: int) -> None:
+    answers = [number < solved for number in range(drawn)]
+    for k in range(1, drawn + 1):
+        subsets = list(itertools.combinations(answers, k))
+        assert pass_probability(k, solved, drawn) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(("solved", "count"), [(0, 10), (3, 10), (10, 10), (1, 400), (200, 400)])
+def test_the_interval_of_single_answers_is_where_their_share_is_two_errors_away(solved: int, count: int) -> None:
+    share = share_of([1.0] * solved + [0.0] * (count - solved))
+    assert share.value == solved / count and share.low <= share.value <= share.high
+    for end in (share.low, share.high):  # Wilson's: the shares whose own standard error the found one is 1.96 away by
+        if 1e-6 < end < 1 - 1e-6:
+            assert abs(end - share.value) / math.sqrt(end * (1 - end) / count) == pytest.approx(1.959964, abs=1e-5)
+
+
+def test_nineteen_of_twenty_intervals_hold_what_they_estimate() -> None:
+    rng = np.random.default_rng(0)
+    ability = rng.beta(0.5, 0.5, 100_000)  # of prompts: some are hard, some easy
+    held = 0
+    for _ in range(2000):
+        drawn = rng.binomial(4, rng.choice(ability, 60)) / 4
+        share = share_of(drawn.tolist())
+        held += share.low <= ability.mean() <= share.high
+    assert held / 2000 == pytest.approx(0.95, abs=0.015)
+
+
+def test_solved_prompts_are_counted_with_those_among_the_answers_that_ended() -> None:
+    groups = [
+        [scored(1.0), scored(0.0), scored(0.0, finished=False), scored(2.0)],
+        [scored(0.5, finished=False)] * 4,
+    ]
+    found = solved_metrics(groups, (1, 2), 1.0, "eval/")
+    assert found["eval/pass@1"] == 0.25 and found["eval/pass@2"] == pytest.approx((1 - 1 / 6) / 2)
+    assert found["eval/finished"] == 3 / 8 and found["eval/solved_of_finished"] == 2 / 3
+    assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
+    assert solved_metrics(groups, (1,), 0.5, "")["pass@1"] == 0.75
+    assert "solved_of_finished" not in solved_metrics([groups[1]], (1,), 1.0, "")
+    assert solved_metrics(groups, (), 1.0, "") == solved_metrics([], (1,), 1.0, "") == {}
+
+
+def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "sort 31"}, {"role": "assistant", "content": "1"}]
+    groups = [
+        (Record({"prompt": "sort 21"}, "held.jsonl:1"), [scored(1.0, text="12"), scored(0.0, text="", finished=False)]),
+        (Record({"prompt": chat}, "held.jsonl:2"), [scored(1.0, text="\ud800 13")]),  # half a surrogate pair
+    ]
+    for _ in range(2):  # the second time in the place of the first
+        write_samples(tmp_path / "evaluations", "step_00000003", groups)
+    rows = [json.loads(line) for line in (tmp_path / "evaluations" / "step_00000003.jsonl").read_text().splitlines()]
+    assert [(row["place"], row["number"], row["reward"], row["finished"]) for row in rows] == [
+        ("held.jsonl:1", 0, 1.0, True),
+        ("held.jsonl:1", 1, 0.0, False),
+        ("held.jsonl:2", 0, 1.0, True),
+    ]
+    assert rows[0] | {"prompt": "sort 21", "response": "12", "tokens": 2} == rows[0] and rows[2]["prompt"] == chat
+    text = (tmp_path / "evaluations" / "step_00000003.txt").read_text()
+    assert all(part in text for part in ("held.jsonl:1, response 1", "sort 21", "\n12\n", "[user] sort 31", "cut"))
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with refused(CheckpointError, "run.dir", tmp_path / "file"):
+        write_samples(tmp_path / "file", "step_00000003", [])
