@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.cli.preflight import check_functions, check_installed, check_models
+from actors.cli.preflight import check_functions, check_installed, check_models, check_servers
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
 from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.startup import stage
@@ -85,6 +85,7 @@ def check_before_evaluation(config: RunConfig) -> Prompts:
         check_models(config)
         check_tokenizer(config.model.path)
         check_functions(config)
+        check_servers(config)
         check_installed(config)
         check_machine(config)
         check_gpus(config, engines=gpus_of_engines(config))

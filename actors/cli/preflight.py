@@ -63,6 +63,7 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
     if config.batch.cost_model is not None:
         read_calibration(config.batch.cost_model, field="batch.cost_model")
     check_functions(config)
+    check_servers(config)
     check_installed(config)
     check_machine(config)
     check_gpus(config, engines=gpus_of_engines(config))
@@ -214,7 +215,7 @@ def check_models(config: RunConfig) -> None:
 
 
 def check_functions(config: RunConfig) -> None:
-    """Imports every function and class that the settings name as `module:function`; looks for the engines' servers.
+    """Imports every function and class that the settings name as `module:function`.
 
     Raises:
         ConfigError: one of them cannot be imported, or is not there.
@@ -227,14 +228,14 @@ def check_functions(config: RunConfig) -> None:
     if config.rollout.engine != "embedded":
         from actors.rollout.engine import engine_class
 
-        _check_servers(config, getattr(engine_class(config), "ALIVE", ""))
+        engine_class(config)
 
 
-def _check_servers(config: RunConfig, alive: str) -> None:
-    """Whether servers could be started, or are there; on another cluster its nodes alone could tell.
+def check_servers(config: RunConfig) -> None:
+    """Whether engines' servers could be started, or are there; on another cluster its nodes alone could tell.
 
-    Args:
-        alive: the route that a server of this kind answers at any time.
+    Raises:
+        ConfigError: an interpreter cannot be used, or nobody answers at a URL.
     """
     engine, python = config.rollout.engine, config.rollout.engine_python
     hint = "name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU"
@@ -255,7 +256,12 @@ def _check_servers(config: RunConfig, alive: str) -> None:
             what = f"has no {engine}" if said == "has False" else f"is no Python: {short_repr(said)}"
             problem = f"rollout.engine_python={python} {what}"
             raise ConfigError(problem, field="rollout.engine_python", hint=hint)
-    for place, url in enumerate(config.rollout.engine_urls or ()):
+    if config.rollout.engine_urls is None:
+        return
+    from actors.rollout.engine import engine_class
+
+    alive = getattr(engine_class(config), "ALIVE", "")
+    for place, url in enumerate(config.rollout.engine_urls):
         if not ServerClient(url, place, alive=alive).answers(_SERVER_S):
             raise ConfigError(
                 f"nobody answers at rollout.engine_urls[{place}]={url}",

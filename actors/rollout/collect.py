@@ -25,7 +25,7 @@ from actors.rollout.rewards import Response, Rewards, driver_scorer
 from actors.run_dir import EVALUATIONS, RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, SlimeError
+from slimefsdp.errors import BatchError, EngineError, SlimeError
 
 Metrics = dict[str, float]
 
@@ -107,10 +107,26 @@ class Collector:
         self._follows_records = False
         with self._function_named(step + 1):
             batch, metrics = self._drawn(step, seconds)
+        if batch is not None and version is not None:
+            self._check_version(batch.weight_version, version)
         if batch is not None and self._recorded_batches is not None:
             notes = {"metrics": metrics, "prompts": self.prompts.state(), "settings": self._deciding_settings()}
             self._recorded_batches.write(step, batch, notes)
         return batch, metrics
+
+    def _check_version(self, drawn: int | None, sent: int) -> None:
+        """Whether engines drew from weights that they were sent; of lost ones, the next may have been sent newer ones.
+
+        Raises:
+            EngineError: they did not.
+        """
+        may_be_newer = self._config.rollout.sync_interval_steps > 1
+        if drawn is None or drawn < sent or (drawn > sent and not may_be_newer):
+            raise EngineError(
+                f"engines sampled from weights of version {drawn}, and have been sent version {sent}",
+                field="rollout.engine",
+                hint="correct the engine: a sample names the version of its last commit",
+            )
 
     def evaluate(self, step: int) -> Metrics:
         """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for.

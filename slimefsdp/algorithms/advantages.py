@@ -58,7 +58,7 @@ class Estimator(NamedTuple):
     reads: tuple[str, ...] = ("rewards",)  # fields of RolloutBatch that must be there
     smallest_group: int = 1  # samples that every group must have
     whitens: bool = False  # whether its authors, or users, whiten over the batch
-    compares_groups: bool = False  # of one's own: groups of zeros may be left out; ours that do are in GROUPED
+    compares_groups: bool = False  # groups of zeros may be left out; of those in the table, GROUPED says it
 
 
 class _Groups(NamedTuple):

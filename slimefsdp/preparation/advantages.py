@@ -48,7 +48,7 @@ def estimator_of(config: RunConfig) -> Estimator:
     """
     name = config.estimator
     if name in ESTIMATORS:
-        return ESTIMATORS[name]
+        return ESTIMATORS[name]._replace(compares_groups=name in GROUPED)
     function = load_function(
         name, field="advantage.estimator", example="my_advantages:my_estimator", takes=("inputs", "options")
     )
@@ -100,7 +100,7 @@ def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray 
     Args:
         advantages: [R], where they are known already; None: computed here.
     """
-    compares = batch.advantages is not None or config.estimator in GROUPED or estimator_of(config).compares_groups
+    compares = batch.advantages is not None or estimator_of(config).compares_groups
     if batch.group_ids is None or not compares:
         return np.ones(batch.num_samples, dtype=bool)
     _, group_of = np.unique(batch.group_ids, return_inverse=True)

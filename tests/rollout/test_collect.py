@@ -21,9 +21,10 @@ from actors.rollout.rewards import Outcome, Response, ScoringAtTheEnd, failed_re
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError
+from slimefsdp.errors import BatchError, EngineError
 from slimefsdp.preparation.plan import loss_weights, plan_training
 from slimefsdp.results import SyncReport
+from tests.support.refusals import refused
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6
 VERSION = 7
@@ -506,6 +507,20 @@ def test_evaluation_samples_every_held_out_prompt_and_takes_nothing_off(make: An
         "eval/length": pytest.approx(np.mean([s.response_length for s in samples])),
     }
     assert Collector(make(evaluation={"interval_steps": None}), NoEngines()).evaluate(4) == {}  # type: ignore[arg-type]
+
+
+def test_samples_of_weights_that_were_not_sent_are_refused(make: Any) -> None:
+    def collected_of(version: int, **rollout: int) -> RolloutBatch | None:
+        collector = Collector(make(rollout=rollout), Engines())  # type: ignore[arg-type]
+        return collector.collect(0, version, {"generate": 0.0, "reward": 0.0})[0]
+
+    for version in (VERSION - 1, VERSION + 1):
+        with refused(EngineError, "rollout.engine", VERSION, version):
+            collected_of(version)
+    with refused(EngineError, "rollout.engine", VERSION, VERSION + 1):
+        collected_of(VERSION + 1, sync_interval_steps=2)
+    newer = collected_of(VERSION - 1, sync_interval_steps=2)  # an engine was replaced, and all have newer weights
+    assert newer is not None and newer.weight_version == VERSION
 
 
 def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: Any, tmp_path: Path) -> None:
