@@ -219,7 +219,7 @@ class RolloutLoop:
         metrics: Metrics = {}
         if evaluates and self._config.evaluation.interval_steps is not None:
             with stage("evaluating before the first step", self._collector.evaluation_progress):
-                metrics = self._collector.evaluate(0)
+                metrics = self._collector.evaluate(0, self._version)
         if self._are_colocated:
             self._engines.sleep()
         return metrics
@@ -260,7 +260,7 @@ class RolloutLoop:
         if self._are_colocated:
             self._engines.take_turn(seconds)
         with timed(seconds, "evaluate"):
-            metrics = self._collector.evaluate(done)
+            metrics = self._collector.evaluate(done, None if self._config.rollout.max_staleness else self._version)
         if self._are_colocated:
             self._engines.end_turn(seconds, wakes_trainer=False)
         return metrics

@@ -128,11 +128,15 @@ class Collector:
                 hint="correct the engine: a sample names the version of its last commit",
             )
 
-    def evaluate(self, step: int) -> Metrics:
+    def evaluate(self, step: int, version: int | None = None) -> Metrics:
         """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for.
+
+        Args:
+            version: of the weights that engines have been sent; None: they may get others meanwhile.
 
         Raises:
             CheckpointError: run.dir cannot be written, where samples are to be left there.
+            BatchError: a score has a name that is given to what an evaluation finds itself.
         """
         settings = self._config.evaluation
         if settings.interval_steps is None:
@@ -141,11 +145,17 @@ class Collector:
         with self._function_named(step):
             for prefix in ("", "greedy_") if settings.greedy else ("",):
                 count = 1 if prefix else settings.samples_per_prompt
-                _, groups = self._groups(self.heldout, count, (_EVALUATION, step), {}, greedy=bool(prefix))
+                drawn, groups = self._groups(self.heldout, count, (_EVALUATION, step), {}, greedy=bool(prefix))
+                if version is not None:
+                    self._check_version(drawn, version)
                 whole = [group.samples for group in groups if not group.failures]
-                metrics |= self._mean_scores(groups, f"eval/{prefix}")
                 ks = settings.pass_at[:1] and (1,) if prefix else settings.pass_at
-                metrics |= solved_metrics(whole, ks, settings.solved_reward, f"eval/{prefix}")
+                for found in (
+                    self._mean_scores(groups, f"eval/{prefix}"),
+                    solved_metrics(whole, ks, settings.solved_reward, f"eval/{prefix}"),
+                ):
+                    _require_own_names(metrics, found)
+                    metrics |= found
                 if settings.save_samples and self._config.run.dir is not None:
                     folder = self._config.run.dir / EVALUATIONS
                     pairs = [(group.record, group.samples) for group in groups]
@@ -405,6 +415,15 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def _require_own_names(metrics: Metrics, more: Metrics) -> None:
+    if taken := sorted(name.removeprefix("eval/") for name in metrics.keys() & more.keys()):
+        raise BatchError(
+            f"the reward function returned the name {taken[0]}, which an evaluation gives to what it finds itself",
+            field="rollout.reward",
+            hint="return it under another name",
+        )
 
 
 def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:

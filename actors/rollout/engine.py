@@ -23,7 +23,7 @@ from actors.fault_tolerance.recovery import LOST
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.rollout.colocated import RanksBeside, ranks_beside
 from actors.rollout.handshake import means_apart, require_fit
-from actors.rollout.protocol import Engine, EngineInfo, EngineTag, Request, Sample, VersionSpan, check_sample, is_whole
+from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample, is_info, is_whole
 from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
@@ -155,9 +155,10 @@ class EnginePool:
                     _, info = (
                         self._wait([ref], "launch", "launch_timeout_s", began, first_rank=index)[0] for ref in refs
                     )
-                if not isinstance(info, EngineInfo):
+                if not is_info(info):
                     problem = f"info of engine {index} is {short_repr(info)}"
-                    raise EngineError(problem, field="rollout.engine", hint="return an EngineInfo", rank=index)
+                    hint = "return an EngineInfo, its fields of the types that actors/rollout/protocol.py says"
+                    raise EngineError(problem, field="rollout.engine", hint=hint, rank=index)
                 require_fit(config, index, info, self._vocab_size)
                 self._max_tokens[index] = info.max_tokens
         first = indices[0]  # of those that were just started: another one may be lost

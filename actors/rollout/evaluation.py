@@ -86,15 +86,13 @@ def solved_metrics(
 
 
 def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
-    """Leaves `name`.jsonl, a line for each response, and `name`.txt, the first ones for people to read.
+    """Leaves `name`.jsonl, a line for each response that was scored, and `name`.txt, the first ones for people to read.
 
     Raises:
         CheckpointError: the folder cannot be written.
     """
-    rows = [_row(record, number, one) for record, samples in groups for number, one in enumerate(samples)]
-    shown = [
-        _text(record, number, one) for record, samples in groups[:_SHOWN_GROUPS] for number, one in enumerate(samples)
-    ]
+    rows = [_row(record, one) for record, samples in groups for one in samples]
+    shown = [_text(record, one) for record, samples in groups[:_SHOWN_GROUPS] for one in samples]
     with io_reported(folder, "train"):
         folder.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
@@ -102,23 +100,23 @@ def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequen
         write_synced(folder / f"{name}.txt", "".join(shown).encode(errors="replace"))
 
 
-def _row(record: Record, number: int, one: ScoredSample) -> dict[str, Any]:
+def _row(record: Record, one: ScoredSample) -> dict[str, Any]:
     return {
         "place": place_of(record),
-        "number": number,
+        "number": one.sample.number,
         "prompt": record["prompt"],
         "response": one.sample.text,
         "tokens": one.sample.response_length,
         "finished": one.sample.finished,
-        **one.scores,
+        "scores": one.scores,
     }
 
 
-def _text(record: Record, number: int, one: ScoredSample) -> str:
+def _text(record: Record, one: ScoredSample) -> str:
     prompt = record["prompt"]
     if not isinstance(prompt, str):
         prompt = "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
     scores = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
     how = "ended" if one.sample.finished else "cut"
-    head = f"=== {place_of(record)}, response {number}: {scores}; {one.sample.response_length} tokens, {how}"
+    head = f"=== {place_of(record)}, response {one.sample.number}: {scores}; {one.sample.response_length} tokens, {how}"
     return f"{head}\n{prompt}\n---\n{one.sample.text}\n\n"

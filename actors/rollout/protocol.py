@@ -285,6 +285,19 @@ def check_sample(sample: Sample, requests: Sequence[Request], vocab_size: int, e
         raise _wrong(engine, f"the weights' versions of other tokens than its {len(tokens)}: {sample.versions}")
 
 
+def is_info(value: Any) -> bool:
+    """Whether it is an `EngineInfo` whose fields can be compared with the run."""
+    return (
+        isinstance(value, EngineInfo)
+        and all(isinstance(text, str) for text in (value.name, value.dtype, value.group))
+        and all(is_whole(number) and number > 0 for number in (value.vocab_size, value.processes))
+        and (value.max_tokens is None or is_whole(value.max_tokens))
+        and isinstance(value.transports, tuple | list)
+        and all(isinstance(name, str) for name in value.transports)
+        and len(value.transports) > 0
+    )
+
+
 def is_whole(value: Any) -> bool:
     """Whether it is a whole number, of Python or numpy; a truth value is none."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

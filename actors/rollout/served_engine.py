@@ -35,7 +35,7 @@ from actors.rollout.server_client import Refusal, ServerClient
 from actors.rollout.server_launch import ServerFacts, wait_until_ready
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerDied, WorkerHung
+from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerDied, WorkerHung, short_repr
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
 from slimefsdp.sampling.params import FinishReason, SamplingParams
@@ -265,7 +265,14 @@ class ServedEngine(Engine):
         with self._asking:
             if self._facts is None:
                 wait_until_ready(self.NAME, self._client, self._child, self.config, self.index)
-                self._facts = self._check_server()
+                try:
+                    self._facts = self._check_server()
+                except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                    raise EngineError(
+                        f"the server at {self._client.url} does not answer as {self.NAME} does: "
+                        f"{type(error).__name__}: {short_repr(str(error))}",
+                        field="rollout.engine_urls", hint="name one of a supported release (docs/engines.md)",
+                    ) from error  # fmt: skip
             return self._facts
 
     # ------------------------------------------------------------------ sampling
@@ -388,8 +395,10 @@ class ServedEngine(Engine):
         finally:
             with self._lock:
                 del self._in_flight[name]
-        # it may have waited at the server during updates
-        return self._read(answer, body, set(self._versions.commits[since:]))
+        # it may have waited at the server during updates, and that has gone on before the last one is known to be whole
+        incoming = self._incoming
+        known = {*self._versions.commits[since:], *([] if incoming is None else [incoming])}
+        return self._read(answer, body, known)
 
     @contextmanager
     def _during(self, call: _Call) -> Iterator[None]:
@@ -524,8 +533,8 @@ class ServedEngine(Engine):
                     f"the server has weights {found!r} after version {version} was committed",
                     field="update_weights", hint="let nobody else update this server",
                 )  # fmt: skip
-            self._incoming = None
             self._versions.commit(version)
+            self._incoming = None  # last: one of the two knows the version at any time
 
     def _check_manifest(self, manifest: Manifest) -> None:
         """Whether these are the tensors of model.path, which is what the server has loaded the architecture of."""

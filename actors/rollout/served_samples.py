@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from actors.rollout.protocol import Request
-from slimefsdp.errors import BatchError, EngineError, StateError
+from slimefsdp.errors import BatchError, EngineError, StateError, short_repr
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
+_LOWEST = -3.4e38  # a log-prob that float32 holds
 _ROUNDING = 1e-5  # by which a log-prob may be above 0
 
 
@@ -114,6 +114,8 @@ def checked(
     Raises:
         EngineError: it cannot be. StateError: the logits were not finite.
     """
+    if not isinstance(tokens, list):
+        raise wrong(f"{short_repr(tokens)} in the place of tokens")
     if len(tokens) > most:
         raise wrong(f"{len(tokens)} tokens where at most {most} were asked for")
     if list(of_tokens) != tokens:
@@ -124,8 +126,8 @@ def checked(
     for value in log_probs:
         if value == no_number:
             raise not_finite()
-        if not isinstance(value, float | int) or not math.isfinite(value) or value > _ROUNDING:
-            raise wrong(f"the log-prob {value!r}")
+        if type(value) not in (float, int) or not _LOWEST <= value <= _ROUNDING:  # NaN is not either
+            raise wrong(f"the log-prob {short_repr(value)}")
     return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
 
 
@@ -176,7 +178,13 @@ def not_finite() -> StateError:
 def _versions(spans: Sequence[tuple[str, int, int]], length: int, known: Collection[int]) -> list[VersionSpan]:
     found, at = [], 0
     for version, start, end in spans:
-        if start != at or not start < end or version not in map(str, known):
+        if (
+            type(start) is not int
+            or type(end) is not int
+            or start != at
+            or not start < end
+            or version not in map(str, known)
+        ):
             raise wrong(f"tokens {start} to {end} from weights {version!r}, where {sorted(known)} were committed")
         found.append(VersionSpan(int(version), start, end))
         at = end

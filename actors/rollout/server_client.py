@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import requests
+import urllib3
 
 from actors.rollout.child_server import ChildServer
 from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
@@ -13,6 +15,7 @@ from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
 _CONNECT_S = 10.0
 _ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
 _CUT_S = 2.0  # between the end of connections and that of the server
+_PIECE, _MOST = 2**16, 2**30  # bytes of an answer that are read at once, and in all
 _SHOWN = 400  # characters of an answer of another form than expected
 
 
@@ -93,22 +96,25 @@ class ServerClient:
             try:
                 answer = session.request(
                     method, self.url + route, json=body, timeout=(_CONNECT_S, timeout_s),
-                    headers={"Connection": "close"},
+                    headers={"Connection": "close"}, stream=True,
                 )  # fmt: skip
+                content = _whole(answer, time.monotonic() + timeout_s)
             except requests.exceptions.ConnectTimeout as error:
                 raise self.lost(f"no connection within {_CONNECT_S:g} s") from error
             except requests.exceptions.Timeout as error:
                 raise self._late(route, timeout_s) from error
-            except requests.exceptions.RequestException as error:
+            # of urllib3: what requests lets through, of a host that can be none
+            except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, UnicodeError) as error:
                 raise self.lost(f"{route}: {_plain(error)}") from error
+        text = content.decode(errors="replace")
         if answer.status_code != 200:
-            raise Refusal(route, answer.status_code, _said(answer))
-        if not (answer.content and is_json):
+            raise Refusal(route, answer.status_code, _said(text))
+        if not (content and is_json):
             return None
         try:
-            return answer.json()
-        except ValueError as error:
-            raise Refusal(route, answer.status_code, answer.text[:_SHOWN]) from error
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise Refusal(route, answer.status_code, text[:_SHOWN]) from error
 
     def _late(self, route: str, timeout_s: float) -> WorkerHung:
         error = WorkerHung(
@@ -121,13 +127,30 @@ class ServerClient:
         return error
 
 
-def _said(answer: requests.Response) -> str:
+def _whole(answer: requests.Response, deadline: float) -> bytes:
+    """What a server answers, in time as a whole: `requests` allows each piece of it as much.
+
+    Raises:
+        requests.exceptions.Timeout: it takes longer. requests.exceptions.RequestException: it is cut, or too much.
+    """
+    parts, size = [], 0
+    for part in answer.iter_content(_PIECE):
+        parts.append(part)
+        size += len(part)
+        if time.monotonic() > deadline:
+            raise requests.exceptions.ReadTimeout(f"{size} bytes came")
+        if size > _MOST:
+            raise requests.exceptions.ContentDecodingError(f"more than {_MOST:,} bytes")
+    return b"".join(parts)
+
+
+def _said(text: str) -> str:
     try:
-        body = json.loads(answer.text)
+        body = json.loads(text)
         error = body.get("error", body.get("detail", body))
         return str(error.get("message", error) if isinstance(error, dict) else error)[:_SHOWN]
-    except (ValueError, AttributeError):
-        return answer.text[:_SHOWN]
+    except (ValueError, AttributeError, RecursionError):
+        return text[:_SHOWN]
 
 
 def _plain(error: BaseException) -> str:

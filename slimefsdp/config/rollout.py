@@ -201,7 +201,8 @@ class RolloutSettings(Settings):
                 f"rollout.engine={self.engine} needs either rollout.engine_python, to start servers, or "
                 "rollout.engine_urls, where they are there already; set one of them"
             )
-        if self.engine_urls is not None and len(set(self.engine_urls)) != self.engines:
+        urls = [url.lower() for url in self.engine_urls or ()]
+        if self.engine_urls is not None and not len(urls) == len(set(urls)) == self.engines:
             raise ValueError(
                 f"rollout.engines={self.engines} is not the number of different rollout.engine_urls="
                 f"{list(self.engine_urls)}; set it to that"

@@ -36,7 +36,7 @@ def test_responses_are_drawn_scored_and_left(
     assert metrics == json.loads((output / "metrics.json").read_text())
     rows = [json.loads(line) for line in (output / "evaluations" / "step_00000000.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * PROMPTS
-    assert metrics["eval/exact"] == pytest.approx(sum(row["exact"] for row in rows) / len(rows))
+    assert metrics["eval/exact"] == pytest.approx(sum(row["scores"]["exact"] for row in rows) / len(rows))
     assert {"eval/pass@1", "eval/pass@3", "eval/greedy_pass@1", "eval/finished"} <= metrics.keys()
     assert cli.main([*asked, *more, "--output", str(output)]) == CheckpointError.exit_code, "it is there already"
 

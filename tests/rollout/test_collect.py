@@ -36,9 +36,11 @@ class Engines:
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], int, tuple[int, ...], bool]] = []
+        self.version = VERSION
 
     def update_from(self, group: Any, *, aborts: bool = False) -> int:
-        return int(group.update_weights([]).version)
+        self.version = int(group.update_weights([]).version)
+        return self.version
 
     def generate(
         self,
@@ -64,7 +66,7 @@ class Engines:
                 )
         for place in np.random.default_rng(1).permutation(len(samples)):  # as they end
             each(samples[place])
-        return VERSION, samples
+        return self.version, samples
 
 
 class NoEngines:
@@ -260,6 +262,7 @@ def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(
     other = make(**{**resumed, "rollout": {**resumed.get("rollout", {}), **changed}})
     for config, version in ((other, VERSION), (make(**resumed), VERSION + 1)):
         engines = Engines()
+        engines.version = version
         with pytest.warns(UserWarning, match=r"step 1\b"):
             Collector(config, engines, recorded).collect(1, version, {})
         assert engines.calls
@@ -519,6 +522,8 @@ def test_samples_of_weights_that_were_not_sent_are_refused(make: Any) -> None:
             collected_of(version)
     with refused(EngineError, "rollout.engine", VERSION, VERSION + 1):
         collected_of(VERSION + 1, sync_interval_steps=2)
+    with refused(EngineError, "rollout.engine", VERSION, VERSION + 1):
+        Collector(make(), Engines()).evaluate(0, VERSION + 1)  # type: ignore[arg-type]
     newer = collected_of(VERSION - 1, sync_interval_steps=2)  # an engine was replaced, and all have newer weights
     assert newer is not None and newer.weight_version == VERSION
 
@@ -534,7 +539,7 @@ def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: A
         lines = (tmp_path / "run" / "evaluations" / f"{prefix}step_00000004.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         assert {row["place"] for row in rows} == {f"{tmp_path / 'heldout.jsonl'}:{n + 1}" for n in range(NUM_PROMPTS)}
-        by_prompt = np.reshape([row["reward"] for row in rows], (NUM_PROMPTS, -1))
+        by_prompt = np.reshape([row["scores"]["reward"] for row in rows], (NUM_PROMPTS, -1))
         expected = {"pass@1": by_prompt.mean(), "pass@4": by_prompt.any(axis=1).mean()}
         expected["finished"] = np.mean([row["finished"] for row in rows])
         for name in names:
@@ -544,6 +549,26 @@ def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: A
     asked["save_samples"] = False
     Collector(make(evaluation=asked, run={"dir": str(tmp_path / "other")}), engines).evaluate(4)  # type: ignore[arg-type]
     assert not (tmp_path / "other").exists()
+
+
+def finished(record: Record, response: str, finished: bool) -> dict[str, float]:
+    return {"reward": 1.0, "finished": 0.25}
+
+
+def greedy(record: Record, response: str, finished: bool) -> dict[str, float]:
+    return {"reward": 1.0, "greedy_reward": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("reward", "asked"), [("finished", {"pass_at": [1]}), ("greedy", {"greedy": True})], ids=["finished", "greedy"]
+)
+def test_scores_that_are_called_as_what_an_evaluation_finds_are_refused(
+    make: Any, reward: str, asked: dict[str, Any]
+) -> None:
+    named = {"reward": f"{__name__}:{reward}"}
+    Collector(make(rollout=named), Engines()).evaluate(0)  # type: ignore[arg-type]
+    with refused(BatchError, "rollout.reward", "finished" if reward == "finished" else "greedy_reward"):
+        Collector(make(rollout=named, evaluation=asked), Engines()).evaluate(0)  # type: ignore[arg-type]
 
 
 def test_what_took_how_long_is_added_up(make: Any) -> None:

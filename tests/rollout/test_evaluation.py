@@ -18,8 +18,10 @@ from slimefsdp.errors import CheckpointError
 from tests.support.refusals import refused
 
 
-def scored(reward: float, *, finished: bool = True, text: str = "so") -> ScoredSample:
-    return ScoredSample(SampledResponse(0, 0, [5, 1, 2], 2, [-1.0, -2.0], text, finished), {"reward": reward}, reward)
+def scored(reward: float, *, number: int = 0, finished: bool = True, text: str = "so") -> ScoredSample:
+    return ScoredSample(
+        SampledResponse(0, number, [5, 1, 2], 2, [-1.0, -2.0], text, finished), {"reward": reward}, reward
+    )
 
 
 @pytest.mark.parametrize(("solved", "drawn"), [(0, 4), (1, 4), (3, 5), (5, 5), (2, 6)])
@@ -67,13 +69,16 @@ def test_solved_prompts_are_counted_with_those_among_the_answers_that_ended() ->
 def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "sort 31"}, {"role": "assistant", "content": "1"}]
     groups = [
-        (Record({"prompt": "sort 21"}, "held.jsonl:1"), [scored(1.0, text="12"), scored(0.0, text="", finished=False)]),
+        (
+            Record({"prompt": "sort 21"}, "held.jsonl:1"),
+            [scored(1.0, text="12"), scored(0.0, number=1, text="", finished=False)],
+        ),
         (Record({"prompt": chat}, "held.jsonl:2"), [scored(1.0, text="\ud800 13")]),  # half a surrogate pair
     ]
     for _ in range(2):  # the second time in the place of the first
         write_samples(tmp_path / "evaluations", "step_00000003", groups)
     rows = [json.loads(line) for line in (tmp_path / "evaluations" / "step_00000003.jsonl").read_text().splitlines()]
-    assert [(row["place"], row["number"], row["reward"], row["finished"]) for row in rows] == [
+    assert [(row["place"], row["number"], row["scores"]["reward"], row["finished"]) for row in rows] == [
         ("held.jsonl:1", 0, 1.0, True),
         ("held.jsonl:1", 1, 0.0, False),
         ("held.jsonl:2", 0, 1.0, True),

@@ -255,6 +255,22 @@ def test_a_request_that_waits_through_one_update_may_end_in_the_next(
     assert [span.version for span in sample.versions] == [1, 2] and sample.versions[-1].end == 30
 
 
+def test_what_waits_at_the_server_may_be_answered_before_the_update_is_known_to_be_whole(
+    kind: Kind, engine: Any, sender: WeightSender, server: Any
+) -> None:
+    may_start = threading.Event()
+    server.faults = kind.faults(may_start=may_start, late_route=(kind.resumes, 1.0))
+    before = len(server.calls)
+    with ThreadPoolExecutor(1) as side:
+        running = side.submit(drawn, engine, Request(PROMPT, 1, params(2, end_token_ids=frozenset())))
+        assert wait_until(lambda: engine.GENERATE in server.calls[before:])
+        server.when[kind.resumes] = may_start.set
+        sender.send(engine, 1)
+        (sample,) = running.result(timeout=PATIENCE_S).values()
+    server.when.clear()
+    assert [span.version for span in sample.versions] == [1]
+
+
 def test_a_stop_text_that_begins_before_an_update_ends_the_sample_after_it(
     kind: Kind, engine: Any, sender: WeightSender, server: Any
 ) -> None:

@@ -33,6 +33,7 @@ class Kind:
         frees_gpu: the argument with which a server is started whose GPU is to be free while it sleeps.
         spreads: that of the number of its GPUs.
         on_cpu: that of a server without a GPU.
+        resumes: the route on which a paused server goes on.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Kind:
     frees_gpu: str
     spreads: str
     on_cpu: str
+    resumes: str
 
     def config(self, make_config: Any, url: str, **cluster: float) -> RunConfig:
         limits = {"call_timeout_s": 60.0, "sync_timeout_s": 30.0, **cluster}
@@ -64,6 +66,7 @@ VLLM = Kind(
     "--enable-sleep-mode",
     "--tensor-parallel-size",
     "--enforce-eager",
+    "/resume",
 )
 SGLANG = Kind(
     "sglang",
@@ -76,6 +79,7 @@ SGLANG = Kind(
     "--enable-memory-saver",
     "--tp-size",
     "--device",
+    "/continue_generation",
 )
 
 

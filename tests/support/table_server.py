@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,6 +33,7 @@ class CommonFaults:
     is_gone: bool = False  # cuts every connection
     cuts: int = 0  # so many connections of those that sample
     may_start: threading.Event | None = None  # those of more than one token wait for it, and cannot be aborted before
+    late_route: tuple[str, float] | None = None  # one that is answered so many seconds after it was done
     end_reason: str | None = None  # what it says of a sample that an end token has ended
 
 
@@ -66,6 +67,7 @@ class TableServer:
         self.tensors: dict[str, torch.Tensor] = {}  # committed
         self.asked: list[dict[str, Any]] = []  # to generate
         self.version = "default"
+        self.when: dict[str, Callable[[], None]] = {}  # called after a route has done what it does
         self._decode = decode
         self._state = threading.Condition()
         self._is_paused = False
@@ -101,7 +103,9 @@ class TableServer:
         if method is None:
             return 404, {"detail": "Not Found"}
         try:
-            return 200, method(query, body)
+            done = method(query, body)
+            self.when.get(route, lambda: None)()
+            return 200, done
         except Refused as refused:
             return refused.status, self.error(refused)
         except Exception as error:  # what a worker raised
@@ -210,6 +214,8 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         status, answer = self.server.owner.answer(address.path, address.query, body)
         faults = self.server.owner.faults
+        if faults.late_route is not None and address.path == faults.late_route[0]:
+            time.sleep(faults.late_route[1])
         is_cut = faults.cuts > 0 and bool(body) and "sampling_params" in body
         faults.cuts -= is_cut
         if faults.is_gone or is_cut:
