@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
@@ -56,6 +57,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
     """
     interrupts = interrupts or Interrupts()
     check_ready_to_train(config)
+    config = with_model_folders(config)
     assert config.run.steps is not None
     prompts = prompts or without_overlong(config, read_prompts(config))
     with ExitStack() as stack:

@@ -1,7 +1,8 @@
 """What a run keeps in `run.dir` beside metrics and checkpoints: who writes there, the settings, and its newest batches.
 
     .lock          held by the process that runs `train`, and given back however that process ends
-    settings.yaml  every setting of the newest start, defaults as comments; settings.1.yaml, .. of the starts before it
+    settings.yaml  every setting of the newest start, defaults as comments, models of the Hugging Face hub with their
+                   commits; settings.1.yaml, .. of the starts before it
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
     batches/       what each step since the oldest checkpoint trained on
     evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt)
@@ -27,6 +28,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError
 from slimefsdp.io.checksummed_files import Checksum, io_reported, write_checksum, write_synced
 from slimefsdp.io.file_lock import FolderLock
+from slimefsdp.io.hub import id_of_snapshot
 
 SETTINGS = "settings.yaml"
 SKIPPED = "skipped_prompts.jsonl"
@@ -146,7 +148,12 @@ class RecordedBatches:
 def settings_text(config: RunConfig) -> str:
     """All settings as YAML which `load_config` reads back as they are: what was not given is a comment."""
     lines = ["# Every setting of this run. Those behind a # were not given and had this value."]
-    for name, value in config.model_dump(mode="json").items():
+    dumped = config.model_dump(mode="json")
+    for field, path in config.model_paths.items():
+        if found := id_of_snapshot(path):  # which other machines can have too
+            section, name = field.split(".")
+            dumped[section][name] = str(found)
+    for name, value in dumped.items():
         if not isinstance(value, dict):
             lines.append(_line(name, value, is_given=name in config.model_fields_set))
             continue

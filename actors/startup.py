@@ -84,6 +84,11 @@ def stage(what: str, progress: Callable[[], str] = lambda: "going on", *, is_sho
         yield
 
 
+def is_reporting() -> bool:
+    """Whether somebody hears of stages."""
+    return _reporter is not None
+
+
 def answered(refs: Sequence[Any]) -> Callable[[], str]:
     """Progress of a stage that waits for these answers of Ray actors."""
 

@@ -9,7 +9,7 @@ import sys
 from difflib import SequenceMatcher
 
 from actors import EnginePool, WorkerGroup, connect
-from actors.rollout.prompts import PromptStream, read_jsonl
+from actors.rollout.prompts import PromptStream, read_records
 from slimefsdp import RolloutBatch, load_config
 
 if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
@@ -21,7 +21,7 @@ connect(config)  # a local Ray cluster, or the one at cluster.address
 group = WorkerGroup.launch(config)  # one process a rank, the model loaded and sharded
 engines = EnginePool.launch(config)
 weights = engines.update_from(group)  # their version; engines refuse to sample before this
-prompts = PromptStream(read_jsonl(config.data.train, field="data.train"), config.run.seed)
+prompts = PromptStream(read_records(config.data, "train"), config.run.seed)
 
 for step in range(config.run.steps):
     records = prompts.take(config.rollout.prompts_per_step)

@@ -74,6 +74,7 @@ class Trainer:
         self.call_lock = CallLock()
         mesh = build.mesh_for(config, role, device)
         run_together(lambda: check_policy_loss(config), mesh.group)
+        config = build.with_model_folders(config, mesh.group)
         folder = build.folder_for(config, role, mesh.group)
         config = build.with_sharding(config, role, folder, mesh)
         kind: type[DecoderModel] = ValueModel if role == "critic" else PolicyModel

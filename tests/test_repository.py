@@ -39,7 +39,10 @@ ROOMS = {
         *("config", "checkpoint", "convert", "preparation", "perf_model", "monitoring"),
         *("training", "trainer", "replay"),
     ),
-    "actors": (*("cluster", "signals", "startup", "run_dir", "workers", "fault_tolerance", "rollout", "loop", "cli"),),
+    "actors": (
+        *("cluster", "signals", "startup", "run_dir", "model_folders"),
+        *("workers", "fault_tolerance", "rollout", "loop", "cli"),
+    ),
 }
 # below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings
 CONFIG_READERS = ("config", "preparation", "perf_model", "training", "trainer", "replay")

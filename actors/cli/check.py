@@ -14,6 +14,7 @@ from typing import Any
 from actors.cli.environment import Environment, Package, look_around
 from actors.cli.preflight import check_before_launch, check_functions, check_installed, check_models
 from actors.cluster.connect import check_machine
+from actors.model_folders import with_model_folders
 from actors.rollout.filters import FILTERS
 from actors.rollout.rewards import exact_match, sorted_digits
 from actors.startup import reporting
@@ -66,9 +67,11 @@ def check_command(options: argparse.Namespace) -> int:
         chosen = chosen_functions(config)
         if config.data.train is not None:
             with reporting():
-                check_before_launch(config, takes_folder=False)
+                config, _ = check_before_launch(config, takes_folder=False)
         else:
             refusal = _refusal_of_train(config)
+            with reporting():
+                config = with_model_folders(config)
             check_models(config)
             check_installed(config)
             check_machine(config)

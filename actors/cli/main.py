@@ -37,6 +37,7 @@ from actors.cli.plan import add_plan_arguments, plan_command
 from actors.cli.preflight import check_before_launch, check_installed, check_models
 from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
 from actors.cluster.ray_log import RAY_LOG
+from actors.model_folders import with_model_folders
 from actors.signals import Interrupts
 from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig, load_config
@@ -197,12 +198,12 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         with reporting():
-            check_before_launch(config, takes_folder=False)
+            config, _ = check_before_launch(config, takes_folder=False)
         print("\n".join([*start_lines(config), "these settings are fine: `slimefsdp train` would start"]))
         return 0
     with ExitStack() as stack:
         stack.enter_context(reporting())
-        prompts = check_before_launch(config)
+        config, prompts = check_before_launch(config)
         interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
         _start_ray(config)
         try:
@@ -238,7 +239,8 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    config = load_config(options.config, options.overrides)
+    with reporting():
+        config = with_model_folders(load_config(options.config, options.overrides))
     check_models(config)
     check_installed(config)
     check_machine(config)

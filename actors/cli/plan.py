@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.cli.plan_table import plan_table
+from actors.model_folders import with_model_folders
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.hardware import (
     DEVICES,
@@ -86,7 +87,8 @@ def plan_command(options: argparse.Namespace) -> int:
         ConfigError: the settings, --lengths, --ranks or a rate. ModelError: a model's folder. BatchError: a sample does
             not fit. ResourceError: nothing fits the memory of the device that was named.
     """
-    config = _with_ranks(load_config(options.config, options.overrides), options.ranks)
+    config = with_model_folders(load_config(options.config, options.overrides), with_weights=False)
+    config = _with_ranks(config, options.ranks)
     _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
     folder = read_model_folder(config.model.path, with_weights=False)
     check_architecture(folder)

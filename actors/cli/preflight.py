@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver
+from actors.model_folders import with_model_folders
+from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.rewards import driver_scorer
@@ -41,8 +43,11 @@ _SYSTEM_FOLDERS = frozenset(
 )
 
 
-def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> Prompts:
-    """All that can be known to fail without starting anything; returns the records that are short enough.
+def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tuple[RunConfig, Prompts]:
+    """All that can be known to fail without starting anything.
+
+    Returns the settings, in which models that are on the hub have their folders here, and the records that are short
+    enough.
 
     Args:
         takes_folder: lock run.dir, which makes it; False: only look whether it could be taken. Nothing is written.
@@ -51,12 +56,17 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> Prom
         SlimeError: of the class that fits: settings, model folder, data files, functions of the user's own, machine.
     """
     with stage("checking settings and data", is_short=True):
+        check_ready_to_train(config)
+        check_installed(config)
+        for field in ("data.train", "data.heldout"):
+            if (named := config.value_of(field)) is not None:
+                require_reader(DataSource.of(named), field)
+        config = with_model_folders(config)
         prompts = _checked_but_lengths(config, takes_folder=takes_folder)
-    return without_overlong(config, prompts)  # last: it takes seconds
+    return config, without_overlong(config, prompts)  # last: it takes seconds
 
 
 def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
-    check_ready_to_train(config)
     check_models(config)
     check_tokenizer(config.model.path)
     prompts = read_prompts(config)
@@ -64,7 +74,6 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
         read_calibration(config.batch.cost_model, field="batch.cost_model")
     check_functions(config)
     check_servers(config)
-    check_installed(config)
     check_machine(config)
     check_gpus(config, engines=gpus_of_engines(config))
     try:

@@ -21,6 +21,7 @@ from actors.cluster.placement import PlacementGroups, actor_options, gpus_per_ra
 from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.fault_tolerance.recovery import LOST
 from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.model_folders import with_model_folders
 from actors.rollout.colocated import RanksBeside, ranks_beside
 from actors.rollout.handshake import means_apart, require_fit
 from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample, is_info, is_whole
@@ -110,7 +111,7 @@ class EnginePool:
             ResourceError: the cluster is too small. WorkerDied: an engine did not come up.
             EngineError: one is of no use to this run. StateError, ConfigError: no such group, or too small a one.
         """
-        pool = cls(config, beside)
+        pool = cls(with_model_folders(config), beside)
         try:
             pool._start(range(config.rollout.engines))
             if isinstance(beside, SupervisedGroup):

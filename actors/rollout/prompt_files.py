@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from actors.rollout.prompts import Record, check_answers, place_of, read_jsonl
+from actors.rollout.prompts import Record, check_answers, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
 from actors.rollout.tokenizer import count_tokens
 from actors.startup import stage
@@ -23,7 +23,7 @@ from slimefsdp.rpc import ROLES
 class Skipped:
     """A record that was left out."""
 
-    place: str  # file:line
+    place: str  # file:line, or that of a row
     reason: str
 
 
@@ -38,13 +38,13 @@ class Prompts:
 
 
 def read_prompts(config: RunConfig) -> Prompts:
-    """The records of both files, of any length.
+    """The records of data.train and data.heldout, of any length.
 
     Raises:
-        ConfigError: naming file and line.
+        ConfigError: naming file and line, or data set and row.
     """
     assert config.data.train is not None
-    train = read_jsonl(config.data.train, field="data.train")
+    train = read_records(config.data, "train")
     if config.rollout.reward in READ_ANSWERS or config.algorithm == "sft":
         check_answers(train, field="data.train")
     return Prompts(train, _read_heldout(config))
@@ -64,7 +64,7 @@ def read_heldout(config: RunConfig) -> Prompts:
 
 
 def _read_heldout(config: RunConfig) -> list[Record]:
-    heldout = [] if config.data.heldout is None else read_jsonl(config.data.heldout, field="data.heldout")
+    heldout = [] if config.data.heldout is None else read_records(config.data, "heldout")
     if config.rollout.reward in READ_ANSWERS and config.evaluation.interval_steps is not None:
         check_answers(heldout, field="data.heldout")
     return heldout

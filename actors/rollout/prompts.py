@@ -1,4 +1,4 @@
-"""Prompts: read from JSONL with errors that name the line, encoded for a model, and handed out in a resumable order.
+"""Prompts: read with errors that name the line or row, encoded for a model, and handed out in a resumable order.
 
 Importing this file costs no torch and no transformers, so that the command line can check data files at once.
 """
@@ -12,17 +12,23 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from actors.rollout.data_sets import DataSource, read_rows
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
 from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
 
+if TYPE_CHECKING:
+    from slimefsdp.config.rollout import DataSettings
+
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere
+_COLUMNS = ("prompt", "answer")  # under which a record has its prompt and its answer
+_SPLITS = {"train": "train", "heldout": "test"}  # of a data set of several, where the settings name none
 
 
 class Record(dict[str, Any]):
-    """The JSON object of one line; `place` says which, as file:line."""
+    """The JSON object of one line, or the row of a data set; `place` says which, as file:line or `id[split] row n`."""
 
     def __init__(self, fields: Mapping[str, Any], place: str) -> None:
         super().__init__(fields)
@@ -34,13 +40,37 @@ def place_of(record: Mapping[str, Any]) -> str:
     return record.place if isinstance(record, Record) else f"the prompt {record.get('prompt')!r:.100}"
 
 
-def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
-    """The records of a JSONL file, in file order; blank lines are skipped, other keys than `prompt` kept as they are.
+def read_records(data: DataSettings, name: Literal["train", "heldout"]) -> list[Record]:
+    """The records that data.train or data.heldout names, in their order, whatever they are kept in.
+
+    Raises:
+        ConfigError: as `read_jsonl`, or as `actors.rollout.data_sets.read_rows`. ResourceError: the disk is full.
+    """
+    written, field, columns = getattr(data, name), f"data.{name}", (data.prompt_column, data.answer_column)
+    assert written is not None
+    source = DataSource.of(written)
+    if not source.is_table:
+        return read_jsonl(source.path, field=field, columns=columns)
+    rows = read_rows(source, field=field, default_split=_SPLITS[name])
+    if not rows:
+        raise ConfigError(f"{written} holds no records", field=field, hint="name a data set with rows")
+    records = []
+    for row, place in rows:
+        record = _with_columns(row, columns, place, field)
+        record["prompt"] = _without_nulls(record["prompt"])
+        _check_prompt(record, place, field)
+        records.append(Record(record, place))
+    return records
+
+
+def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLUMNS) -> list[Record]:
+    """The records of a JSONL file, in file order; blank lines are skipped, other keys kept as they are.
 
     A record is an object whose `prompt` is a text or a list of chat messages, each with `role` and `content`.
 
     Args:
         field: the setting that named the file, e.g. `rollout.prompts`.
+        columns: the keys that the file has for `prompt` and `answer`.
 
     Raises:
         ConfigError: the file is missing, unreadable or holds no record, or a line is not such a record; the message
@@ -61,9 +91,13 @@ def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
                         f"{place}: longer than {MAX_LINE} characters", field=field, hint="write one record per line"
                     )
                 if line.strip():
-                    records.append(Record(_checked(line, place, field), place))
+                    record = _with_columns(_parsed(line, place, field), columns, place, field)
+                    _check_prompt(record, place, field)
+                    records.append(Record(record, place))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist", field=field, hint="name an existing JSONL file") from error
+        raise ConfigError(
+            f"{path} does not exist", field=field, hint="name an existing file, folder or data set"
+        ) from error
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
         raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
     if not records:
@@ -71,7 +105,7 @@ def read_jsonl(path: str | Path, *, field: str) -> list[Record]:
     return records
 
 
-def _checked(line: str, place: str, field: str) -> dict[str, Any]:
+def _parsed(line: str, place: str, field: str) -> dict[str, Any]:
     try:
         record = parse_json(line.strip())
     except json.JSONDecodeError as error:
@@ -93,12 +127,41 @@ def _checked(line: str, place: str, field: str) -> dict[str, Any]:
         raise ConfigError(
             f"{place}: a {type(record).__name__}, not an object", field=field, hint="write one JSON object per line"
         )
-    if "prompt" not in record:
-        raise ConfigError(
-            f"{place}: no 'prompt' among the keys {short_text(sorted(record))}",
-            field=field,
-            hint="give each record a 'prompt'",
-        )
+    return record
+
+
+def _with_columns(row: dict[str, Any], columns: tuple[str, str], place: str, field: str) -> dict[str, Any]:
+    """The row as a record: what its columns for prompt and answer hold comes under these names, in place of any other.
+
+    Raises:
+        ConfigError: it has no such column; an answer need not be there where no column for it was named.
+    """
+    for name, column in zip(_COLUMNS, columns, strict=True):
+        if column not in row and (name == "prompt" or column != name):
+            raise ConfigError(
+                f"{place}: no {column!r} among the keys {short_text(sorted(row))}",
+                field=field if column == name else f"data.{name}_column",
+                hint=f"give each record one, or say which key or column has the {name}: data.{name}_column",
+            )
+    if columns == _COLUMNS:
+        return row
+    found = {name: row[column] for name, column in zip(_COLUMNS, columns, strict=True) if column in row}
+    return {**{key: value for key, value in row.items() if key not in columns}, **found}
+
+
+def _without_nulls(prompt: Any) -> Any:
+    """Chat messages without keys that Arrow gave them, for it has every key in each: templates ask which are there."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        if isinstance(message, dict)
+        else message
+        for message in prompt
+    ]
+
+
+def _check_prompt(record: Mapping[str, Any], place: str, field: str) -> None:
     fault = _prompt_fault(record["prompt"])
     if fault:
         raise ConfigError(
@@ -106,7 +169,6 @@ def _checked(line: str, place: str, field: str) -> dict[str, Any]:
             field=field,
             hint="make it a text, or a list of chat messages with 'role' and 'content'",
         )
-    return record
 
 
 def _prompt_fault(prompt: Any) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 from actors.cluster.connect import connect, with_cluster_ranks
 from actors.cluster.placement import PlacementGroups, actor_options
 from actors.cluster.ray_errors import end_processes, require_cluster, store
+from actors.model_folders import with_model_folders
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
 from actors.workers.group_calls import GroupCalls, RankRequest
@@ -82,10 +83,11 @@ class WorkerGroup(GroupCalls):
             places: where the processes go, kept by the caller when the group ends; None: places of its own.
 
         Raises:
-            ResourceError: the cluster is too small. ModelError: the folder cannot be loaded.
+            ResourceError: the cluster is too small. ModelError: the folder cannot be loaded, or had from the hub.
             StateError: `beside` is no actor group, or the role is no critic.
             WorkerDied, WorkerHung: a rank did not come up.
         """
+        config = with_model_folders(config)
         found = _model_folder(config, role)
         if beside is not None:
             return cls._beside(beside, config.with_ranks(beside.config.ranks), role, found)

@@ -16,7 +16,15 @@ from slimefsdp.algorithms.registry import (
     POLICY_LOSSES,
     TOKEN_ESTIMATORS,
 )
-from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
+from slimefsdp.config.sections import (
+    LARGEST,
+    PathOrIdSetting,
+    PositiveInt,
+    RankCount,
+    Settings,
+    broken_rule,
+    function_name,
+)
 from slimefsdp.errors import short_text
 
 
@@ -246,9 +254,9 @@ CORRECTION_BOUNDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 class CriticSettings(Settings):
     """The value model of algorithm=ppo; what is not said here (optimiser, schedule, epochs) is as for the policy."""
 
-    path: PathSetting | None = Field(
+    path: PathOrIdSetting | None = Field(
         None,
-        description="its folder: a causal LM, whose value head starts at 0, or a token classifier of one label; "
+        description="its folder, or id: a causal LM, whose value head starts at 0, or a token classifier of one label; "
         "null: model.path",
     )
     placement: Literal["colocated", "group"] = Field(

@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from slimefsdp.config.sections import LARGEST, PathSetting, PositiveInt, RankCount, Settings, broken_rule, function_name
+from slimefsdp.config.sections import (
+    LARGEST,
+    PathOrIdSetting,
+    PathSetting,
+    PositiveInt,
+    RankCount,
+    Settings,
+    broken_rule,
+    function_name,
+)
 
 ENGINES = ("embedded", "vllm", "sglang")
 SERVED_ENGINES = ("vllm", "sglang")  # which are servers in an environment of their own
@@ -49,12 +58,19 @@ def _urls(value: Any) -> tuple[str, ...]:
 
 
 class DataSettings(Settings):
-    """JSONL files."""
+    """Files and data sets of records."""
 
-    train: PathSetting | None = Field(
-        None, description="records with `prompt` (and `answer` under sft); needed by `train`"
+    train: PathOrIdSetting | None = Field(
+        None,
+        description="records with `prompt` (and `answer` under sft), needed by `train`: a JSONL or Parquet file, a "
+        "folder of such files or of `save_to_disk`, or an id of the Hugging Face hub like `openai/gsm8k:main#train` "
+        "(docs/rollouts.md)",
     )
-    heldout: PathSetting | None = Field(None, description="records for evaluation, never trained on")
+    heldout: PathOrIdSetting | None = Field(
+        None, description="records for evaluation, never trained on; written as data.train"
+    )
+    prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
+    answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
     max_prompt_tokens: PositiveInt | None = Field(
         None,
         description="longest prompt, chat template included; null: what leaves room for a response in a pack "

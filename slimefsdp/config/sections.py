@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from slimefsdp.io.hub import reads_like_id
 from slimefsdp.io.user_files import NoPath, path_of, possible
 
 
@@ -45,6 +46,21 @@ def _path_from_text(value: Any) -> Path:
         return possible(value) if isinstance(value, Path) else path_of(value)
     except NoPath as error:
         raise broken_rule(error.rule, error.hint) from None
+
+
+def _path_or_id_from_text(value: Any) -> Path:
+    """A path, or what is written as an id of the Hugging Face hub.
+
+    What is written otherwise (`./owner/name`), but would read like one as a path, becomes absolute.
+    """
+    path = _path_from_text(value)
+    is_written_so = isinstance(value, str) and reads_like_id(_without_selection(value))
+    return path if is_written_so or not reads_like_id(_without_selection(str(path))) else path.absolute()
+
+
+def _without_selection(text: str) -> str:
+    """Without the configuration and the split of a data set: owner/name:config#split."""
+    return re.split("[:#]", text, maxsplit=1)[0]
 
 
 def _two_fractions(value: Any) -> tuple[float, float]:
@@ -113,6 +129,7 @@ PathSetting = Annotated[
     BeforeValidator(_path_from_text),
     PlainSerializer(lambda path: str(path).replace("$", "$$"), return_type=str, when_used="json"),  # read back as it is
 ]
+PathOrIdSetting = Annotated[PathSetting, BeforeValidator(_path_or_id_from_text)]
 PositiveInt = Annotated[int, Field(ge=1)]
 RankCount = Annotated[PositiveInt, BeforeValidator(_within_ranks)]
 
@@ -159,7 +176,10 @@ class RunSettings(Settings):
 class ModelSettings(Settings):
     """The policy."""
 
-    path: PathSetting = Field(description="local Hugging Face folder with safetensors weights")
+    path: PathOrIdSetting = Field(
+        description="Hugging Face folder with safetensors weights; or, where there is none, the id of one on the hub, "
+        "`owner/name` or `owner/name@revision` (docs/models.md)"
+    )
     init: Literal["folder", "random"] = Field(
         "folder",
         description="random: draw the weights from run.seed by transformers' own rules, the same on every mesh; "
@@ -205,7 +225,7 @@ class ModelSettings(Settings):
 class ReferenceSettings(Settings):
     """The frozen model that KL is measured against; used only when `loss.kl_coefficient` > 0, or on request."""
 
-    path: PathSetting | None = Field(None, description="its folder; default: model.path")
+    path: PathOrIdSetting | None = Field(None, description="its folder, or id; default: model.path")
     placement: Literal["colocated", "group"] = Field(
         "colocated", description="in the actor's processes, or a worker group of its own"
     )

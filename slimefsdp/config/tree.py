@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class RunConfig(AlgorithmSettings):
         ]
         kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
         kept |= {f"data.{name}" for name in ("train", "max_prompt_tokens", "overlong_prompts", "allow_changed")}
+        kept |= {"data.prompt_column", "data.answer_column"}
         unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
@@ -300,6 +301,20 @@ class RunConfig(AlgorithmSettings):
         if role == "actor":
             return self.actor_mesh
         return self.reference_mesh if role == "ref" else self.critic_mesh
+
+    @property
+    def model_paths(self) -> dict[str, Path]:
+        """Every setting that names a model -> the path, where it is set."""
+        found = {field: self.value_of(field) for field in ("model.path", "reference.path", "critic.path")}
+        return {field: path for field, path in found.items() if path is not None}
+
+    def with_model_paths(self, paths: Mapping[str, Path]) -> RunConfig:
+        """These settings with other models, named as in `model_paths`."""
+        changed: dict[str, Any] = {}
+        for field, path in paths.items():
+            section = field.removesuffix(".path")
+            changed[section] = getattr(self, section).model_copy(update={"path": path})
+        return self.model_copy(update=changed)
 
     def folder_of(self, role: Role) -> tuple[Path, str]:
         """The model folder of a role, and the setting that names it."""

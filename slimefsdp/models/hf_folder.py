@@ -245,7 +245,7 @@ def read_model_folder(path: str | Path, *, field: str = "model.path", with_weigh
     exists (as transformers reads it), else all `*.safetensors` files together.
 
     Args:
-        path: a local folder; `~` is expanded. Hub ids are not resolved.
+        path: a local folder; `~` is expanded. Ids of the hub are for `actors.model_folders`.
         field: the setting that errors name.
         with_weights: without, files of weights are neither needed nor looked at, and there are no tensors.
 
@@ -266,8 +266,7 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
     if not folder.exists():
         raise ModelError(
             f"{str(path)!r} does not exist",
-            hint="give a local folder: only those are read, so download a hub model first "
-            "(`hf download ID --local-dir FOLDER`)",
+            hint="give an existing folder; settings also take the id of a model on the Hugging Face hub, owner/name",
         )
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file", hint="give the folder that holds it and config.json")
@@ -286,13 +285,25 @@ def _extra_files(folder: Path) -> tuple[Path, ...]:
     own = folder.resolve()
     for file in found:
         target = file.resolve()
-        # a hub cache holds folder/snapshots/revision/name -> ../../blobs/hash
-        if not (target.is_relative_to(own) or target.parent == own.parent.parent / "blobs"):
+        if not (target.is_relative_to(own) or _is_blob_of(own, target)):
             raise ModelError(
                 f"{file} is a link that leads out of the folder, to {target}",
                 hint="copy that file into the folder if it belongs to the model: exports would carry it along",
             )
     return found
+
+
+def _is_blob_of(snapshot: Path, target: Path) -> bool:
+    """Whether a file is in the hub cache that a folder is of.
+
+    There is cache/models--owner--name/snapshots/revision/name -> ../../blobs/hash, which may be a link once more, to
+    cache/blobs/ab/hash, where several models share a file.
+    """
+    repository = snapshot.parent.parent
+    is_of_cache = snapshot.parent.name == "snapshots" and repository.name.startswith("models--")
+    return target.parent == repository / "blobs" or (
+        is_of_cache and target.parent.parent == repository.parent / "blobs"
+    )
 
 
 def _read_tensors(folder: Path) -> dict[str, TensorEntry]:

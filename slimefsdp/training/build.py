@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,12 @@ from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.config import RunConfig
-from slimefsdp.distributed.consensus import all_equal, run_on_first, run_together
+from slimefsdp.distributed.consensus import all_equal, gathered, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
 from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.io.hub import HubId, reads_like_id, snapshot
 from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
@@ -113,6 +115,36 @@ def make_deterministic() -> None:
     # nothing here reads what it has not written
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+def with_model_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
+    """Collective: the settings with a local folder wherever they name a model by its id on the Hugging Face hub.
+
+    Rank 0 says which commit it is; the others have it from their own machine's cache, unless rank 0 reads for all.
+    Where a driver has started the ranks, it has seen to this.
+
+    Raises:
+        ModelError, ResourceError: as `slimefsdp.io.hub.snapshot`.
+    """
+    # by how they are written: what is on a machine may be on it alone
+    asked = {field: path for field, path in config.model_paths.items() if reads_like_id(str(path))}
+    if not asked:
+        return config
+    found: dict[str, tuple[HubId, Path]] = {}
+
+    def fetch(ids: Mapping[str, HubId]) -> None:
+        for field, hub_id in ids.items():
+            with_weights = field != "model.path" or config.model.init == "folder"
+            folder = snapshot(hub_id, "model", field=field, error=ModelError, with_weights=with_weights)
+            found[field] = HubId(hub_id.name, folder.name), folder
+
+    ids = {field: hub_id for field, path in asked.items() if (hub_id := HubId.of(path))}
+    run_on_first(lambda: fetch(ids), group)
+    of_first: dict[str, tuple[HubId, Path]] = gathered(found, group)[0]
+    if config.model.read == "every_rank":
+        run_together(lambda: fetch({field: commit for field, (commit, _) in of_first.items()}), group)
+    chosen = of_first if config.model.read == "first_rank" else found
+    return config.with_model_paths({field: folder for field, (_, folder) in chosen.items()})
 
 
 def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> ModelFolder:

@@ -1,0 +1,63 @@
+"""Models that the settings name by an id of the Hugging Face hub: fetched once, by the driver, before anything starts.
+
+Everybody else is given the folder in the user's cache, whose name has the commit. `run.dir/settings.yaml` says id and
+commit, and there a resumed run looks which commit it began with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actors.run_dir import SETTINGS
+from actors.startup import is_reporting, stage
+from slimefsdp.config import RunConfig
+from slimefsdp.config.loader import read_yaml_mapping
+from slimefsdp.errors import ConfigError, ModelError, byte_text
+from slimefsdp.io.hub import HubId, bytes_there, snapshot
+
+
+def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunConfig:
+    """The settings with a local folder wherever they name a model by its id.
+
+    Args:
+        with_weights: without, configurations and tokenizers alone are fetched.
+
+    Raises:
+        ModelError: a model cannot be had, as `slimefsdp.io.hub.snapshot` says. ResourceError: the disk is full.
+    """
+    ids = {field: found for field, path in config.model_paths.items() if (found := HubId.of(path))}
+    if not ids:
+        return config
+    begun_with = _begun_with(config)
+    folders: dict[str, Path] = {}
+    for field, asked in ids.items():
+        hub_id = begun_with.get(asked.name, asked) if asked.revision is None else asked
+
+        def progress(hub_id: HubId = hub_id) -> str:
+            return f"{byte_text(bytes_there(hub_id, 'model'))} in the cache"
+
+        with stage(f"fetching {hub_id} from the Hugging Face hub", progress, is_short=True):
+            folders[field] = snapshot(
+                hub_id,
+                "model",
+                field=field,
+                error=ModelError,
+                with_weights=with_weights and (field != "model.path" or config.model.init == "folder"),
+                shows_bars=not is_reporting(),
+            )
+    return config.with_model_paths(folders)
+
+
+def _begun_with(config: RunConfig) -> dict[str, HubId]:
+    """Name -> the id with its commit, of the models that the newest start of a run to be resumed has recorded."""
+    if not config.checkpoint.resume or config.run.dir is None:
+        return {}
+    try:
+        recorded: dict[str, Any] = read_yaml_mapping(config.run.dir / SETTINGS)
+    except ConfigError:  # there is none, or somebody has written another one: the checkpoint says what it can
+        return {}
+    sections = [recorded.get(field.partition(".")[0]) for field in config.model_paths]
+    texts = [section.get("path") for section in sections if isinstance(section, dict)]
+    ids = [HubId.of(Path(text)) for text in texts if isinstance(text, str)]
+    return {found.name: found for found in ids if found is not None and found.is_commit}

@@ -1,0 +1,226 @@
+"""The rows of Parquet files, of folders of data files, and of data sets of the Hugging Face hub, as plain dictionaries.
+
+Reading them takes the package `datasets` (the `data` extra), which is imported when there is one to read. Nothing is
+decoded: what Arrow holds becomes plain Python, and an image is its bytes, which no record takes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+from actors.startup import is_reporting, stage
+from slimefsdp.errors import ConfigError, byte_text, short_text
+from slimefsdp.io.hub import HubId, bytes_there, snapshot
+from slimefsdp.io.user_files import open_plain
+
+Row = tuple[dict[str, Any], str]
+"""Its columns, and its place: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]` is."""
+
+_SELECTION = re.compile(r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*))?", re.ASCII)
+_SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
+_FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it can read others, with code for each
+_DEFAULT = "default"  # the configuration of a data set that names none
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """What data.train or data.heldout names: `path`, `owner/name` or `owner/name@revision`, each with `:config#split`.
+
+    Args:
+        hub_id: where it is on the hub; None: on this machine, or nowhere.
+    """
+
+    path: Path
+    hub_id: HubId | None = None
+    config: str | None = None
+    split: str | None = None
+
+    @classmethod
+    def of(cls, written: str | Path) -> Self:
+        """What is meant; something that is there under the whole name comes first, and no id has a local path."""
+        whole = Path(written)
+        found = _SELECTION.fullmatch(str(written))
+        if whole.exists() or found is None:
+            return cls(whole)
+        path = Path(found["path"])
+        hub_id = HubId.of(path)
+        if hub_id is None and not path.is_dir():  # so that an error names what was written
+            return cls(whole)
+        return cls(path, hub_id, found["config"], found["split"])
+
+    @property
+    def is_table(self) -> bool:
+        """Whether `read_rows` reads it; anything else is a JSONL file, or missing."""
+        return self.hub_id is not None or self.path.suffix == ".parquet" or self.path.is_dir()
+
+
+def require_reader(source: DataSource, field: str) -> None:
+    """Whether what it takes to read a source is installed.
+
+    Raises:
+        ConfigError: the package `datasets` is not.
+    """
+    if source.is_table and find_spec("datasets") is None:
+        raise ConfigError(
+            f"{field}={_written(source)} needs the package datasets, which is not installed",
+            field=field,
+            hint="install the `data` extra, or write the records into a JSONL file",
+        )
+
+
+def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row]:
+    """All rows in their order.
+
+    Args:
+        field: the setting that errors name.
+        default_split: the one that is meant where there are several and the source names none.
+
+    Raises:
+        ConfigError: the package `datasets` is missing; the hub or the files cannot be read; there is no such
+            configuration or split, or several to choose from; a value is not what JSON can hold, named by column and
+            row. ResourceError: the disk is full.
+    """
+    require_reader(source, field)
+    if source.hub_id is None and source.path.is_file():
+        return list(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
+    folder, name = source.path, str(source.path)
+    if source.hub_id is not None:
+        folder, name = _fetched(source.hub_id, field), str(source.hub_id)
+    with stage(f"reading {name}", is_short=True):
+        splits = _splits_of(folder, source, name, field)
+        split = _chosen_split(splits, source.split, default_split, name, field)
+        table = splits[split].with_format("arrow")[:]
+        place = f"{name}[{split}]" if split else name
+        return list(_plain(table.to_pylist(), place, field))
+
+
+def _written(source: DataSource) -> str:
+    config = f":{source.config}" if source.config else ""
+    return f"{source.hub_id or source.path}{config}" + (f"#{source.split}" if source.split else "")
+
+
+def _fetched(hub_id: HubId, field: str) -> Path:
+    def progress() -> str:
+        return f"{byte_text(bytes_there(hub_id, 'dataset'))} in the cache"
+
+    with stage(f"fetching {hub_id} from the Hugging Face hub", progress, is_short=True):
+        return snapshot(hub_id, "dataset", field=field, error=ConfigError, shows_bars=not is_reporting())
+
+
+def _rows_of_parquet(path: Path, field: str) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    try:
+        with open_plain(path) as file:
+            rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+            return rows
+    except Exception as error:  # the file can hold anything
+        raise ConfigError(
+            f"{path} cannot be read: {_said(error)}", field=field, hint="name a readable Parquet file"
+        ) from error
+
+
+def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[str, Any]:
+    """Split -> its data set; of a data set that was saved alone the split has no name.
+
+    Raises:
+        ConfigError: there is no such configuration, or several to choose from; the files cannot be read.
+    """
+    import datasets
+
+    try:
+        with _without_bars():
+            if any((folder / file).is_file() for file in _SAVED):
+                _check_config(source.config, [], name, field)
+                found = datasets.load_from_disk(str(folder))
+            else:
+                _check_config(source.config, datasets.get_dataset_config_names(str(folder)), name, field)
+                builder = datasets.load_dataset_builder(str(folder), source.config)
+                if builder.name not in _FORMATS:
+                    raise ValueError(f"its files are of the format {builder.name}, not {', '.join(_FORMATS)}")
+                builder.download_and_prepare()
+                found = builder.as_dataset()
+    except ConfigError:
+        raise
+    except Exception as error:  # the files can hold anything
+        raise ConfigError(
+            f"{field}: {name} cannot be read as a data set: {_said(error)}",
+            field=field,
+            hint="name a folder of Parquet or JSONL files, or one that `save_to_disk` wrote",
+        ) from error
+    return dict(found) if isinstance(found, dict) else {"": found}
+
+
+def _check_config(asked: str | None, there: list[str], name: str, field: str) -> None:
+    if asked is None and len(there) > 1 and _DEFAULT not in there:
+        problem = f"{field}: {name} has several configurations: {', '.join(there)}"
+        raise ConfigError(problem, field=field, hint=f"name one of them behind a colon, like {name}:{there[0]}")
+    if asked is not None and asked not in there:
+        raise ConfigError(
+            f"{field}: {name} has no configuration {asked}, but {', '.join(there) or 'none at all'}",
+            field=field,
+            hint="name one of these" if there else f"remove :{asked}",
+        )
+
+
+def _chosen_split(splits: dict[str, Any], asked: str | None, default: str, name: str, field: str) -> str:
+    only = next(iter(splits)) if len(splits) == 1 else None
+    split = asked if asked is not None else only if only is not None else default
+    if split in splits:
+        return split
+    listed = ", ".join(filter(None, splits)) or "none: it was saved alone"
+    raise ConfigError(
+        f"{field}: {name} has no split {split}; its splits are {listed}",
+        field=field,
+        hint="name one of them behind a #" if splits.keys() != {""} else f"remove #{split}",
+    )
+
+
+def _plain(rows: list[dict[str, Any]], place: str, field: str) -> Iterator[Row]:
+    """The rows with their places; ConfigError where one holds what JSON does not."""
+    for number, row in enumerate(rows):
+        try:
+            json.dumps(row)
+        except (TypeError, ValueError):
+            column, value = next((key, value) for key, value in row.items() if not _is_json(value))
+            raise ConfigError(
+                f"{place} row {number}: column {column!r} holds {short_text(value)} ({type(value).__name__}), which "
+                "JSON has no word for",
+                field=field,
+                hint="leave that column out of the data set, or make it text or numbers: rewards are given all columns",
+            ) from None
+        yield row, f"{place} row {number}"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Without the bars of `datasets`, where stages tell what goes on."""
+    import datasets
+
+    if not is_reporting() or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
