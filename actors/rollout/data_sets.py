@@ -7,6 +7,7 @@ decoded: what Arrow holds becomes plain Python, and an image is its bytes, which
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,18 +48,22 @@ class DataSource:
         """What is meant; something that is there under the whole name comes first, and no id has a local path."""
         whole = Path(written)
         found = _SELECTION.fullmatch(str(written))
-        if whole.exists() or found is None:
+        if os.path.lexists(whole) or found is None:
             return cls(whole)
         path = Path(found["path"])
         hub_id = HubId.of(path)
-        if hub_id is None and not path.is_dir():  # so that an error names what was written
+        if hub_id is None and not _is_folder(path):  # so that an error names what was written
             return cls(whole)
         return cls(path, hub_id, found["config"], found["split"])
 
     @property
     def is_table(self) -> bool:
         """Whether `read_rows` reads it; anything else is a JSONL file, or missing."""
-        return self.hub_id is not None or self.path.suffix == ".parquet" or self.path.is_dir()
+        return self.hub_id is not None or self.path.suffix == ".parquet" or _is_folder(self.path)
+
+
+def _is_folder(path: Path) -> bool:
+    return os.path.isdir(path)  # noqa: PTH112 - Path's own raises where a folder above may not be entered
 
 
 def require_reader(source: DataSource, field: str) -> None:

@@ -95,9 +95,7 @@ def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLU
                     _check_prompt(record, place, field)
                     records.append(Record(record, place))
     except FileNotFoundError as error:
-        raise ConfigError(
-            f"{path} does not exist", field=field, hint="name an existing file, folder or data set"
-        ) from error
+        raise ConfigError(f"{path} does not exist", field=field, hint="name what is there, or a data set") from error
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
         raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
     if not records:

@@ -8,6 +8,7 @@ folders are named by commit: once there, they do not change. Importing this file
 from __future__ import annotations
 
 import errno
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -44,7 +45,7 @@ class HubId:
     def of(cls, path: Path) -> Self | None:
         """The id that a path reads like; None where it does not, or where something is at that path."""
         found = _ID.fullmatch(str(path))
-        return cls(found[1], found[2]) if found and not path.exists() else None
+        return cls(found[1], found[2]) if found and not os.path.lexists(path) else None
 
     @property
     def is_commit(self) -> bool:
@@ -149,7 +150,8 @@ def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
 
     what = "model" if kind == "model" else "data set"
     log_in = "log in with `hf auth login`, or set HF_TOKEN"
-    status = getattr(getattr(refusal, "response", None), "status_code", None)
+    answers = (getattr(error, "response", None) for error in (refusal, refusal.__cause__))
+    status = next((answer.status_code for answer in answers if answer is not None), None)
     if isinstance(refusal, errors.GatedRepoError):
         problem = f"this {what} is gated, and whoever asks has no access to it (status {status})"
         return problem, f"ask for access on its page of the hub, and {log_in}"
