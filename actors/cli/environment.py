@@ -14,7 +14,7 @@ from pathlib import Path
 from slimefsdp.config.sections import ClusterSettings
 
 _DISTRIBUTION = "slimefsdp"
-_OPTIONAL = ("flash-attn", "ring-flash-attn", "wandb")
+_OPTIONAL = ("datasets", "flash-attn", "ring-flash-attn", "wandb")
 
 
 @dataclass(frozen=True, slots=True)

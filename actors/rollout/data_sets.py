@@ -59,7 +59,8 @@ class DataSource:
     @property
     def is_table(self) -> bool:
         """Whether `read_rows` reads it; anything else is a JSONL file, or missing."""
-        return self.hub_id is not None or self.path.suffix == ".parquet" or _is_folder(self.path)
+        is_parquet = self.path.suffix == ".parquet" and os.path.isfile(self.path)  # noqa: PTH113 - as in _is_folder
+        return self.hub_id is not None or is_parquet or _is_folder(self.path)
 
 
 def _is_folder(path: Path) -> bool:
@@ -93,9 +94,9 @@ def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row
             row. ResourceError: the disk is full.
     """
     require_reader(source, field)
-    if source.hub_id is None and source.path.is_file():
+    if source.hub_id is None and not _is_folder(source.path):
         return list(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
-    folder, name = source.path, str(source.path)
+    folder, name = source.path.absolute(), str(source.path)  # `json` alone would be a format to datasets
     if source.hub_id is not None:
         folder, name = _fetched(source.hub_id, field), str(source.hub_id)
     with stage(f"reading {name}", is_short=True):

@@ -118,11 +118,10 @@ def snapshot(
 @cache
 def _snapshot(hub_id: HubId, kind: Kind, with_weights: bool, shows_bars: bool, folder: Path) -> Path:
     from huggingface_hub import snapshot_download
-    from tqdm import tqdm
+    from huggingface_hub.utils import tqdm
 
-    class Silent(tqdm):  # type: ignore[type-arg]
+    class Silent(tqdm):  # type: ignore[misc]
         def __init__(self, *args: object, **options: object) -> None:
-            options.pop("name", None)  # of huggingface_hub's own class
             super().__init__(*args, **{**options, "disable": True})
 
     of_model = _MODEL_FILES + (_WEIGHT_FILES if with_weights else ())

@@ -266,7 +266,8 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
     if not folder.exists():
         raise ModelError(
             f"{str(path)!r} does not exist",
-            hint="give an existing folder; settings also take the id of a model on the Hugging Face hub, owner/name",
+            hint="give an existing folder; settings also take the id of a model on the hub, owner/name, which "
+            "`hf download ID --local-dir FOLDER` makes a folder of",
         )
     if not folder.is_dir():
         raise ModelError(f"{folder} is a file", hint="give the folder that holds it and config.json")

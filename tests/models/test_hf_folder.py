@@ -175,7 +175,25 @@ def test_errors_name_the_field_that_the_caller_gives(tmp_path: Path):
     assert caught.value.field == "reference.path"
 
 
-def test_a_hub_id_is_refused_with_the_way_to_download_it():
+def test_files_that_a_hub_cache_shares_between_models_are_its_own(tmp_path: Path):
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIG))
+    write_floats(snapshot / "model.safetensors", "a")
+    blobs, shared = snapshot.parents[1] / "blobs", tmp_path / "blobs" / "ab"
+    for folder in (blobs, shared):
+        folder.mkdir(parents=True)
+    (shared / "abcd").write_text("{}")
+    (blobs / "123").symlink_to("../../blobs/ab/abcd")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/123")
+    assert read_model_folder(snapshot).extra_files == (snapshot / "tokenizer.json",)
+    (tmp_path / "secret").write_text("{}")
+    (blobs / "123").unlink()
+    (blobs / "123").symlink_to("../../secret")
+    refusal(snapshot, snapshot / "tokenizer.json", tmp_path / "secret")
+
+
+def test_a_folder_that_is_not_there_is_refused_with_the_ways_to_have_one_of_the_hub():
     error = refusal(Path("no-such-owner/no-such-model"), "'no-such-owner/no-such-model'")
     assert "hf download" in str(error.hint)
 

@@ -1,0 +1,144 @@
+"""Models named by id: everybody has the folder of one commit, and a resumed run that of the run it goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from actors.cli import main as cli
+from actors.cli.preflight import check_models
+from actors.model_folders import with_model_folders
+from actors.run_dir import SETTINGS, RunFolder, settings_text
+from slimefsdp.config import RunConfig, config_from_dict, load_config
+from slimefsdp.errors import ModelError
+from tests.support.hub import COMMITS, Hub, Repository, files_of, lay_out, use_cache
+from tests.support.refusals import refused
+from tests.support.runs import startable
+
+OLD, NEW = COMMITS[:2]
+NAME = "owner/tiny-sorter"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of this test alone, offline; the current folder is one in which no model lies."""
+    use_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    return (tmp_path / "cache").resolve()
+
+
+@pytest.fixture
+def served(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with the example's model, and an empty cache."""
+    with Hub() as server:
+        use_cache(monkeypatch, tmp_path / "cache", endpoint=server.endpoint)
+        files = files_of(example / "model")
+        server.repositories["model", NAME] = Repository({OLD: files, NEW: files}, {"main": OLD})
+        yield server
+
+
+def settings(model: str, **sections: dict[str, Any]) -> RunConfig:
+    return config_from_dict({"model": {"path": model}, "optim": {"total_updates": 10}, **sections})
+
+
+def test_every_role_has_the_folder_of_its_id_and_local_ones_stay(cache: Path, folder: Path) -> None:
+    files = files_of(folder)
+    policy = lay_out(cache, NAME, OLD, files)
+    critic = lay_out(cache, "owner/critic", NEW, files, refs=("v1",))
+    config = settings(NAME, reference={"path": str(folder)}, critic={"path": "owner/critic@v1"}, algorithm="ppo")
+    found = with_model_folders(config)
+    assert [found.folder_of(role)[0] for role in ("actor", "ref", "critic")] == [policy, folder, critic]
+    assert found.model_copy(update={"model": config.model, "critic": config.critic}) == config
+    check_models(found)
+    assert with_model_folders(found) is found
+
+
+def test_a_local_folder_comes_before_an_id(cache: Path, tmp_path: Path) -> None:
+    lay_out(cache, NAME, OLD, {"config.json": b"{}"})
+    (tmp_path / NAME).mkdir(parents=True)
+    config = settings(NAME)
+    assert with_model_folders(config) is config
+
+
+@pytest.mark.parametrize("written", ["./runs/mdoel", "runs/mdoel/", "nowhere", "a/b/c", Path("runs/mdoel")])
+def test_a_path_that_leads_nowhere_is_named_and_no_hub_is_asked(served: Hub, written: str | Path) -> None:
+    config = with_model_folders(config_from_dict({"model": {"path": written}, "optim": {"total_updates": 10}}))
+    with refused(ModelError, "model.path", str(written).removeprefix("./").removesuffix("/"), "does not exist"):
+        check_models(config)
+    assert served.asked == 0
+
+
+def test_an_id_that_cannot_be_had_is_named_with_its_setting(cache: Path) -> None:
+    with refused(ModelError, "reference.path", f"reference.path={NAME}", cache):
+        with_model_folders(settings("m", reference={"path": NAME}))
+
+
+def test_a_model_that_is_drawn_at_random_needs_no_weights(served: Hub) -> None:
+    found = with_model_folders(settings(NAME, model={"path": NAME, "init": "random"}))
+    assert "config.json" in served.sent and not [name for name in served.sent if name.endswith(".safetensors")]
+    check_models(found)
+
+
+def test_the_run_folder_says_id_and_commit_and_a_resumed_run_has_the_same(served: Hub, tmp_path: Path) -> None:
+    run = {"run": {"dir": str(tmp_path / "run")}, "reference": {"path": NAME}}
+    first = with_model_folders(settings(NAME, **run))
+    assert first.model.path.name == OLD
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").write_settings(first)
+    recorded = load_config(tmp_path / "run" / SETTINGS)
+    assert str(recorded.model.path) == str(recorded.reference.path) == f"{NAME}@{OLD}"
+
+    served.repositories["model", NAME].refs["main"] = NEW
+    use_another_process()
+    resumed = {**run, "checkpoint": {"resume": True}}
+    assert with_model_folders(settings(NAME, **resumed)) == first.model_copy(
+        update={"checkpoint": settings(NAME, **resumed).checkpoint}
+    )
+    assert with_model_folders(recorded).model.path == first.model.path
+    assert with_model_folders(settings(f"{NAME}@main", **resumed)).model.path.name == NEW
+    assert with_model_folders(settings(NAME, **run)).model.path.name == NEW
+
+
+def use_another_process() -> None:
+    from slimefsdp.io import hub
+
+    hub._snapshot.cache_clear()
+
+
+def test_a_settings_file_that_is_damaged_pins_nothing(served: Hub, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SETTINGS).write_text("model: [")
+    resumed = {"run": {"dir": str(tmp_path / "run")}, "checkpoint": {"resume": True}}
+    assert with_model_folders(settings(NAME, **resumed)).model.path.name == OLD
+    (tmp_path / "run" / SETTINGS).write_text(f"model: {{path: '{NAME}@main'}}\nreference: 3\n")
+    assert with_model_folders(settings(NAME, **resumed, reference={"path": NAME})).model.path.name == OLD
+
+
+def test_folders_outside_the_cache_are_recorded_as_they_were_given(cache: Path, folder: Path) -> None:
+    assert yaml.safe_load(settings_text(settings(str(folder))))["model"]["path"] == str(folder)
+
+
+def test_a_dry_run_fetches_the_model_and_finds_it_fine(
+    served: Hub, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = startable(example, tmp_path)
+    tree["model"]["path"] = NAME
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main(["train", str(tmp_path / "c.yaml"), "--dry-run"]) == 0, capsys.readouterr().err
+    assert OLD in capsys.readouterr().out and served.sent.count("model.safetensors") == 1
+    assert cli.main(["train", str(tmp_path / "c.yaml"), "--dry-run", "model.path=owner/nmae"]) == ModelError.exit_code
+    assert "owner/nmae" in capsys.readouterr().err
+
+
+def test_a_plan_fetches_no_weights(
+    served: Hub, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = startable(example, tmp_path)
+    tree["model"]["path"] = NAME
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main(["plan", str(tmp_path / "c.yaml")]) == 0, capsys.readouterr().err
+    assert "config.json" in served.sent and "model.safetensors" not in served.sent

@@ -1,0 +1,265 @@
+"""Records from Parquet files, folders and data sets of the hub: columns by name, places for errors, and no surprise."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.rollout import data_sets
+from actors.rollout.data_sets import DataSource
+from actors.rollout.prompts import PromptStream, digest_of, place_of, read_jsonl, read_records
+from slimefsdp.config.rollout import DataSettings
+from slimefsdp.errors import ConfigError
+from slimefsdp.io.hub import HubId
+from tests.support.hub import COMMITS, files_of, lay_out, use_cache
+from tests.support.refusals import refused
+
+ROWS = [
+    {"question": "1 + 1", "answer": "2", "level": 3, "tags": ["a"], "meta": {"of": 0.5, "by": None}},
+    {"question": "2 + 2", "answer": "4", "level": None, "tags": [], "meta": {"of": None, "by": "x"}},
+]
+TEST = [{**ROWS[0], "question": "3 + 3", "answer": "6"}]
+RECORDS = [{"prompt": row["question"], **{key: row[key] for key in row if key != "question"}} for row in ROWS]
+NAME = "owner/sums"
+COMMIT = COMMITS[0]
+README = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+- config_name: hard
+  data_files: [{split: validation, path: hard/*}]
+---
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of this test alone, offline; the current folder is its own too."""
+    datasets = pytest.importorskip("datasets")
+    use_cache(monkeypatch, tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
+    monkeypatch.chdir(tmp_path)
+    datasets.disable_progress_bars()
+    return (tmp_path / "cache").resolve()
+
+
+def table(rows: list[dict[str, Any]]) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(rows)
+
+
+def records(written: str | Path, name: Any = "train", **columns: str) -> list[Any]:
+    columns = {"prompt_column": "question", **columns}
+    return read_records(DataSettings.model_validate({name: str(written), **columns}), name)
+
+
+def write_parquet(file: Path, rows: list[dict[str, Any]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    table(rows).to_parquet(file)
+    return file
+
+
+def in_parquet(folder: Path) -> Path:
+    return write_parquet(folder / "train.parquet", ROWS)
+
+
+def saved(folder: Path) -> Path:
+    table(ROWS).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def saved_in_splits(folder: Path) -> Path:
+    import datasets
+
+    datasets.DatasetDict(train=table(ROWS), test=table(TEST)).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
+def folder_of_parquet(folder: Path) -> Path:
+    write_parquet(folder / "files" / "test-00000-of-00001.parquet", TEST)
+    return write_parquet(folder / "files" / "train-00000-of-00001.parquet", ROWS).parent
+
+
+def folder_of_jsonl(folder: Path) -> Path:
+    (folder / "files").mkdir()
+    for name, rows in (("train", ROWS), ("test", TEST)):
+        (folder / "files" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "files"
+
+
+WAYS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a Parquet file": (in_parquet, ""),
+    "saved to disk": (saved, ""),
+    "saved in splits": (saved_in_splits, "[train]"),
+    "a folder of Parquet files": (folder_of_parquet, "[train]"),
+    "a folder of JSONL files": (folder_of_jsonl, "[train]"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_however_they_are_kept_the_records_are_the_same_and_know_their_places(tmp_path: Path, way: str) -> None:
+    write, split = WAYS[way]
+    path = write(tmp_path)
+    found = records(path)
+    assert found == RECORDS
+    assert [place_of(record) for record in found] == [f"{path}{split} row {row}" for row in range(2)]
+    lines = tmp_path / "records.jsonl"
+    lines.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    assert digest_of(found) == digest_of(read_jsonl(lines, field="data.train"))
+    PromptStream(found, 1).restore(PromptStream(read_jsonl(lines, field="data.train"), 1).state())
+
+
+@pytest.mark.parametrize("write", [saved_in_splits, folder_of_parquet, folder_of_jsonl])
+def test_training_takes_the_split_train_and_evaluation_test_unless_another_is_named(
+    tmp_path: Path, write: Callable[[Path], Path]
+) -> None:
+    path = write(tmp_path)
+    assert len(records(path)) == len(records(f"{path}#train", "heldout")) == 2
+    (found,) = records(path, "heldout")
+    assert found["answer"] == "6" and place_of(found) == f"{path}[test] row 0"
+    assert records(f"{path}#test") == [found]
+    with refused(ConfigError, "data.heldout", path, "dev", "train", "test"):
+        records(f"{path}#dev", "heldout")
+
+
+def test_a_single_split_is_the_one_whatever_its_name(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert records(path) == records(path, "heldout") == RECORDS
+    with refused(ConfigError, "data.train", path, "dev"):
+        records(f"{path}#dev")
+    with refused(ConfigError, "data.train", path, "main"):
+        records(f"{path}:main")
+
+
+def lay_out_sums(cache: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    for config, split, rows in (("main", "train", ROWS), ("main", "test", TEST), ("hard", "validation", TEST)):
+        write_parquet(folder / config / f"{split}-00000-of-00001.parquet", rows)
+    (folder / "README.md").write_text(README)
+    lay_out(cache, NAME, COMMIT, files_of(folder), kind="dataset", refs=("main", "v1"))
+
+
+def test_a_data_set_of_the_hub_is_named_by_id_revision_configuration_and_split(cache: Path, tmp_path: Path) -> None:
+    lay_out_sums(cache, tmp_path)
+    found = records(f"{NAME}:main#train")
+    assert found == RECORDS and place_of(found[1]) == f"{NAME}[train] row 1"
+    assert records(f"{NAME}:main", "heldout") == records(f"{NAME}@v1:hard") == records(f"{NAME}@{COMMIT}:main#test")
+    with refused(ConfigError, "data.train", NAME, "main", "hard"):
+        records(NAME)
+    with refused(ConfigError, "data.train", NAME, "easy", "main", "hard"):
+        records(f"{NAME}:easy")
+    with refused(ConfigError, "data.heldout", NAME, "dev", "train", "test"):
+        records(f"{NAME}:main#dev", "heldout")
+
+
+@pytest.mark.parametrize("written", ["owner/other", f"{NAME}@v2", "owner/other:main#train"])
+def test_a_data_set_that_is_not_in_the_cache_is_named_offline(cache: Path, tmp_path: Path, written: str) -> None:
+    lay_out_sums(cache, tmp_path)
+    with refused(ConfigError, "data.train", f"data.train={written.partition(':')[0]}", cache):
+        records(written)
+
+
+@pytest.mark.parametrize("written", ["./data/sums", "data/sums/", "data/tarin.jsonl", "data/tarin.parquet", "sums"])
+def test_a_path_that_leads_nowhere_is_not_looked_for_on_the_hub(tmp_path: Path, written: str) -> None:
+    with refused(ConfigError, "data.train", written.strip("./"), "does not exist"):
+        records(written)
+
+
+def test_what_is_there_under_the_whole_name_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "owner").mkdir()
+    (tmp_path / "owner" / "sums:main#train").write_text(json.dumps(RECORDS[0]))
+    assert not DataSource.of("owner/sums:main#train").is_table
+    assert records("owner/sums:main#train", prompt_column="prompt") == RECORDS[:1]
+    source = DataSource.of("owner/other@v1:main#train")
+    assert source == DataSource(Path("owner/other@v1"), HubId("owner/other", "v1"), "main", "train")
+
+
+def test_columns_are_mapped_by_name_and_take_the_place_of_others(tmp_path: Path) -> None:
+    rows = [{"prompt": "raw", "question": "q", "answer": "long", "solution": "s", "level": 1}]
+    path = write_parquet(tmp_path / "x.parquet", rows)
+    assert records(path, answer_column="solution") == [{"prompt": "q", "answer": "s", "level": 1}]
+    assert records(path, prompt_column="prompt") == rows
+    (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]))
+    assert records(tmp_path / "x.jsonl", answer_column="solution") == [{"prompt": "q", "answer": "s", "level": 1}]
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl"])
+def test_a_column_that_is_missing_is_named_with_its_setting_and_those_there_are(tmp_path: Path, name: str) -> None:
+    path = write_parquet(tmp_path / "x.parquet", ROWS)
+    (tmp_path / "x.jsonl").write_text(json.dumps(ROWS[0]))
+    place = f"{path} row 0" if name == "x.parquet" else f"{tmp_path / name}:1"
+    with refused(ConfigError, "data.prompt_column", place, "problem", "question"):
+        records(tmp_path / name, prompt_column="problem")
+    with refused(ConfigError, "data.answer_column", place, "solution", "answer"):
+        records(tmp_path / name, answer_column="solution")
+    with refused(ConfigError, "data.train", place, "prompt", "question") as caught:
+        records(tmp_path / name, prompt_column="prompt")
+    assert "data.prompt_column" in str(caught.value.hint)
+
+
+def test_without_an_answer_there_is_none(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", [{"question": "q", "level": 1}])
+    assert records(path) == [{"prompt": "q", "level": 1}]
+
+
+@pytest.mark.parametrize("value", [b"\x00", datetime.date(2026, 1, 1), [{"at": datetime.datetime(2026, 1, 1)}]])
+def test_a_value_that_json_cannot_hold_is_named_by_column_and_row(tmp_path: Path, value: object) -> None:
+    path = write_parquet(tmp_path / "x.parquet", [{"question": "q", "odd": None}, {"question": "r", "odd": value}])
+    with refused(ConfigError, "data.train", f"{path} row 1", "odd"):
+        records(path)
+
+
+def test_a_faulty_prompt_is_named_by_row(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", [{"question": "q"}, {"question": " "}])
+    with refused(ConfigError, "data.train", f"{path} row 1"):
+        records(path)
+
+
+def test_chat_messages_have_the_keys_that_they_were_written_with(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+        {"role": "tool", "content": "", "name": "f"},
+    ]
+    path = write_parquet(tmp_path / "x.parquet", [{"question": chat}])
+    assert records(path) == [{"prompt": chat}]
+
+
+def test_what_cannot_be_read_or_holds_nothing_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_text("no Parquet")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.txt").write_text("a line\n")
+    write_parquet(tmp_path / "none.parquet", ROWS[:0] or [{"question": "q"}]).unlink()
+    table(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
+    for name in ("bad.parquet", "empty", "texts", "none.parquet", "gone.parquet"):
+        with refused(ConfigError, "data.train", tmp_path / name):
+            records(tmp_path / name)
+
+
+def test_other_files_in_a_folder_are_noticed(tmp_path: Path) -> None:
+    path = folder_of_parquet(tmp_path)
+    before = records(path)
+    write_parquet(path / "train-00000-of-00001.parquet", TEST)
+    assert records(path) != before and len(records(path)) == 1
+
+
+def test_without_the_package_a_jsonl_file_is_read_and_all_else_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = in_parquet(tmp_path)
+    (tmp_path / "x.jsonl").write_text(json.dumps(ROWS[0]))
+    monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
+    assert len(records(tmp_path / "x.jsonl")) == 1
+    for written in (path, tmp_path, "owner/name:main#train"):
+        with refused(ConfigError, "data.train", f"data.train={written}", "datasets") as caught:
+            records(written)
+        assert "`data` extra" in str(caught.value.hint)
