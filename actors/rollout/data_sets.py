@@ -6,6 +6,7 @@ decoded: what Arrow holds becomes plain Python, and an image is its bytes, which
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from slimefsdp.io.user_files import open_plain
 Row = tuple[dict[str, Any], str]
 """Its columns, and its place: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]` is."""
 
+MAX_FILES = 10_000  # in a folder
 _SELECTION = re.compile(r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*))?", re.ASCII)
 _SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 _FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it can read others, with code for each
@@ -147,6 +149,7 @@ def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[
                 _check_config(source.config, [], name, field)
                 found = datasets.load_from_disk(str(folder))
             else:
+                _require_few_files(folder)
                 _check_config(source.config, datasets.get_dataset_config_names(str(folder)), name, field)
                 builder = datasets.load_dataset_builder(str(folder), source.config)
                 if builder.name not in _FORMATS:
@@ -162,6 +165,13 @@ def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[
             hint="name a folder of Parquet or JSONL files, or one that `save_to_disk` wrote",
         ) from error
     return dict(found) if isinstance(found, dict) else {"": found}
+
+
+def _require_few_files(folder: Path) -> None:
+    """A home or a root that was named by mistake would be walked through for very long."""
+    files = itertools.chain.from_iterable(names for _, _, names in os.walk(folder))
+    if sum(1 for _ in itertools.islice(files, MAX_FILES + 1)) > MAX_FILES:
+        raise ValueError(f"there are more than {MAX_FILES:,} files in it")
 
 
 def _check_config(asked: str | None, there: list[str], name: str, field: str) -> None:

@@ -207,7 +207,7 @@ def check_answers(records: Sequence[Record], *, field: str) -> None:
         is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
         if not is_number and not (isinstance(answer, str) and answer.strip() and not _text_fault(answer)):
             found = f"'answer' is {short_repr(answer)}" if "answer" in record else "no 'answer'"
-            hint = "give each record an 'answer' that is a text or a number"
+            hint = "give each record an 'answer', a text or a number, or name the key that has it: data.answer_column"
             raise ConfigError(f"{place_of(record)}: {found}", field=field, hint=hint)
 
 

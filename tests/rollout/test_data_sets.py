@@ -13,6 +13,7 @@ import pytest
 from actors.rollout import data_sets
 from actors.rollout.data_sets import DataSource
 from actors.rollout.prompts import PromptStream, digest_of, place_of, read_jsonl, read_records
+from slimefsdp.config import config_from_dict
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.hub import HubId
@@ -238,11 +239,23 @@ def test_what_cannot_be_read_or_holds_nothing_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.txt").write_text("a line\n")
-    write_parquet(tmp_path / "none.parquet", ROWS[:0] or [{"question": "q"}]).unlink()
     table(ROWS).select([]).to_parquet(tmp_path / "none.parquet")
     for name in ("bad.parquet", "empty", "texts", "none.parquet", "gone.parquet"):
         with refused(ConfigError, "data.train", tmp_path / name):
             records(tmp_path / name)
+
+
+def test_a_folder_that_is_no_data_set_is_not_walked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_sets, "MAX_FILES", 1)
+    path = folder_of_parquet(tmp_path)
+    with refused(ConfigError, "data.train", path, 1):
+        records(path)
+
+
+def test_supervised_records_have_columns_too() -> None:
+    tree = {"model": {"path": "m"}, "optim": {"total_updates": 1}, "batch": {"samples_per_update": 1}}
+    data = {"train": "x", "prompt_column": "q", "answer_column": "a"}
+    assert config_from_dict({**tree, "algorithm": "sft", "data": data}).data.prompt_column == "q"
 
 
 def test_other_files_in_a_folder_are_noticed(tmp_path: Path) -> None:
