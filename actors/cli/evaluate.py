@@ -1,4 +1,4 @@
-"""`slimefsdp eval MODEL`: how a model folder answers held-out prompts, without any training."""
+"""`slimefsdp eval MODEL`: how a model answers held-out prompts, without any training."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from actors.cli.preflight import check_functions, check_installed, check_models, check_servers
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
+from actors.model_folders import with_model_folders
+from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.startup import stage
 from slimefsdp.config import RunConfig
@@ -30,7 +32,9 @@ _SECTIONS = ("mesh", "fsdp", "attention", "precision", "batch", "data", "rollout
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("model", type=path_argument, help="Hugging Face folder, such as a run's export")
+    parser.add_argument(
+        "model", type=_model_argument, help="Hugging Face folder, such as a run's export, or the id of one on the hub"
+    )
     parser.add_argument(
         "overrides", nargs="*",
         help="dotted settings: data.heldout=FILE and rollout.reward=module:function are needed, here or in the YAML",
@@ -42,6 +46,12 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=path_argument, metavar="DIR", help=f"new folder for {METRICS} and the responses"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _model_argument(text: str) -> str:
+    """As it is written, which tells an id of the hub from a path."""
+    path_argument(text)
+    return text
 
 
 def settings_of(options: argparse.Namespace) -> RunConfig:
@@ -57,7 +67,7 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
     config = config_from_dict(
         {
             **tree,
-            "model": {**tree.get("model", {}), "path": str(options.model)},
+            "model": {**tree.get("model", {}), "path": options.model},
             "optim": {"total_updates": 1},
             "evaluation": _with_pass_at(tree.get("evaluation", {})),
             "run": {**tree.get("run", {}), "dir": None if options.output is None else str(options.output)},
@@ -77,19 +87,21 @@ def _with_pass_at(evaluation: Any) -> Any:
     return {"pass_at": sorted({1, samples}) if type(samples) is int else [], **evaluation, "interval_steps": 1}
 
 
-def check_before_evaluation(config: RunConfig) -> Prompts:
-    """As `actors.cli.preflight.check_before_launch`, of what an evaluation needs; the prompts that are short enough."""
+def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
+    """As `actors.cli.preflight.check_before_launch`, of what an evaluation needs."""
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")
     with stage("checking settings and data", is_short=True):
+        check_installed(config)
+        require_reader(DataSource.of(config.value_of("data.heldout")), "data.heldout")
+        config = with_model_folders(config)
         check_models(config)
         check_tokenizer(config.model.path)
         check_functions(config)
         check_servers(config)
-        check_installed(config)
         check_machine(config)
         check_gpus(config, engines=gpus_of_engines(config))
-    return read_heldout(config)
+    return config, read_heldout(config)
 
 
 def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:

@@ -226,7 +226,7 @@ def _start_ray(config: RunConfig) -> None:
 def _eval(options: argparse.Namespace) -> int:
     config = settings_of(options)
     with reporting():
-        prompts = check_before_evaluation(config)
+        config, prompts = check_before_evaluation(config)
         _start_ray(config)
         try:
             metrics = evaluated(config, prompts)

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -29,7 +29,6 @@ MAX_FILES = 10_000  # in a folder
 _SELECTION = re.compile(r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*))?", re.ASCII)
 _SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 _FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it can read others, with code for each
-_DEFAULT = "default"  # the configuration of a data set that names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,14 +145,17 @@ def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[
     try:
         with _without_bars():
             if any((folder / file).is_file() for file in _SAVED):
-                _check_config(source.config, [], name, field)
+                _check_config(source.config, [], None, name, field)
                 found = datasets.load_from_disk(str(folder))
             else:
                 _require_few_files(folder)
-                _check_config(source.config, datasets.get_dataset_config_names(str(folder)), name, field)
-                builder = datasets.load_dataset_builder(str(folder), source.config)
+                there = datasets.get_dataset_config_names(str(folder))
+                default = datasets.get_dataset_default_config_name(str(folder))
+                _check_config(source.config, there, default, name, field)
+                builder = datasets.load_dataset_builder(str(folder), source.config or default)
                 if builder.name not in _FORMATS:
                     raise ValueError(f"its files are of the format {builder.name}, not {', '.join(_FORMATS)}")
+                _require_inside(folder, builder.config.data_files)
                 builder.download_and_prepare()
                 found = builder.as_dataset()
     except ConfigError:
@@ -174,8 +176,15 @@ def _require_few_files(folder: Path) -> None:
         raise ValueError(f"there are more than {MAX_FILES:,} files in it")
 
 
-def _check_config(asked: str | None, there: list[str], name: str, field: str) -> None:
-    if asked is None and len(there) > 1 and _DEFAULT not in there:
+def _require_inside(folder: Path, data_files: Mapping[str, Sequence[object]]) -> None:
+    """A README.md can name other files of this machine, or of another one."""
+    for file in itertools.chain.from_iterable(data_files.values()):
+        if not Path(os.path.normpath(str(file))).is_relative_to(folder):
+            raise ValueError(f"it names a file elsewhere, {file}")
+
+
+def _check_config(asked: str | None, there: list[str], default: str | None, name: str, field: str) -> None:
+    if asked is None and len(there) > 1 and default is None:
         problem = f"{field}: {name} has several configurations: {', '.join(there)}"
         raise ConfigError(problem, field=field, hint=f"name one of them behind a colon, like {name}:{there[0]}")
     if asked is not None and asked not in there:

@@ -252,6 +252,26 @@ def test_a_folder_that_is_no_data_set_is_not_walked_through(tmp_path: Path, monk
         records(path)
 
 
+@pytest.mark.parametrize("elsewhere", ["../secret.jsonl", "/etc/../secret.jsonl"])
+def test_a_readme_that_names_files_elsewhere_is_refused(tmp_path: Path, elsewhere: str) -> None:
+    (tmp_path / "secret.jsonl").write_text(json.dumps(RECORDS[0]))
+    path = folder_of_jsonl(tmp_path)
+    named = elsewhere.replace("/etc/..", str(tmp_path))
+    (path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: a, data_files: '{named}'}}\n---\n")
+    with refused(ConfigError, "data.train", path):
+        records(path)
+
+
+def test_a_configuration_that_the_readme_calls_the_default_is_one(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "made" / "main" / "train.parquet", ROWS)
+    write_parquet(tmp_path / "made" / "hard" / "train.parquet", TEST)
+    readme = README.replace("config_name: main", "config_name: main\n  default: true").replace("train-*", "train*")
+    readme = readme.replace("  - {split: test, path: main/test-*}\n", "")
+    (tmp_path / "made" / "README.md").write_text(readme)
+    assert records(tmp_path / "made") == RECORDS
+    assert len(records(f"{tmp_path / 'made'}:hard")) == 1
+
+
 def test_supervised_records_have_columns_too() -> None:
     tree = {"model": {"path": "m"}, "optim": {"total_updates": 1}, "batch": {"samples_per_update": 1}}
     data = {"train": "x", "prompt_column": "q", "answer_column": "a"}
