@@ -18,7 +18,7 @@ from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
-from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
 from actors.rollout.reward_workers import RewardWorkers
 from actors.rollout.rewards import Rewards
@@ -57,7 +57,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
     """
     interrupts = interrupts or Interrupts()
     check_ready_to_train(config)
-    config = with_model_folders(config)
+    config = with_data_commits(with_model_folders(config))
     assert config.run.steps is not None
     prompts = prompts or without_overlong(config, read_prompts(config))
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
 """Models that the settings name by an id of the Hugging Face hub: fetched once, by the driver, before anything starts.
 
-Everybody else is given the folder in the user's cache, whose name has the commit. `run.dir/settings.yaml` says id and
+Everybody else is given the folder in the user's cache, whose name is the commit. `run.dir/settings.yaml` says id and
 commit, and there a resumed run looks which commit it began with.
 """
 
@@ -50,14 +50,19 @@ def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunCo
 
 
 def _begun_with(config: RunConfig) -> dict[str, HubId]:
-    """Name -> the id with its commit, of the models that the newest start of a run to be resumed has recorded."""
-    if not config.checkpoint.resume or config.run.dir is None:
-        return {}
-    try:
-        recorded: dict[str, Any] = read_yaml_mapping(config.run.dir / SETTINGS)
-    except ConfigError:  # there is none, or somebody has written another one: the checkpoint says what it can
-        return {}
+    """Name -> the id with its commit, of the models that a run to be resumed has begun with."""
+    recorded = recorded_settings(config)
     sections = [recorded.get(field.partition(".")[0]) for field in config.model_paths]
     texts = [section.get("path") for section in sections if isinstance(section, dict)]
     ids = [HubId.of(Path(text)) for text in texts if isinstance(text, str)]
     return {found.name: found for found in ids if found is not None and found.is_commit}
+
+
+def recorded_settings(config: RunConfig) -> dict[str, Any]:
+    """What the newest start of a run to be resumed has left as its settings; nothing of any other run."""
+    if not config.checkpoint.resume or config.run.dir is None:
+        return {}
+    try:
+        return read_yaml_mapping(config.run.dir / SETTINGS)
+    except ConfigError:  # there is none, or somebody has written another one: the checkpoint says what it can
+        return {}

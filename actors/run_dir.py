@@ -1,8 +1,8 @@
 """What a run keeps in `run.dir` beside metrics and checkpoints: who writes there, the settings, and its newest batches.
 
     .lock          held by the process that runs `train`, and given back however that process ends
-    settings.yaml  every setting of the newest start, defaults as comments, models of the Hugging Face hub with their
-                   commits; settings.1.yaml, .. of the starts before it
+    settings.yaml  every setting of the newest start, defaults as comments, what is of the Hugging Face hub with its
+                   commit; settings.1.yaml, .. of the starts before it
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
     batches/       what each step since the oldest checkpoint trained on
     evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt)

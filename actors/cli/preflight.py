@@ -13,7 +13,7 @@ from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, h
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.filters import load_filter
-from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
 from actors.run_dir import RunFolder
@@ -46,8 +46,8 @@ _SYSTEM_FOLDERS = frozenset(
 def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tuple[RunConfig, Prompts]:
     """All that can be known to fail without starting anything.
 
-    Returns the settings, in which models that are on the hub have their folders here, and the records that are short
-    enough.
+    Returns the settings, with folders of this machine for models of the hub and commits for data sets, and the records
+    that are short enough.
 
     Args:
         takes_folder: lock run.dir, which makes it; False: only look whether it could be taken. Nothing is written.
@@ -61,7 +61,7 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tupl
         for field in ("data.train", "data.heldout"):
             if (named := config.value_of(field)) is not None:
                 require_reader(DataSource.of(named), field)
-        config = with_model_folders(config)
+        config = with_data_commits(with_model_folders(config))
         prompts = _checked_but_lengths(config, takes_folder=takes_folder)
     return config, without_overlong(config, prompts)  # last: it takes seconds
 

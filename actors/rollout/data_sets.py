@@ -57,6 +57,10 @@ class DataSource:
             return cls(whole)
         return cls(path, hub_id, found["config"], found["split"])
 
+    def __str__(self) -> str:
+        config = f":{self.config}" if self.config else ""
+        return f"{self.hub_id or self.path}{config}" + (f"#{self.split}" if self.split else "")
+
     @property
     def is_table(self) -> bool:
         """Whether `read_rows` reads it; anything else is a JSONL file, or missing."""
@@ -76,7 +80,7 @@ def require_reader(source: DataSource, field: str) -> None:
     """
     if source.is_table and find_spec("datasets") is None:
         raise ConfigError(
-            f"{field}={_written(source)} needs the package datasets, which is not installed",
+            f"{field}={source} needs the package datasets, which is not installed",
             field=field,
             hint="install the `data` extra, or write the records into a JSONL file",
         )
@@ -99,7 +103,7 @@ def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row
         return list(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
     folder, name = source.path.absolute(), str(source.path)  # `json` alone would be a format to datasets
     if source.hub_id is not None:
-        folder, name = _fetched(source.hub_id, field), str(source.hub_id)
+        folder, name = fetched(source.hub_id, field), source.hub_id.name
     with stage(f"reading {name}", is_short=True):
         splits = _splits_of(folder, source, name, field)
         split = _chosen_split(splits, source.split, default_split, name, field)
@@ -108,12 +112,9 @@ def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row
         return list(_plain(table.to_pylist(), place, field))
 
 
-def _written(source: DataSource) -> str:
-    config = f":{source.config}" if source.config else ""
-    return f"{source.hub_id or source.path}{config}" + (f"#{source.split}" if source.split else "")
+def fetched(hub_id: HubId, field: str) -> Path:
+    """The folder with the files of a data set of the hub, named by its commit; errors as of `read_rows`."""
 
-
-def _fetched(hub_id: HubId, field: str) -> Path:
     def progress() -> str:
         return f"{byte_text(bytes_there(hub_id, 'dataset'))} in the cache"
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from actors.model_folders import recorded_settings
+from actors.rollout.data_sets import DataSource, fetched
 from actors.rollout.prompts import Record, check_answers, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
 from actors.rollout.tokenizer import count_tokens
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
+from slimefsdp.io.hub import HubId
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import ROLES
 
@@ -35,6 +39,30 @@ class Prompts:
     heldout: list[Record]
     skipped: list[Skipped] = field(default_factory=list)
     longest: int = 0  # tokens of a prompt that is sampled for, where they were counted
+
+
+def with_data_commits(config: RunConfig) -> RunConfig:
+    """The settings with a commit behind each id of a data set: the newest, or that which a resumed run began with.
+
+    Its files are fetched.
+
+    Raises:
+        ConfigError, ResourceError: as `actors.rollout.data_sets.read_rows`.
+    """
+    recorded, found = recorded_settings(config).get("data"), dict[str, Path]()
+    for name in ("train", "heldout"):
+        written = config.value_of(f"data.{name}")
+        source = None if written is None else DataSource.of(written)
+        if source is None or source.hub_id is None:
+            continue
+        before = recorded.get(name) if isinstance(recorded, dict) else None
+        begun_with = DataSource.of(before).hub_id if isinstance(before, str) else None
+        asked = source.hub_id
+        if asked.revision is None and begun_with is not None and begun_with.name == asked.name:
+            asked = begun_with
+        commit = HubId(asked.name, fetched(asked, f"data.{name}").name)
+        found[name] = Path(str(replace(source, hub_id=commit)))
+    return config.model_copy(update={"data": config.data.model_copy(update=found)}) if found else config
 
 
 def read_prompts(config: RunConfig) -> Prompts:

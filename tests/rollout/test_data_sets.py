@@ -12,10 +12,13 @@ import pytest
 
 from actors.rollout import data_sets
 from actors.rollout.data_sets import DataSource
+from actors.rollout.prompt_files import with_data_commits
 from actors.rollout.prompts import PromptStream, digest_of, place_of, read_jsonl, read_records
-from slimefsdp.config import config_from_dict
+from actors.run_dir import RunFolder
+from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import ConfigError
+from slimefsdp.io import hub
 from slimefsdp.io.hub import HubId
 from tests.support.hub import COMMITS, files_of, lay_out, use_cache
 from tests.support.refusals import refused
@@ -159,6 +162,27 @@ def test_a_data_set_of_the_hub_is_named_by_id_revision_configuration_and_split(c
         records(f"{NAME}:easy")
     with refused(ConfigError, "data.heldout", NAME, "dev", "train", "test"):
         records(f"{NAME}:main#dev", "heldout")
+
+
+def test_a_resumed_run_has_the_commit_of_a_data_set_that_it_began_with(cache: Path, tmp_path: Path) -> None:
+    lay_out_sums(cache, tmp_path)
+
+    def settings(train: str, resume: bool = True) -> RunConfig:
+        tree = {"model": {"path": "m"}, "optim": {"total_updates": 1}, "run": {"dir": str(tmp_path / "run")}}
+        data = {"train": train, "heldout": str(tmp_path / "x.jsonl")}
+        return config_from_dict({**tree, "data": data, "checkpoint": {"resume": resume}})
+
+    first = with_data_commits(settings(f"{NAME}:main#train"))
+    assert str(first.data.train) == f"{NAME}@{COMMIT}:main#train" and with_data_commits(first) == first
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").write_settings(first)
+    (cache / f"datasets--{NAME.replace('/', '--')}" / "refs" / "main").write_text(COMMITS[1])
+    hub._snapshot.cache_clear()
+    assert with_data_commits(settings(f"{NAME}:main#train")) == first
+    assert with_data_commits(settings(f"{NAME}@v1:main#train")) == first
+    for config in (settings(f"{NAME}:main#train", resume=False), settings(f"{NAME}@main:main#train")):
+        with refused(ConfigError, "data.train", NAME, cache):  # of whose newest commit the cache has nothing
+            with_data_commits(config)
 
 
 @pytest.mark.parametrize("written", ["owner/other", f"{NAME}@v2", "owner/other:main#train"])
