@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import yaml
 
 from actors.cli import main as cli
 from actors.cli.preflight import check_models
+from actors.loop import train
 from actors.model_folders import with_model_folders
 from actors.run_dir import SETTINGS, RunFolder, settings_text
 from slimefsdp.config import RunConfig, config_from_dict, load_config
 from slimefsdp.errors import ModelError
 from tests.support.hub import COMMITS, Hub, Repository, files_of, lay_out, use_cache
 from tests.support.refusals import refused
-from tests.support.runs import startable
+from tests.support.runs import rows_of, startable
 
 OLD, NEW = COMMITS[:2]
 NAME = "owner/tiny-sorter"
@@ -142,3 +144,46 @@ def test_a_plan_fetches_no_weights(
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     assert cli.main(["plan", str(tmp_path / "c.yaml")]) == 0, capsys.readouterr().err
     assert "config.json" in served.sent and "model.safetensors" not in served.sent
+
+
+def test_a_run_trains_on_a_model_and_prompts_of_the_hub_and_goes_on_with_them(
+    cluster: None, make_config: Any, example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "arrow")
+    cache = tmp_path / "cache"
+    use_cache(monkeypatch, cache)
+    lay_out(cache, NAME, OLD, files_of(example / "model"))
+    rows = [json.loads(line) for line in (example / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "made").mkdir()
+    for split in ("train", "test"):
+        table = datasets.Dataset.from_list([{"question": row["prompt"], "answer": row["answer"]} for row in rows[:16]])
+        table.to_parquet(tmp_path / "made" / f"{split}.parquet")
+    lay_out(cache, "owner/digits", NEW, files_of(tmp_path / "made"), kind="dataset")
+
+    def config(steps: int, **sections: Any) -> RunConfig:
+        made: RunConfig = make_config(
+            run={"dir": str(tmp_path / "run"), "steps": steps},
+            model={"path": NAME},
+            mesh={"dp": 1},
+            data={"train": "owner/digits", "heldout": "owner/digits#test", "prompt_column": "question"},
+            rollout={
+                "prompts_per_step": 2,
+                "samples_per_prompt": 2,
+                "max_new_tokens": 6,
+                "engines": 1,
+                "reward": "tests.support.runs:variety",
+            },
+            evaluation={"interval_steps": 2},
+            checkpoint={"interval_steps": 1, **sections},
+        )
+        return made
+
+    train(config(1))
+    recorded = load_config(tmp_path / "run" / SETTINGS)
+    assert str(recorded.model.path) == f"{NAME}@{OLD}" and str(recorded.data.train) == f"owner/digits@{NEW}"
+    for name in (f"models--{NAME.replace('/', '--')}", "datasets--owner--digits"):
+        (cache / name / "refs" / "main").write_text(COMMITS[2])  # of which the cache has nothing
+    use_another_process()
+    train(config(2, resume=True))
+    assert [row["step"] for row in rows_of(config(2))] == [0, 1, 2]
