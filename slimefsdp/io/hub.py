@@ -163,7 +163,8 @@ def _in_words(refusal: Exception, hub_id: HubId, kind: Kind) -> tuple[str, str]:
         return f"the hub gives no access to it (status {status})", log_in
     if isinstance(refusal, errors.LocalEntryNotFoundError):
         why = "HF_HUB_OFFLINE=1" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({_cause(refusal)})"
-        cut = "is not whole" if isinstance(refusal, errors.IncompleteSnapshotError) else "is not"
+        is_part = isinstance(refusal, getattr(errors, "IncompleteSnapshotError", ()))  # which versions before 2 lack
+        cut = "is not whole" if is_part else "is not"
         problem = f"there is no such path here, {why}, and it {cut} in the cache, {_cache()}"
         download = "hf download" if kind == "model" else "hf download --repo-type dataset"
         revision = f" --revision {hub_id.revision}" if hub_id.revision else ""

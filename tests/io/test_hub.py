@@ -135,6 +135,16 @@ def test_what_is_there_already_is_used_while_the_hub_cannot_be_reached(
         fetched("owner/name", "v1")
 
 
+def test_half_of_a_model_is_not_taken_for_one_offline(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    light = fetched("owner/name", with_weights=False)
+    use_cache(monkeypatch, tmp_path / "cache")
+    assert fetched("owner/name", with_weights=False) == light
+    with refused(ModelError, FIELD, f"{FIELD}=owner/name", tmp_path / "cache"):
+        fetched("owner/name")
+
+
 def closed_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as one:
         return int(one.getsockname()[1])
