@@ -43,8 +43,8 @@ def served(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         yield server
 
 
-def settings(model: str, **sections: dict[str, Any]) -> RunConfig:
-    return config_from_dict({"model": {"path": model}, "optim": {"total_updates": 10}, **sections})
+def settings(written: str, **sections: dict[str, Any]) -> RunConfig:
+    return config_from_dict({"model": {"path": written}, "optim": {"total_updates": 10}, **sections})
 
 
 def test_every_role_has_the_folder_of_its_id_and_local_ones_stay(cache: Path, folder: Path) -> None:

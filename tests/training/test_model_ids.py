@@ -23,7 +23,7 @@ NAME = "owner/tiny"
 
 
 def trained_by(rank: int, config: RunConfig, caches: list[Path]) -> Any:
-    """What a rank with a cache of its own begins with: the folder, and a digest of all weights; or its error."""
+    """What a rank with a cache of its own begins with: folders and a digest of all weights; or, in a list, its error."""
     hub._snapshot.cache_clear()
     with (
         patch.object(constants, "HF_HUB_CACHE", str(caches[rank])),
@@ -33,7 +33,7 @@ def trained_by(rank: int, config: RunConfig, caches: list[Path]) -> Any:
             trainer = Trainer(config, device=CPU)
             return trainer.folder.path, trainer.config.folder_of("ref")[0], fingerprint(trainer.policy)
         except ModelError as error:
-            return error
+            return [error]
 
 
 @pytest.fixture
@@ -69,6 +69,6 @@ def test_what_one_rank_cannot_have_is_the_same_error_on_all(
 ) -> None:
     caches[empty] = tmp_path / "none"
     errors = ranks.run(2, trained_by, settings(Path("m"), model={"path": NAME}, mesh={"dp": 2}), caches)
-    for error in errors:
+    for (error,) in errors:
         assert_refusal(error, ModelError, "model.path", f"model.path={NAME}", tmp_path / "none")
         assert error.rank == empty
