@@ -222,7 +222,12 @@ def test_the_bounds_are_those_of_the_project_from_source_or_installed(
     project = environment.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = Requirement(f"python{project['requires-python']}")
     assert bounds == {python, *map(Requirement, project["dependencies"])}
-    assert {one.name for one in from_source if one.is_optional} == {"flash-attn", "ring-flash-attn", "wandb"}
+    assert {one.name for one in from_source if one.is_optional} == {
+        "datasets",
+        "flash-attn",
+        "ring-flash-attn",
+        "wandb",
+    }
     signs = "".join(one.supported for one in from_source)
     assert set(signs) <= set("0123456789.,<>="), "other bounds would be passed over"
     # an installation has no pyproject.toml beside it

@@ -23,7 +23,7 @@ NAME = "owner/tiny"
 
 
 def trained_by(rank: int, config: RunConfig, caches: list[Path]) -> Any:
-    """What a rank with a cache of its own begins with: folders and a digest of all weights; or, in a list, its error."""
+    """What a rank with a cache of its own begins with: folders and a digest of its weights; or its error in a list."""
     hub._snapshot.cache_clear()
     with (
         patch.object(constants, "HF_HUB_CACHE", str(caches[rank])),
