@@ -307,16 +307,3 @@ def test_other_files_in_a_folder_are_noticed(tmp_path: Path) -> None:
     before = records(path)
     write_parquet(path / "train-00000-of-00001.parquet", TEST)
     assert records(path) != before and len(records(path)) == 1
-
-
-def test_without_the_package_a_jsonl_file_is_read_and_all_else_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = in_parquet(tmp_path)
-    (tmp_path / "x.jsonl").write_text(json.dumps(ROWS[0]))
-    monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
-    assert len(records(tmp_path / "x.jsonl")) == 1
-    for written in (path, tmp_path, "owner/name:main#train"):
-        with refused(ConfigError, "data.train", f"data.train={written}", "datasets") as caught:
-            records(written)
-        assert "`data` extra" in str(caught.value.hint)

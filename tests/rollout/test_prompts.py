@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from actors.rollout.prompts import PromptStream, encode_prompt, place_of, read_jsonl
+from actors.rollout import data_sets
+from actors.rollout.prompts import PromptStream, encode_prompt, place_of, read_jsonl, read_records
+from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.refusals import refused
 
@@ -199,3 +201,16 @@ def test_a_place_that_an_earlier_version_saved_is_taken():
     resumed = PromptStream(records(10), 1)
     resumed.restore(state)
     assert resumed.take(30) == stream.take(30)
+
+
+@pytest.mark.parametrize("written", ["x.parquet", "folder", "owner/name:main#train"])
+def test_without_the_package_datasets_all_but_jsonl_names_the_extra(tmp_path, monkeypatch, written):
+    monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("x.parquet").write_bytes(b"PAR1")
+    Path("x.jsonl").write_text('{"question": "a"}')
+    assert read_records(DataSettings(train="x.jsonl", prompt_column="question"), "train") == [{"prompt": "a"}]
+    with refused(ConfigError, "data.train", f"data.train={written}", "datasets") as caught:
+        read_records(DataSettings(train=written), "train")
+    assert "`data` extra" in caught.value.hint
