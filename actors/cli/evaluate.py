@@ -19,6 +19,8 @@ from slimefsdp.config.loader import apply_override, read_yaml_mapping
 from slimefsdp.config.tree import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.atomic_dir import require_free_folder
+from slimefsdp.io.checksummed_files import io_reported, write_synced
+from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import path_argument
 from slimefsdp.models.hf_folder import check_tokenizer
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from actors.rollout.collect import Metrics
 
 METRICS = "metrics.json"
+_CHECKED_PROMPTS = 4  # whose samples are looked at, of engines of another code
 # of a run's settings, those that its evaluations follow from
 _SECTIONS = ("mesh", "fsdp", "attention", "precision", "batch", "data", "rollout", "evaluation", "cluster")
 
@@ -58,16 +61,25 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
     """The settings of an evaluation.
 
     Raises:
-        ConfigError: as `slimefsdp.load_config`; data.heldout or rollout.reward is not set; DIR exists.
+        ConfigError: as `slimefsdp.load_config`; data.heldout or rollout.reward is not set, or an override says nothing
+            about an evaluation.
     """
     given = {} if options.config is None else read_yaml_mapping(options.config)
+    if unknown := sorted(given.keys() - RunConfig.model_fields.keys()):
+        raise ConfigError(f"{unknown[0]} is not a setting", field=unknown[0], hint=f"correct it in {options.config}")
     tree = {name: given[name] for name in _SECTIONS if name in given}
+    if isinstance(given.get("run"), dict) and "seed" in given["run"]:
+        tree["run"] = {"seed": given["run"]["seed"]}
     for override in options.overrides:
+        name = override.partition("=")[0].strip()
+        if name == "evaluation.interval_steps" or (name != "run.seed" and name.partition(".")[0] not in _SECTIONS):
+            hint = "remove it; the model and --output are arguments of their own"
+            raise ConfigError(f"{name} says nothing about an evaluation", field=name, hint=hint)
         apply_override(tree, override)
     config = config_from_dict(
         {
             **tree,
-            "model": {**tree.get("model", {}), "path": options.model},
+            "model": {"path": options.model},
             "optim": {"total_updates": 1},
             "evaluation": _with_pass_at(tree.get("evaluation", {})),
             "run": {**tree.get("run", {}), "dir": None if options.output is None else str(options.output)},
@@ -101,7 +113,11 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
         check_servers(config)
         check_machine(config)
         check_gpus(config, engines=gpus_of_engines(config))
-    return config, read_heldout(config)
+    prompts = read_heldout(config)
+    if config.run.dir is not None:
+        require_free_folder(config.run.dir, field="--output")
+        FolderLock(config.run.dir).acquire()  # another one may come before anything is written there
+    return config, prompts
 
 
 def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
@@ -126,14 +142,25 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         stack.callback(rewards.shutdown)
         collector = Collector(config, engines, None, prompts, rewards)
         with stage("sending the weights to the engines"):
-            engines.update_from(group)
+            version = engines.update_from(group)
+        if config.rollout.engine != "embedded":  # whose code is the trainer's
+            with stage("comparing log-probs of engines and ranks", is_short=True):
+                engines.check_log_probs(group, collector.first_prompts(_CHECKED_PROMPTS))
         with stage("evaluating", collector.evaluation_progress):
-            return collector.evaluate(0)
+            return collector.evaluate(0, version)
 
 
 def keep_metrics(metrics: Metrics, folder: Path) -> None:
-    """Leaves them beside the responses."""
-    (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
+    """Leaves them beside the responses, whole or not at all.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    file = folder / METRICS
+    with io_reported(file, "eval"):
+        temporary = folder / f".{METRICS}.tmp"
+        write_synced(temporary, (json.dumps(metrics, indent=2) + "\n").encode())
+        temporary.replace(file)
 
 
 def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> list[str]:

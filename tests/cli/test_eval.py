@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
-from slimefsdp.errors import CheckpointError, ConfigError, ModelError
+from actors.cli.evaluate import check_before_evaluation, settings_of
+from slimefsdp.errors import CheckpointError, ConfigError, EngineError, ModelError
+from tests.support.refusals import refused
 
 PROMPTS = 12
 
@@ -73,6 +75,11 @@ def test_the_settings_of_a_run_say_how_it_evaluates(
         ("", ["evaluation.samples_per_prompt=0"], ConfigError, "evaluation.samples_per_prompt"),
         ("", ["evaluation.pass_at=[8]"], ConfigError, "evaluation.pass_at"),
         ("", ["evaluation=3"], ConfigError, "evaluation"),
+        ("", ["evaluation.interval_steps=3"], ConfigError, "evaluation.interval_steps"),
+        ("", ["run=5"], ConfigError, "run"),
+        ("", ["model=5"], ConfigError, "model"),
+        ("", ["model.path=elsewhere"], ConfigError, "model.path"),
+        ("", ["optim.lr=1e-6"], ConfigError, "optim.lr"),
         ("", ["--config", "no.yaml"], ConfigError, "no.yaml"),
         ("", ["rollout.max_new_token=3"], ConfigError, "max_new_tokens"),
     ],
@@ -85,6 +92,29 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_starts(
     words = [word for word in asked if not left_out or not word.startswith(left_out)]
     assert cli.main([*words, *more]) == kind.exit_code
     assert named in capsys.readouterr().err
+
+
+def test_a_section_that_is_misspelt_is_refused(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.yaml").write_text("evalation: {samples_per_prompt: 8}\n")
+    assert cli.main([*asked, "--config", str(tmp_path / "run.yaml")]) == ConfigError.exit_code
+    assert "evalation" in capsys.readouterr().err
+
+
+def test_two_evaluations_do_not_write_into_one_folder(asked: list[str], tmp_path: Path) -> None:
+    options = cli._parsed([*asked, "--output", str(tmp_path / "output")])
+    check_before_evaluation(settings_of(options))
+    with refused(CheckpointError, "--output", tmp_path / "output"):
+        check_before_evaluation(settings_of(options))
+
+
+def test_weights_that_were_not_sent_are_not_evaluated(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["rollout.engine=tests.support.own_engine:TellingEngine", "--output", str(tmp_path / "output")]
+    assert cli.main([*asked, *more]) == EngineError.exit_code
+    assert "rollout.engine_logprob_bound" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_model_is_refused(

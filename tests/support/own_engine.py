@@ -59,6 +59,9 @@ class TellingEngine(Engine):
     def end_token_ids(self) -> frozenset[int]:
         return frozenset({0})
 
+    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+        return [[5, 6, 7] for _ in prompts]
+
     def committed(self) -> int | None:
         return self.version
 
