@@ -68,18 +68,20 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
     if unknown := sorted(given.keys() - RunConfig.model_fields.keys()):
         raise ConfigError(f"{unknown[0]} is not a setting", field=unknown[0], hint=f"correct it in {options.config}")
     tree = {name: given[name] for name in _SECTIONS if name in given}
-    if isinstance(given.get("run"), dict) and "seed" in given["run"]:
-        tree["run"] = {"seed": given["run"]["seed"]}
+    for section, name in (("run", "seed"), ("model", "read")):
+        if isinstance(given.get(section), dict) and name in given[section]:
+            tree[section] = {name: given[section][name]}
     for override in options.overrides:
         name = override.partition("=")[0].strip()
-        if name == "evaluation.interval_steps" or (name != "run.seed" and name.partition(".")[0] not in _SECTIONS):
+        is_taken = name.partition(".")[0] in _SECTIONS or name in ("run.seed", "model.read")
+        if not is_taken or name == "evaluation.interval_steps":
             hint = "remove it; the model and --output are arguments of their own"
             raise ConfigError(f"{name} says nothing about an evaluation", field=name, hint=hint)
         apply_override(tree, override)
     config = config_from_dict(
         {
             **tree,
-            "model": {"path": options.model},
+            "model": {**tree.get("model", {}), "path": options.model},
             "optim": {"total_updates": 1},
             "evaluation": _with_pass_at(tree.get("evaluation", {})),
             "run": {**tree.get("run", {}), "dir": None if options.output is None else str(options.output)},

@@ -16,6 +16,7 @@ from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
+from actors.rollout.server_launch import is_on_cpu
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, choose_strategy
@@ -252,6 +253,11 @@ def check_servers(config: RunConfig) -> None:
         raise ConfigError(f"rollout.engine_python={python} is no program", field="rollout.engine_python", hint=hint)
     if config.cluster.address is not None:
         return
+    if config.rollout.gpus_per_engine > 1 and is_on_cpu(config):
+        raise ConfigError(
+            f"rollout.gpus_per_engine={config.rollout.gpus_per_engine}: there is no GPU here",
+            field="rollout.gpus_per_engine", hint="remove it, or run where there are some",
+        )  # fmt: skip
     if python is not None:
         looks = f"from importlib.util import find_spec; print('has', find_spec({engine!r}) is not None)"
         try:
@@ -273,7 +279,8 @@ def check_servers(config: RunConfig) -> None:
     for place, url in enumerate(config.rollout.engine_urls):
         if not ServerClient(url, place, alive=alive).answers(_SERVER_S):
             raise ConfigError(
-                f"nobody answers at rollout.engine_urls[{place}]={url}",
+                f"nobody answers at rollout.engine_urls[{place}]={url}, or not as a server of {engine} that is ready "
+                f"(GET {alive})",
                 field="rollout.engine_urls",
                 hint="start the server first (docs/engines.md), or correct the URL",
             )

@@ -711,6 +711,10 @@ def engine_class(config: RunConfig) -> type[Engine]:
     if not (isinstance(found, type) and issubclass(found, Engine)) or found.generate is Engine.generate:
         hint = "name a class made from actors.rollout.protocol.Engine"
         raise ConfigError(f"{name} is no engine", field="rollout.engine", hint=hint)
+    for needed in ("info", "begin", "commit"):
+        if getattr(found, needed) is getattr(Engine, needed):
+            hint = "write it: docs/engines.md says what an engine of your own needs"
+            raise ConfigError(f"{name} has no {needed}() of its own", field="rollout.engine", hint=hint)
     if config.rollout.placement == "colocated" and (found.sleep is Engine.sleep or found.wake_up is Engine.wake_up):
         raise ConfigError(
             f"{name} has no sleep() and wake_up(), by which rollout.placement=colocated has it share a device",

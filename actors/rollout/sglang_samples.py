@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import Any
 
 from actors.rollout import served_samples
 from actors.rollout.protocol import Request
 from actors.rollout.served_samples import PartialSample, check_end, checked, not_finite, seed_of, wrong
+from slimefsdp.config.rollout import TEMPERATURES
 from slimefsdp.sampling.params import FinishReason
 
-_TEMPERATURES = (1e-6, math.inf)  # below, SGLang takes the likeliest token without a word
 _NO_TOKEN = "NaN happened"  # what matched where a token is outside the vocabulary; SGLang puts an end token there
 
 
 def check_request(request: Request, most_tokens: int) -> None:
     """As `served_samples.check_request`; log-probs are of what SGLang draws from by its own default."""
     served_samples.check_request(
-        request, most_tokens, engine="SGLang", temperatures=_TEMPERATURES, length_option="--context-length"
+        request, most_tokens, engine="SGLang", temperatures=TEMPERATURES["sglang"], length_option="--context-length"
     )
 
 

@@ -8,16 +8,16 @@ from typing import Any
 from actors.rollout import served_samples
 from actors.rollout.protocol import Request
 from actors.rollout.served_samples import PartialSample, check_end, checked, seed_of, wrong
+from slimefsdp.config.rollout import TEMPERATURES
 from slimefsdp.sampling.params import FinishReason
 
 _NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
-_TEMPERATURES = (0.01, 2.0)  # beyond them vLLM refuses, or samples at another one without a word
 
 
 def check_request(request: Request, most_tokens: int) -> None:
     """As `served_samples.check_request`; log-probs are of what vLLM draws from by --logprobs-mode."""
     served_samples.check_request(
-        request, most_tokens, engine="vLLM", temperatures=_TEMPERATURES, length_option="--max-model-len"
+        request, most_tokens, engine="vLLM", temperatures=TEMPERATURES["vllm"], length_option="--max-model-len"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,9 @@ from slimefsdp.config.sections import (
 
 ENGINES = ("embedded", "vllm", "sglang")
 SERVED_ENGINES = ("vllm", "sglang")  # which are servers in an environment of their own
+# beyond them vLLM refuses, or samples at another one without a word; below, SGLang takes the likeliest token
+TEMPERATURES = {"vllm": (0.01, 2.0), "sglang": (1e-6, math.inf)}
+_SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parallel-size")
 
 
 def _filter_name(value: str) -> str:
@@ -231,6 +235,22 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def check_server_arguments(self) -> RolloutSettings:
+        for argument in self.engine_args:
+            if argument.partition("=")[0] in _SPREADS:
+                raise ValueError(
+                    f"rollout.engine_args={argument} spreads a server over GPUs that are not reserved for it; set "
+                    "rollout.gpus_per_engine, which adds the argument"
+                )
+        low, high = TEMPERATURES.get(self.engine, (0.0, math.inf))
+        if not low <= self.temperature <= high:
+            raise ValueError(
+                f"rollout.temperature={self.temperature:g}: {self.engine} samples from {low:g} to {high:g}; set one of "
+                "these, or rollout.engine=embedded"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_sglang_weights(self) -> RolloutSettings:
         if self.engine == "sglang" and self.weight_checksums:
             raise ValueError(
@@ -339,6 +359,7 @@ class EvaluationSettings(Settings):
         if most > self.samples_per_prompt:
             raise ValueError(
                 f"evaluation.pass_at={list(self.pass_at)} needs {most} responses to each prompt, and "
-                f"evaluation.samples_per_prompt={self.samples_per_prompt}; raise that, or lower it"
+                f"evaluation.samples_per_prompt is {self.samples_per_prompt}; set evaluation.samples_per_prompt={most} "
+                "or more, or lower evaluation.pass_at"
             )
         return self

@@ -686,10 +686,26 @@ RULES = [
         ["rollout.gpus_per_engine=2", "rollout.engine_python", "rollout.placement=own"],
     ),
     (
+        "check_server_arguments",
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__engine_args": ["--max-num-seqs=4"]},
+        {
+            "rollout__engine": "vllm",
+            "rollout__engine_python": "p",
+            "rollout__engine_args": ["--tensor-parallel-size=2"],
+        },
+        ["--tensor-parallel-size=2", "rollout.gpus_per_engine"],
+    ),
+    (
+        "check_server_arguments",
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__temperature": 2.0},
+        {"rollout__engine": "vllm", "rollout__engine_python": "p", "rollout__temperature": 2.5},
+        ["rollout.temperature=2.5", "vllm", "0.01", "2"],
+    ),
+    (
         "check_pass_at",
         {"evaluation__samples_per_prompt": 4, "evaluation__pass_at": [4, 1]},
         {"evaluation__samples_per_prompt": 4, "evaluation__pass_at": [8, 1]},
-        ["evaluation.pass_at=[1, 8]", "evaluation.samples_per_prompt=4"],
+        ["evaluation.pass_at=[1, 8]", "evaluation.samples_per_prompt is 4"],
     ),
     (
         "check_gpus_of_engines",

@@ -286,6 +286,7 @@ def test_calls_that_cannot_be_meant_are_refused_before_an_engine_is_asked(launch
     [
         "tests.support.own_engine:Path",
         "actors.rollout.protocol:Engine",
+        "tests.support.own_engine:HalfEngine",
         "tests.support.own_engine:absent",
         "absent:Engine",
     ],

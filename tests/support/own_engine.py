@@ -89,6 +89,13 @@ class TellingEngine(Engine):
         self.version = version
 
 
+class HalfEngine(Engine):
+    """One that takes no weights."""
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
+        raise AssertionError("it was started")
+
+
 class SleepingEngine(TellingEngine):
     """A `TellingEngine` that says what it holds of its device, and refuses what it could not do with that."""
 
