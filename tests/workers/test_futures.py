@@ -308,7 +308,6 @@ WAITS_WITHOUT = {
     "actors/cli/calibrate.py: found.get()": "all who could put something there have ended",
     "actors/rollout/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/rollout/child_server.py: server.wait()": "it was killed",
-    "actors/rollout/served_engine.py: call.ended.get()": "each request to the server has a deadline",
     "slimefsdp/weight_sync/broadcast.py: work.wait()": "gloo's group has a timeout; NCCL's work is complete",
     "slimefsdp/attention/all_gather.py: comm.exchange(outgoing, arriving).wait()": "as comm.py",
     "slimefsdp/attention/all_gather.py: comm.exchange([sent] * comm.size, fetched).wait()": "as comm.py",
