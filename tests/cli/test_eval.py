@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from actors.cli import main as cli
 from actors.cli.evaluate import check_before_evaluation, settings_of
 from slimefsdp.errors import CheckpointError, ConfigError, EngineError, ModelError
 from tests.support.refusals import refused
+from tests.support.waiting import PATIENCE_S
 
 PROMPTS = 12
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -28,13 +33,22 @@ def asked(example: Path, tmp_path: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_responses_are_drawn_scored_and_left(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def evaluation(*words: str) -> subprocess.CompletedProcess[str]:
+    """The command with a cluster of its own, which is not for the process of the tests to join and to leave."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "actors.cli", *words],
+        env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_responses_are_drawn_scored_and_left(asked: list[str], tmp_path: Path) -> None:
     output = tmp_path / "output"
     more = ["evaluation.samples_per_prompt=3", "evaluation.greedy=true", "mesh.dp=2", "cluster.max_ranks_per_core=8"]
-    assert cli.main([*asked, *more, "--output", str(output), "--json"]) == 0
-    metrics = json.loads(capsys.readouterr().out)
+    done = evaluation(*asked, *more, "--output", str(output), "--json")
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
     assert metrics == json.loads((output / "metrics.json").read_text())
     rows = [json.loads(line) for line in (output / "evaluations" / "step_00000000.jsonl").read_text().splitlines()]
     assert len(rows) == 3 * PROMPTS
@@ -43,9 +57,8 @@ def test_responses_are_drawn_scored_and_left(
     assert cli.main([*asked, *more, "--output", str(output)]) == CheckpointError.exit_code, "it is there already"
 
 
-def test_the_settings_of_a_run_say_how_it_evaluates(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_the_settings_of_a_run_say_how_it_evaluates(asked: list[str], tmp_path: Path) -> None:
     tree = {
         "model": {"path": "elsewhere", "init": "random"},
         "algorithm": "ppo",
@@ -58,8 +71,9 @@ def test_the_settings_of_a_run_say_how_it_evaluates(
         "precision": {"compute_dtype": "float32"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
-    assert cli.main([*asked[:2], "--config", str(tmp_path / "run.yaml")]) == 0
-    said = capsys.readouterr().out
+    done = evaluation(*asked[:2], "--config", str(tmp_path / "run.yaml"))
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
     assert f"{PROMPTS} prompts" in said and "2 responses" in said and "0.5" in said and "pass@2" in said
     assert "95 % interval" in said and "pass@1 " not in said
     assert not (tmp_path / "run").exists()
@@ -109,12 +123,11 @@ def test_two_evaluations_do_not_write_into_one_folder(asked: list[str], tmp_path
         check_before_evaluation(settings_of(options))
 
 
-def test_weights_that_were_not_sent_are_not_evaluated(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_weights_that_were_not_sent_are_not_evaluated(asked: list[str], tmp_path: Path) -> None:
     more = ["rollout.engine=tests.support.own_engine:TellingEngine", "--output", str(tmp_path / "output")]
-    assert cli.main([*asked, *more]) == EngineError.exit_code
-    assert "rollout.engine_logprob_bound" in capsys.readouterr().err
+    done = evaluation(*asked, *more)
+    assert done.returncode == EngineError.exit_code and "rollout.engine_logprob_bound" in done.stderr
 
 
 def test_a_folder_that_is_no_model_is_refused(

@@ -67,7 +67,10 @@ BAD_CALLS: dict[str, tuple[Callable[[Any, RolloutBatch], Any], type[SlimeError],
 
 
 @pytest.mark.parametrize("case", BAD_CALLS)
-def test_a_bad_call_is_refused_before_any_rank_sees_it(case: str, group: Any, batch: RolloutBatch) -> None:
+def test_a_bad_call_is_refused_before_any_rank_sees_it(
+    case: str, group: Any, batch: RolloutBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: False)  # whether or not this process is in one
     call, kind, field = BAD_CALLS[case]
     with pytest.raises(kind) as caught:
         call(group, batch)
