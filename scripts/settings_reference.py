@@ -43,7 +43,15 @@ optim:
   total_updates: 100
 ```"""
 
-_NAMES = {int: "integer", float: "number", str: "text", bool: "`true` \\| `false`", Path: "path", type(None): "`null`"}
+_NAMES = {
+    int: "integer",
+    float: "number",
+    str: "text",
+    bool: "`true` \\| `false`",
+    Path: "path",
+    type(None): "`null`",
+    Any: "any",
+}
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -77,6 +85,8 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
         return f"[{type_text(arguments[0], [])}, ...]"
     if origin is tuple:
         return f"[{', '.join(type_text(argument, []) for argument in arguments)}]"
+    if origin is dict:
+        return f"{{{type_text(arguments[0], [])}: {type_text(arguments[1], [])}, ...}}"
     bounds = [
         f"{sign} {_bound(getattr(item, name))}"
         for item in constraints

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -69,8 +68,10 @@ class SampledResponse:
     response_length: int
     log_probs: list[float]  # [response_length], at the sampling temperature; greedy ones at temperature 1
     text: str  # the response without special tokens, stripped
-    finished: bool  # ended by an end token
+    finished: bool  # ended by an end token; an episode, by its environment
     versions: tuple[VersionSpan, ...] = ()  # of the weights that drew the response
+    loss_mask: list[bool] | None = None  # [response_length], False where an environment spoke; None: all True
+    turns: int = 1  # responses of an episode
 
 
 class EnginePool:
@@ -413,14 +414,25 @@ class EnginePool:
         return list(self._engines)
 
     def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of texts, lists of chat messages, or token ids.
+        """Token ids of texts, lists of chat messages (also with tools), or token ids.
 
         Raises:
             ConfigError: as `actors.rollout.prompts.encode_prompt`.
             BatchError: there is a token id that the model has not, or this is no list of prompts.
             EngineError: the engine's tokenizer failed, or returned no token ids.
         """
-        self._require_running("encode")
+        return self._encoded("encode", prompts)
+
+    def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
+        """Token ids of what follows a response's text, as of `Engine`; token ids are taken as they are.
+
+        Raises:
+            As `encode`.
+        """
+        return self._encoded("encode_observations", observations)
+
+    def _encoded(self, method: Literal["encode", "encode_observations"], prompts: Sequence[Any]) -> list[list[int]]:
+        self._require_running(method)
         if not isinstance(prompts, list | tuple):
             problem = f"prompts is a {type(prompts).__name__}"
             raise BatchError(problem, field="prompts", hint="give a list of texts, chats or lists of token ids")
@@ -430,8 +442,8 @@ class EnginePool:
         others = [place for place in range(len(prompts)) if place not in encoded]
         if others:
             require_cluster()
-            ref = self._engines[0].encode.remote([prompts[place] for place in others])
-            with _errors_of(0, "encode"):
+            ref = getattr(self._engines[0], method).remote([prompts[place] for place in others])
+            with _errors_of(0, method):
                 (found,) = self._wait([ref], "generate", "call_timeout_s")
             if not isinstance(found, list) or len(found) != len(others) or not all(map(_is_encoded, found)):
                 problem = f"engine 0 encoded {len(others)} prompts as {short_repr(found)}"
@@ -468,12 +480,16 @@ class EnginePool:
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
         requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
-        return self._drawn(requests, each, may_mix)
+        return self.draw(requests, each, may_mix=may_mix)
 
-    def _drawn(
-        self, requests: Sequence[Request], each: Callable[[SampledResponse], None] | None, may_mix: bool
+    def draw(
+        self,
+        requests: Sequence[Request],
+        each: Callable[[SampledResponse], None] | None = None,
+        *,
+        may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
-        """As `generate`, of its requests."""
+        """As `generate`, of requests."""
         found: dict[tuple[int, int], SampledResponse] = {}
         left = list(range(len(requests)))
         in_vain, before = 0, (-1, 0)
@@ -522,19 +538,37 @@ class EnginePool:
         if not isinstance(seed, list | tuple) or not all(map(is_whole, seed)):
             problem = f"seed={short_repr(seed)}; it must be a list of whole numbers"
             raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
+        return [
+            Request(prompt, samples_per_prompt, self.params((*seed, place), greedy=greedy))
+            for place, prompt in enumerate(self.encode(prompts))
+        ]
+
+    def params(self, seed: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None) -> SamplingParams:
+        """How a request of the run samples.
+
+        Args:
+            max_new_tokens: fewer than rollout.max_new_tokens, where there is no room for so many.
+        """
         settings = self._config.rollout
-        params = functools.partial(
-            SamplingParams,
-            settings.max_new_tokens,
+        most = settings.max_new_tokens if max_new_tokens is None else min(max_new_tokens, settings.max_new_tokens)
+        return SamplingParams(
+            most,
             settings.temperature,
             greedy,
             tempered=not greedy,  # as all engines can: no temperature takes part in their choice
             end_token_ids=self._end_token_ids,
+            seed=tuple(seed),
         )
-        return [
-            Request(prompt, samples_per_prompt, params(seed=(*seed, place)))
-            for place, prompt in enumerate(self.encode(prompts))
-        ]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens of prompt and response that every engine takes; None: as many as memory holds."""
+        return min((most for most in self._max_tokens.values() if most is not None), default=None)
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """The tokens that end a response."""
+        return self._end_token_ids
 
     def stream(self, requests: Sequence[Request]) -> Iterator[Sample]:
         """The samples of all requests as they end, in no order; requests are split evenly over the engines.

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere
 _COLUMNS = ("prompt", "answer")  # under which a record has its prompt and its answer
+_SAID = "what the assistant has said"  # in the turn that a chat template is asked for
 _SPLITS = {"train": "train", "heldout": "test"}  # of a data set of several, where the settings name none
 
 
@@ -160,7 +161,7 @@ def _without_nulls(prompt: Any) -> Any:
 
 
 def _check_prompt(record: Mapping[str, Any], place: str, field: str) -> None:
-    fault = _prompt_fault(record["prompt"])
+    fault = prompt_fault(record["prompt"])
     if fault:
         raise ConfigError(
             f"{place}: 'prompt' {fault}",
@@ -169,10 +170,11 @@ def _check_prompt(record: Mapping[str, Any], place: str, field: str) -> None:
         )
 
 
-def _prompt_fault(prompt: Any) -> str | None:
+def prompt_fault(prompt: Any) -> str | None:
+    """Why it is neither a text nor a list of chat messages; None: it is."""
     if isinstance(prompt, str):
         return _text_fault(prompt) or (None if prompt.strip() else "is empty")
-    if not isinstance(prompt, list):
+    if not isinstance(prompt, list | tuple):
         return f"is a {type(prompt).__name__}"
     if not prompt:
         return "is empty"
@@ -211,11 +213,14 @@ def check_answers(records: Sequence[Record], *, field: str) -> None:
             raise ConfigError(f"{place_of(record)}: {found}", field=field, hint=hint)
 
 
-def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
     """Token ids of a prompt, up to where the response begins.
 
     With a chat template, a text becomes one user message, and the opening of the assistant's turn is included. Without
     one, a text is encoded as the tokenizer does by itself, its own special tokens included.
+
+    Args:
+        prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
 
     Raises:
         ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, or a prompt that
@@ -223,18 +228,9 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[in
     """
     tokens: list[int]
     if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        try:
-            # a dictionary is transformers' default
-            tokens = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
-            raise ConfigError(
-                f"the chat template failed on the prompt {prompt!r:.200}: {type(error).__name__}: {error!s:.300}",
-                field="prompt",
-                hint="correct the prompt's messages, or the chat template of the model folder",
-            ) from error
+        messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
+        # a dictionary is transformers' default
+        tokens = _templated(tokenizer, messages, "prompt", tools=tools, tokenize=True, return_dict=False)
     elif isinstance(prompt, str):
         tokens = tokenizer.encode(prompt)
     else:
@@ -246,6 +242,53 @@ def encode_prompt(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[in
     if not tokens:
         raise ConfigError(f"the prompt {prompt!r} encodes to no token", field="prompt", hint="drop it or give it text")
     return tokens
+
+
+def encode_observation(tokenizer: Any, observation: Any) -> list[int]:
+    """Token ids that follow the text of a response, up to where the next response begins.
+
+    With a chat template they begin with what ends an assistant's turn; a text becomes one user message. Without one a
+    text follows as it is, without special tokens.
+
+    Args:
+        observation: a text, or a list of chat messages.
+
+    Raises:
+        ConfigError: as `encode_prompt`.
+    """
+    if not tokenizer.chat_template:
+        if isinstance(observation, str):
+            tokens: list[int] = tokenizer.encode(observation, add_special_tokens=False)
+            return tokens
+        raise ConfigError(
+            "the observation is a list of chat messages, but the tokenizer has no chat template",
+            field="observation",
+            hint="use a chat model's tokenizer, or have the environment answer in text",
+        )
+    # the template is asked for a turn of known text, so that what was sampled is never tokenised again
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
+    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+    text: str = _templated(tokenizer, [*said, *messages], "observation", tools=None, tokenize=False)
+    _, found, follows = text.rpartition(_SAID)
+    if not found:
+        raise ConfigError(
+            "the chat template leaves out what the assistant said",
+            field="observation",
+            hint="correct the chat template of the model folder, or have the environment answer in token ids",
+        )
+    return list(tokenizer.encode(follows, add_special_tokens=False))
+
+
+def _templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
+        raise ConfigError(
+            f"the chat template failed on the {what} {messages!r:.200}: {type(error).__name__}: {error!s:.300}",
+            field=what,
+            hint=f"correct the {what}'s messages, or the chat template of the model folder",
+        ) from error
 
 
 def digest_of(records: Iterable[Mapping[str, Any]]) -> str:

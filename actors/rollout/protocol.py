@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import numpy as np
 import ray
 
-from actors.rollout.prompts import encode_prompt
+from actors.rollout.prompts import encode_observation, encode_prompt
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.workers.watchdog import Watched
 from slimefsdp.config import RunConfig
@@ -129,6 +129,14 @@ class Engine(Watched):
             ConfigError: as `encode_prompt`.
         """
         return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+
+    def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
+        """Token ids of what an environment answers to a response, with the end of the assistant's turn before it.
+
+        Raises:
+            ConfigError: as `encode_observation`.
+        """
+        return [encode_observation(self.tokenizer, observation) for observation in observations]
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         """Yields samples as they end, some at a time and in no order; each sample of each request once.

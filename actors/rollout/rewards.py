@@ -242,8 +242,8 @@ def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores
         raise failed_reward(f"{name} returned {short_repr(scores)}", record, hint)
     numbers: Scores = {}
     for key, value in dict(scores).items():  # a class of the user's own may have methods that raise
-        number = _finite(value)
-        if number is None or not isinstance(key, str) or not (key.isprintable() and 0 < len(key) <= MAX_NAME):
+        number = checked_score(key, value)
+        if number is None:
             problem = f"{name} returned {short_repr(key)}: {short_repr(value)}"
             raise failed_reward(problem, record, "return finite numbers only, under short names")
         numbers[key] = number
@@ -289,6 +289,12 @@ def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
         return await asyncio.get_running_loop().run_in_executor(threads, asked, record, response, finished)
 
     return ask
+
+
+def checked_score(name: Any, value: Any) -> float | None:
+    """The number that is logged under a name; None where it is no finite one, or the name is none or too long."""
+    is_name = isinstance(name, str) and name.isprintable() and 0 < len(name) <= MAX_NAME
+    return _finite(value) if is_name else None
 
 
 def _finite(value: Any) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from actors.fault_tolerance.recovery import LOST, Restarts
 from actors.rollout.engine import EnginePool, SampledResponse
@@ -40,22 +40,27 @@ class RestartingEngines(EnginePool):
             self._updates += 1
         return self._version
 
-    def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
+    def _encoded(self, method: Literal["encode", "encode_observations"], prompts: Sequence[Any]) -> list[list[int]]:
         """As of `EnginePool`; the engine that is asked is replaced where it is lost."""
         while True:
             engine = self._engines[0]
             try:
-                return super().encode(prompts)
+                return super()._encoded(method, prompts)
             except LOST as error:
                 self._after_loss(0, engine, error)
 
-    def _drawn(
-        self, requests: Sequence[Request], each: Callable[[SampledResponse], None] | None, may_mix: bool
+    def draw(
+        self,
+        requests: Sequence[Request],
+        each: Callable[[SampledResponse], None] | None = None,
+        *,
+        may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
+        """As of `EnginePool`."""
         while True:
             updates = self._updates
             try:
-                drawn = super()._drawn(requests, each, may_mix)
+                drawn = super().draw(requests, each, may_mix=may_mix)
             except StateError:
                 with self._updating:  # an engine that failed in one has no weights until it ends
                     if self._updates == updates:

@@ -17,7 +17,7 @@ def check_ready_to_train(config: RunConfig) -> None:
         ConfigError: naming the first setting that is missing, or that cannot be served.
     """
     needed = ["run.dir", "run.steps", "data.train"]
-    needed += ["batch.samples_per_update"] if config.algorithm == "sft" else ["rollout.reward"]
+    needed += ["batch.samples_per_update"] if config.algorithm == "sft" else [config.rewards_by]
     needed += ["data.heldout"] if config.evaluation.interval_steps is not None else []
     for field in needed:
         if config.value_of(field) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from typing import Annotated, Any, Literal
@@ -46,6 +47,16 @@ def _arguments(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
         raise broken_rule("must be a list of arguments", "write it like ['--max-num-seqs=64']")
     return tuple(value)
+
+
+def _keyword_arguments(value: Any) -> dict[str, Any]:
+    try:
+        is_plain = isinstance(value, dict) and json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError, RecursionError):  # of dates, say, which YAML has
+        is_plain = False
+    if not is_plain or not all(name.isidentifier() for name in value):
+        raise broken_rule("must be names with plain values", "write it like {level: 3, operators: ['+', '-']}")
+    return value  # type: ignore[no-any-return]
 
 
 def _whole_numbers(value: Any) -> tuple[int, ...]:
@@ -97,7 +108,7 @@ class RolloutSettings(Settings):
     temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
-    max_new_tokens: PositiveInt = Field(256, description="longest response")
+    max_new_tokens: PositiveInt = Field(256, description="longest response; of an environment, in each turn")
     engine: Annotated[str, AfterValidator(_engine_name)] = Field(
         "embedded",
         description="what samples: embedded, vllm, sglang, or a class of your own as `module:Class` (docs/engines.md)",
@@ -156,7 +167,12 @@ class RolloutSettings(Settings):
     reward: Annotated[str, AfterValidator(_reward_name)] | None = Field(
         None,
         description="reward function as `module:function`, or the URL of a server that answers as one would; "
-        "needed by `train` but under sft",
+        "needed by `train` but under sft, or else rollout.environment",
+    )
+    environment: Annotated[str, AfterValidator(function_name)] | None = Field(
+        None,
+        description="what answers each response and rewards it, turn by turn, in the place of a reward function: a "
+        "class as `module:Class` (docs/environments.md)",
     )
     reward_workers: int = Field(
         1,
@@ -330,6 +346,30 @@ class RolloutSettings(Settings):
                 f"rollout.max_new_tokens={self.max_new_tokens} has; lower it, or raise that"
             )
         return self
+
+
+class EnvironmentSettings(Settings):
+    """Episodes with `rollout.environment`."""
+
+    arguments: Annotated[dict[str, Any], BeforeValidator(_keyword_arguments)] = Field(
+        {}, description="keyword arguments of the class, for each episode"
+    )
+    max_turns: PositiveInt = Field(8, description="responses in an episode; one that is not done then ends there")
+    max_tokens: PositiveInt | None = Field(
+        None,
+        description="longest episode with its prompt, responses and observations; one that has no room for more ends; "
+        "null: what a pack holds (batch.max_tokens_per_rank x mesh.cp), the model's learned positions and the engines",
+    )
+    workers: int = Field(1, ge=1, le=4096, description="processes in which episodes are, on any node")
+    timeout_s: float = Field(
+        60.0, gt=0, le=LARGEST, description="for each answer; a process that takes longer is replaced"
+    )
+    concurrency: PositiveInt = Field(32, description="coroutines under way at once in each process")
+    failure: Literal["error", "skip"] = Field(
+        "error",
+        description="an environment that raises, does not return in time or returns what cannot be used: error ends "
+        "the run; skip leaves out the episode's group and counts the episode in rollout/reward_failures",
+    )
 
 
 class EvaluationSettings(Settings):

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from slimefsdp.config.algorithm import AlgorithmSettings
 from slimefsdp.config.loader import apply_override, read_yaml_mapping
 from slimefsdp.config.messages import config_error
-from slimefsdp.config.rollout import DataSettings, EvaluationSettings, RolloutSettings
+from slimefsdp.config.rollout import DataSettings, EnvironmentSettings, EvaluationSettings, RolloutSettings
 from slimefsdp.config.sections import (
     AttentionSettings,
     BatchSettings,
@@ -50,6 +50,7 @@ class RunConfig(AlgorithmSettings):
     optim: OptimSettings
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -61,7 +62,17 @@ class RunConfig(AlgorithmSettings):
             return self
         given = [
             f"{section}.{name}"
-            for section in ("rollout", "evaluation", "reference", "advantage", "loss", "correction", "critic", "data")
+            for section in (
+                "rollout",
+                "environment",
+                "evaluation",
+                "reference",
+                "advantage",
+                "loss",
+                "correction",
+                "critic",
+                "data",
+            )
             for name in sorted(getattr(self, section).model_fields_set)
         ]
         kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
@@ -74,6 +85,44 @@ class RunConfig(AlgorithmSettings):
                 f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what}, or set algorithm=grpo"
             )
         return self
+
+    @model_validator(mode="after")
+    def check_environment(self) -> RunConfig:
+        rollout, given = self.rollout, sorted(self.environment.model_fields_set)
+        if rollout.environment is None:
+            if given:
+                field = f"environment.{given[0]}"
+                raise ValueError(
+                    f"{field}={short_text(self.value_of(field))} is of rollout.environment, which is not set; set it, "
+                    "or remove this"
+                )
+            return self
+        of_rewards = {name for name in rollout.model_fields_set if name.startswith("reward")} - {"reward"}
+        for name in ("reward", *sorted(of_rewards), "overlong_buffer_tokens"):
+            if name in of_rewards or getattr(rollout, name) is not None:
+                hint = "set those of the section environment" if name in of_rewards else "remove one of them"
+                raise ValueError(
+                    f"rollout.{name}={short_text(getattr(rollout, name))} is of a reward function, and "
+                    f"rollout.environment={rollout.environment} gives the rewards; {hint}"
+                )
+        most = self.environment.max_tokens
+        if most is not None and not rollout.max_new_tokens < most <= self.max_pack_tokens:
+            raise ValueError(
+                f"environment.max_tokens={most} must be more than rollout.max_new_tokens={rollout.max_new_tokens} and "
+                f"at most {self.max_pack_tokens}, which a pack holds (batch.max_tokens_per_rank x mesh.cp); set it so"
+            )
+        return self
+
+    @property
+    def skips_failures(self) -> bool:
+        """Whether a response that cannot be rewarded leaves its group out, and does not end the run."""
+        failure = self.rollout.reward_failure if self.rollout.environment is None else self.environment.failure
+        return failure == "skip"
+
+    @property
+    def rewards_by(self) -> str:
+        """The setting that says what rewards."""
+        return "rollout.reward" if self.rollout.environment is None else "rollout.environment"
 
     @model_validator(mode="after")
     def check_dpo_update_size(self) -> RunConfig:
