@@ -18,6 +18,7 @@ from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
+from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
 from actors.rollout.reward_workers import RewardWorkers
@@ -185,6 +186,7 @@ class RolloutLoop:
         self._group = group
         self._engines = engines
         self._collector = Collector(config, engines, recorded, prompts, rewards)
+        self._evaluator = Evaluator(config, self._collector)
         self._are_colocated = config.rollout.placement == "colocated"
         self._version = -1  # of the engines' weights; of the policy's, which they will have, where they are colocated
         self._engines_are_behind = True
@@ -220,8 +222,8 @@ class RolloutLoop:
                 self._engines.check_log_probs(self._group, self._collector.first_prompts(_CHECKED_PROMPTS))
         metrics: Metrics = {}
         if evaluates and self._config.evaluation.interval_steps is not None:
-            with stage("evaluating before the first step", self._collector.evaluation_progress):
-                metrics = self._collector.evaluate(0, self._version)
+            with stage("evaluating before the first step", self._evaluator.progress):
+                metrics = self._evaluator.evaluate(0, self._version)
         if self._are_colocated:
             self._engines.sleep()
         return metrics
@@ -262,7 +264,7 @@ class RolloutLoop:
         if self._are_colocated:
             self._engines.take_turn(seconds)
         with timed(seconds, "evaluate"):
-            metrics = self._collector.evaluate(done, None if self._config.rollout.max_staleness else self._version)
+            metrics = self._evaluator.evaluate(done, None if self._config.rollout.max_staleness else self._version)
         if self._are_colocated:
             self._engines.end_turn(seconds, wakes_trainer=False)
         return metrics

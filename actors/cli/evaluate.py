@@ -130,6 +130,7 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
     """
     from actors.rollout.collect import Collector
     from actors.rollout.engine import EnginePool
+    from actors.rollout.evaluation import Evaluator
     from actors.rollout.reward_workers import RewardWorkers
     from actors.workers.worker_group import WorkerGroup
 
@@ -148,8 +149,9 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         if config.rollout.engine != "embedded":  # whose code is the trainer's
             with stage("comparing log-probs of engines and ranks", is_short=True):
                 engines.check_log_probs(group, collector.first_prompts(_CHECKED_PROMPTS))
-        with stage("evaluating", collector.evaluation_progress):
-            return collector.evaluate(0, version)
+        evaluator = Evaluator(config, collector)
+        with stage("evaluating", evaluator.progress):
+            return evaluator.evaluate(0, version)
 
 
 def keep_metrics(metrics: Metrics, folder: Path) -> None:

@@ -17,12 +17,11 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from actors.rollout.engine import EnginePool, SampledResponse
-from actors.rollout.evaluation import solved_metrics, write_samples
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
 from actors.rollout.rewards import Response, Rewards, driver_scorer
-from actors.run_dir import EVALUATIONS, RecordedBatches
+from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError, SlimeError
@@ -30,7 +29,7 @@ from slimefsdp.errors import BatchError, EngineError, SlimeError
 Metrics = dict[str, float]
 
 # first number of a seed behind run.seed: what is drawn for one purpose is never drawn for another
-_TRAINING, _EVALUATION, _BASELINE = 1, 2, 3
+_TRAINING, EVALUATION, _BASELINE = 1, 2, 3
 # settings that a recorded batch follows from, through the samples or through the weights that were sampled
 _DECIDING: Any = {
     "algorithm": True, "run": {"seed"}, "data": {"train"}, "rollout": True, "batch": {"samples_per_update"},
@@ -55,7 +54,7 @@ class _Group:
 
 
 class Collector:
-    """The batches of a run, and its evaluations.
+    """The batches of a run; it also draws what `actors.rollout.evaluation` asks for.
 
     Args:
         recorded: where batches are recorded, for a run that may have to repeat a step.
@@ -105,16 +104,16 @@ class Collector:
         if recorded is not None:
             return recorded
         self._follows_records = False
-        with self._function_named(step + 1):
+        with self.function_named(step + 1):
             batch, metrics = self._drawn(step, seconds)
         if batch is not None and version is not None:
-            self._check_version(batch.weight_version, version)
+            self.check_version(batch.weight_version, version)
         if batch is not None and self._recorded_batches is not None:
             notes = {"metrics": metrics, "prompts": self.prompts.state(), "settings": self._deciding_settings()}
             self._recorded_batches.write(step, batch, notes)
         return batch, metrics
 
-    def _check_version(self, drawn: int | None, sent: int) -> None:
+    def check_version(self, drawn: int | None, sent: int) -> None:
         """Whether engines drew from weights that they were sent; of lost ones, the next may have been sent newer ones.
 
         Raises:
@@ -128,48 +127,8 @@ class Collector:
                 hint="correct the engine: a sample names the version of its last commit",
             )
 
-    def evaluate(self, step: int, version: int | None = None) -> Metrics:
-        """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for.
-
-        Args:
-            version: of the weights that engines have been sent; None: they may get others meanwhile.
-
-        Raises:
-            CheckpointError: run.dir cannot be written, where samples are to be left there.
-            BatchError: a score has a name that is given to what an evaluation finds itself.
-        """
-        settings = self._config.evaluation
-        if settings.interval_steps is None:
-            return {}
-        metrics: Metrics = {}
-        with self._function_named(step):
-            for prefix in ("", "greedy_") if settings.greedy else ("",):
-                count = 1 if prefix else settings.samples_per_prompt
-                drawn, groups = self._groups(self.heldout, count, (_EVALUATION, step), {}, greedy=bool(prefix))
-                if version is not None:
-                    self._check_version(drawn, version)
-                whole = [group.samples for group in groups if not group.failures]
-                ks = settings.pass_at[:1] and (1,) if prefix else settings.pass_at
-                for found in (
-                    self._mean_scores(groups, f"eval/{prefix}"),
-                    solved_metrics(whole, ks, settings.solved_reward, f"eval/{prefix}"),
-                ):
-                    _require_own_names(metrics, found)
-                    metrics |= found
-                if settings.save_samples and self._config.run.dir is not None:
-                    folder = self._config.run.dir / EVALUATIONS
-                    pairs = [(group.record, group.samples) for group in groups]
-                    write_samples(folder, f"{prefix}step_{step:08d}", pairs)
-        return metrics
-
-    def evaluation_progress(self) -> str:
-        """How far an evaluation is that nothing else was drawn before."""
-        settings = self._config.evaluation
-        each = settings.samples_per_prompt + settings.greedy
-        return f"{self.samples_drawn} of {len(self.heldout) * each} responses"
-
     @contextmanager
-    def _function_named(self, step: int) -> Iterator[None]:
+    def function_named(self, step: int) -> Iterator[None]:
         """Errors of the user's own reward or filter say in which step, and how the run can go on."""
         try:
             yield
@@ -255,7 +214,7 @@ class Collector:
             records = self.prompts.take(settings.prompts_per_step)
             # the first round is what a run without a filter draws
             purpose = (_TRAINING, step, rounds) if rounds else (_TRAINING, step)
-            version, groups = self._groups(records, settings.samples_per_prompt, purpose, seconds)
+            version, groups = self.scored_groups(records, settings.samples_per_prompt, purpose, seconds)
             drawn += groups
             kept += [
                 group
@@ -279,7 +238,7 @@ class Collector:
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
         return self._batch(kept, baselines, version), metrics
 
-    def _groups(
+    def scored_groups(
         self, records: Sequence[Record], per_prompt: int, purpose: Sequence[int], seconds: Metrics, greedy: bool = False
     ) -> tuple[int, list[_Group]]:
         """The weight version that sampled, and scored responses to each record."""
@@ -329,7 +288,7 @@ class Collector:
     ) -> tuple[list[_Group], list[float]]:
         """The groups, with the reward of each prompt's likeliest response, the baseline of ReMax."""
         records = [group.record for group in kept]
-        _, groups = self._groups(records, 1, (_BASELINE, step), seconds, greedy=True)
+        _, groups = self.scored_groups(records, 1, (_BASELINE, step), seconds, greedy=True)
         pairs = [(one, greedy.samples[0].reward) for one, greedy in zip(kept, groups, strict=True) if greedy.samples]
         return [one for one, _ in pairs], [reward for _, reward in pairs]
 
@@ -345,7 +304,7 @@ class Collector:
         """Of all that was drawn, whether it trains or not; rewards as the reward function gave them."""
         scored = _scored(groups)
         lengths = [one.sample.response_length for one in scored]
-        metrics = self._mean_scores(groups, "rollout/")
+        metrics = self.mean_scores(groups, "rollout/")
         metrics["rollout/response_length"] = sum(lengths) / len(lengths)
         metrics["rollout/response_length_max"] = float(max(lengths))
         metrics["rollout/truncated"] = sum(not one.sample.finished for one in scored) / len(scored)
@@ -353,7 +312,7 @@ class Collector:
             metrics["rollout/overlong_penalty"] = sum(map(self._overlong_penalty, lengths)) / len(lengths)
         return metrics
 
-    def _mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
+    def mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
         """Of the groups that were rewarded whole; under skip also the share of responses whose reward failed."""
         scored = [(group.record, one.scores) for group in groups if not group.failures for one in group.samples]
         scores = [score for _, score in scored]
@@ -415,15 +374,6 @@ def timed(seconds: Metrics, name: str) -> Iterator[None]:
     start = time.perf_counter()
     yield
     seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
-
-
-def _require_own_names(metrics: Metrics, more: Metrics) -> None:
-    if taken := sorted(name.removeprefix("eval/") for name in metrics.keys() & more.keys()):
-        raise BatchError(
-            f"the reward function returned the name {taken[0]}, which an evaluation gives to what it finds itself",
-            field="rollout.reward",
-            hint="return it under another name",
-        )
 
 
 def _trains(groups: Sequence[_Group], masks_truncated: bool) -> bool:

@@ -1,6 +1,7 @@
-"""What is said of responses to held-out prompts: the share of prompts that are solved, with an interval, and the texts.
+"""Evaluations of a policy: held-out prompts are answered and scored, and the texts are left to be read.
 
-Importing this file costs no torch and no ray.
+What is said of the scores is their means and, where it is asked for, the share of prompts that are solved, with an
+interval.
 """
 
 from __future__ import annotations
@@ -10,16 +11,81 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from actors.rollout.collect import EVALUATION, Collector, Metrics
+from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record, place_of
+from actors.run_dir import EVALUATIONS
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import BatchError
 from slimefsdp.io.checksummed_files import io_reported, write_synced
-
-if TYPE_CHECKING:
-    from actors.rollout.filters import ScoredSample
 
 _NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % within
 _SHOWN_GROUPS = 50  # in the file for people
+
+
+class Evaluator:
+    """The evaluations of a run.
+
+    Args:
+        collector: draws and scores the responses; the held-out prompts are those it has.
+    """
+
+    def __init__(self, config: RunConfig, collector: Collector) -> None:
+        self._config = config
+        self._collector = collector
+
+    def evaluate(self, step: int, version: int | None = None) -> Metrics:
+        """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for.
+
+        Args:
+            version: of the weights that engines have been sent; None: they may get others meanwhile.
+
+        Raises:
+            CheckpointError: run.dir cannot be written, where samples are to be left there.
+            BatchError: a score has a name that is given to what an evaluation finds itself.
+        """
+        settings, collector = self._config.evaluation, self._collector
+        if settings.interval_steps is None:
+            return {}
+        metrics: Metrics = {}
+        with collector.function_named(step):
+            for prefix in ("", "greedy_") if settings.greedy else ("",):
+                count = 1 if prefix else settings.samples_per_prompt
+                drawn, groups = collector.scored_groups(
+                    collector.heldout, count, (EVALUATION, step), {}, greedy=bool(prefix)
+                )
+                if version is not None:
+                    collector.check_version(drawn, version)
+                whole = [group.samples for group in groups if not group.failures]
+                ks = settings.pass_at[:1] and (1,) if prefix else settings.pass_at
+                for found in (
+                    collector.mean_scores(groups, f"eval/{prefix}"),
+                    solved_metrics(whole, ks, settings.solved_reward, f"eval/{prefix}"),
+                ):
+                    _require_own_names(metrics, found)
+                    metrics |= found
+                if settings.save_samples and self._config.run.dir is not None:
+                    folder = self._config.run.dir / EVALUATIONS
+                    pairs = [(group.record, group.samples) for group in groups]
+                    write_samples(folder, f"{prefix}step_{step:08d}", pairs)
+        return metrics
+
+    def progress(self) -> str:
+        """How far an evaluation is that nothing else was drawn before."""
+        settings, collector = self._config.evaluation, self._collector
+        each = settings.samples_per_prompt + settings.greedy
+        return f"{collector.samples_drawn} of {len(collector.heldout) * each} responses"
+
+
+def _require_own_names(metrics: Metrics, more: Metrics) -> None:
+    if taken := sorted(name.removeprefix("eval/") for name in metrics.keys() & more.keys()):
+        raise BatchError(
+            f"the reward function returned the name {taken[0]}, which an evaluation gives to what it finds itself",
+            field="rollout.reward",
+            hint="return it under another name",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import pytest
 from actors.loop import RolloutLoop, train
 from actors.rollout.collect import Collector, overlong_penalty
 from actors.rollout.engine import SampledResponse
+from actors.rollout.evaluation import Evaluator
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record
 from actors.rollout.rewards import Outcome, Response, ScoringAtTheEnd, failed_reward
@@ -116,6 +117,10 @@ def make(tmp_path: Path) -> Any:
 
 def collected(config: RunConfig, step: int = 0, engines: Any = None) -> tuple[RolloutBatch | None, dict[str, float]]:
     return Collector(config, engines or Engines()).collect(step, VERSION, {})
+
+
+def evaluation_of(config: RunConfig, engines: Any, step: int, version: int | None = None) -> dict[str, float]:
+    return Evaluator(config, Collector(config, engines)).evaluate(step, version)
 
 
 def drawn_by_hand(config: RunConfig, seeds: Sequence[Sequence[int]]) -> Groups:
@@ -222,7 +227,7 @@ def test_no_two_purposes_share_a_seed(make: Any) -> None:
     collector = Collector(config, engines)
     for step in range(3):
         collector.collect(step, VERSION, {})
-        collector.evaluate(step)
+        Evaluator(config, collector).evaluate(step)
     seeds = [tuple(np.random.SeedSequence([*seed, 0]).generate_state(4)) for _, _, seed, _ in engines.calls]
     assert len(seeds) == 3 * (4 + 1) == len(set(seeds))
 
@@ -346,7 +351,7 @@ def test_a_reward_or_filter_that_fails_is_named_with_record_step_and_the_way_to_
     assert recorded is None or recorded.read(4) is None
     if setting == "reward":
         with pytest.raises(BatchError) as evaluated:
-            collector.evaluate(5)
+            Evaluator(config, collector).evaluate(5)
         assert evaluated.value.call == "step 5" and "heldout.jsonl:" in evaluated.value.message
 
 
@@ -388,7 +393,7 @@ def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: 
         np.mean([sampled.response_length for _, group in left for sampled in group])
     )
     with pytest.warns(UserWarning):
-        evaluated = collector.evaluate(5)
+        evaluated = Evaluator(config, collector).evaluate(5)
     assert evaluated["eval/reward_failures"] == 2 / NUM_PROMPTS
     whole, metrics = Collector(config, Engines()).collect(5, VERSION, {})  # type: ignore[arg-type]
     assert_holds(whole, drawn)
@@ -501,7 +506,7 @@ def test_evaluation_samples_every_held_out_prompt_and_takes_nothing_off(make: An
     )
     engines = Engines()
     collector = Collector(config, engines)
-    metrics = collector.evaluate(4)
+    metrics = Evaluator(config, collector).evaluate(4)
     ((prompts, per_prompt, seed, greedy),) = engines.calls
     assert len(prompts) == NUM_PROMPTS and per_prompt == 2 and not greedy
     _, samples = Engines().generate(prompts, samples_per_prompt=2, seed=seed)
@@ -509,7 +514,7 @@ def test_evaluation_samples_every_held_out_prompt_and_takes_nothing_off(make: An
         "eval/reward": pytest.approx(np.mean([s.text[0] == "0" for s in samples])),
         "eval/length": pytest.approx(np.mean([s.response_length for s in samples])),
     }
-    assert Collector(make(evaluation={"interval_steps": None}), NoEngines()).evaluate(4) == {}  # type: ignore[arg-type]
+    assert evaluation_of(make(evaluation={"interval_steps": None}), NoEngines(), 4) == {}
 
 
 def test_samples_of_weights_that_were_not_sent_are_refused(make: Any) -> None:
@@ -523,7 +528,7 @@ def test_samples_of_weights_that_were_not_sent_are_refused(make: Any) -> None:
     with refused(EngineError, "rollout.engine", VERSION, VERSION + 1):
         collected_of(VERSION + 1, sync_interval_steps=2)
     with refused(EngineError, "rollout.engine", VERSION, VERSION + 1):
-        Collector(make(), Engines()).evaluate(0, VERSION + 1)  # type: ignore[arg-type]
+        evaluation_of(make(), Engines(), 0, VERSION + 1)
     newer = collected_of(VERSION - 1, sync_interval_steps=2)  # an engine was replaced, and all have newer weights
     assert newer is not None and newer.weight_version == VERSION
 
@@ -531,10 +536,11 @@ def test_samples_of_weights_that_were_not_sent_are_refused(make: Any) -> None:
 def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: Any, tmp_path: Path) -> None:
     asked = {"samples_per_prompt": 4, "pass_at": [4, 1], "greedy": True, "solved_reward": 1.0}
     engines = Engines()
-    collector = Collector(make(evaluation=asked, run={"dir": str(tmp_path / "run")}), engines)  # type: ignore[arg-type]
-    metrics = collector.evaluate(4)
+    config = make(evaluation=asked, run={"dir": str(tmp_path / "run")})
+    evaluator = Evaluator(config, Collector(config, engines))  # type: ignore[arg-type]
+    metrics = evaluator.evaluate(4)
     assert [(per_prompt, greedy) for _, per_prompt, _, greedy in engines.calls] == [(4, False), (1, True)]
-    assert collector.evaluation_progress() == f"{5 * NUM_PROMPTS} of {5 * NUM_PROMPTS} responses"
+    assert evaluator.progress() == f"{5 * NUM_PROMPTS} of {5 * NUM_PROMPTS} responses"
     for prefix, names in (("", ["pass@1", "pass@4", "finished"]), ("greedy_", ["pass@1", "finished"])):
         lines = (tmp_path / "run" / "evaluations" / f"{prefix}step_00000004.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
@@ -547,7 +553,7 @@ def test_an_evaluation_finds_what_was_asked_for_and_leaves_the_responses(make: A
         assert metrics[f"eval/{prefix}reward"] == pytest.approx(by_prompt.mean())
     assert "eval/greedy_pass@4" not in metrics
     asked["save_samples"] = False
-    Collector(make(evaluation=asked, run={"dir": str(tmp_path / "other")}), engines).evaluate(4)  # type: ignore[arg-type]
+    evaluation_of(make(evaluation=asked, run={"dir": str(tmp_path / "other")}), engines, 4)
     assert not (tmp_path / "other").exists()
 
 
@@ -566,9 +572,9 @@ def test_scores_that_are_called_as_what_an_evaluation_finds_are_refused(
     make: Any, reward: str, asked: dict[str, Any]
 ) -> None:
     named = {"reward": f"{__name__}:{reward}"}
-    Collector(make(rollout=named), Engines()).evaluate(0)  # type: ignore[arg-type]
+    evaluation_of(make(rollout=named), Engines(), 0)
     with refused(BatchError, "rollout.reward", "finished" if reward == "finished" else "greedy_reward"):
-        Collector(make(rollout=named, evaluation=asked), Engines()).evaluate(0)  # type: ignore[arg-type]
+        evaluation_of(make(rollout=named, evaluation=asked), Engines(), 0)
 
 
 def test_what_took_how_long_is_added_up(make: Any) -> None:
