@@ -18,6 +18,7 @@ from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
+from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
@@ -68,6 +69,15 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
         return run.finish()
 
 
+def launch_reward_processes(config: RunConfig) -> RewardWorkers | EnvironmentWorkers:
+    """What rewards the responses of a run: processes that call its reward function, or have its environments.
+
+    Raises:
+        As their `launch`.
+    """
+    return (RewardWorkers if config.rollout.environment is None else EnvironmentWorkers).launch(config)
+
+
 class Run:
     """A run and what it has open: folder, groups of ranks, engines, logs.
 
@@ -96,7 +106,7 @@ class Run:
             engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
             stack.callback(engines.shutdown)
             engines.check_room(prompts.longest)
-            rewards = RewardWorkers.launch(config)
+            rewards = launch_reward_processes(config)
             stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None
             self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
@@ -180,7 +190,7 @@ class RolloutLoop:
         engines: EnginePool,
         recorded: RecordedBatches | None = None,
         prompts: Prompts | None = None,
-        rewards: Rewards | None = None,
+        rewards: Rewards | EnvironmentWorkers | None = None,
     ) -> None:
         self._config = config
         self._group = group

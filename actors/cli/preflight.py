@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver
+from actors.environments.environment import load_environment
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.filters import load_filter
@@ -233,6 +234,8 @@ def check_functions(config: RunConfig) -> None:
     advantages.check_functions(config)
     if config.rollout.reward is not None:
         driver_scorer(config.rollout)
+    if config.rollout.environment is not None:
+        load_environment(config.rollout.environment, config.environment.arguments)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
     if config.rollout.engine != "embedded":

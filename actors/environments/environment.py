@@ -25,6 +25,8 @@ whatever roles the template knows; or token ids, which follow as they are."""
 
 MOST_CHARACTERS = 1_000_000
 """Of a prompt or an observation; contexts are shorter, and it travels between processes."""
+RESERVED = {"reward", "turns", "ended_by_turns", "ended_by_room"}
+"""Names of scores that every episode has: its reward, its responses, and whether it was ended for want of more."""
 _EXAMPLE = "my_package.environments:MyEnvironment"
 
 
@@ -112,6 +114,11 @@ def is_async(environment: type[Environment]) -> bool:
     return any(inspect.iscoroutinefunction(getattr(environment, name)) for name in ("reset", "step"))
 
 
+def is_token_ids(given: Any) -> bool:
+    """Whether it is a list of whole numbers."""
+    return isinstance(given, list | tuple) and bool(given) and all(type(one) is int and one >= 0 for one in given)
+
+
 def checked_prompt(prompt: Any) -> Prompt:
     """
     Raises:
@@ -147,8 +154,8 @@ def checked_result(result: Any) -> StepResult:
         if number is None:
             raise EnvironmentFault(f"{short_repr(name)}: {short_repr(value)}, no finite number under a short name")
         scores[name] = number
-    if "reward" in result.scores:
-        raise EnvironmentFault("a score with the name reward, which is a field of its own")
+    if taken := sorted(RESERVED & result.scores.keys()):
+        raise EnvironmentFault(f"a score with the name {taken[0]}, under which something else is logged")
     if result.observation is None:
         if not result.done:
             raise EnvironmentFault("no observation, though it is not done")
@@ -163,7 +170,7 @@ def _check_text(given: Any, what: str, *, may_be_text: bool) -> None:
     Raises:
         EnvironmentFault: it is neither a text, nor messages, nor token ids.
     """
-    if isinstance(given, list | tuple) and given and all(type(one) is int and one >= 0 for one in given):
+    if is_token_ids(given):
         size = len(given)
     else:
         fault = "is a text beside tools" if isinstance(given, str) and not may_be_text else prompt_fault(given)

@@ -14,9 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from pydantic_core import to_jsonable_python
 
 from actors.rollout.engine import EnginePool, SampledResponse
+from actors.rollout.environment_workers import EnvironmentWorkers
+from actors.rollout.episodes import EpisodeRunner, Outcome
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
@@ -32,7 +35,8 @@ Metrics = dict[str, float]
 _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
 # settings that a recorded batch follows from, through the samples or through the weights that were sampled
 _DECIDING: Any = {
-    "algorithm": True, "run": {"seed"}, "data": {"train"}, "rollout": True, "batch": {"samples_per_update"},
+    "algorithm": True, "run": {"seed"}, "data": {"train"}, "rollout": True,
+    "environment": {"arguments", "max_turns", "max_tokens", "failure"}, "batch": {"samples_per_update"},
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},
 }  # fmt: skip
@@ -50,6 +54,7 @@ _LOOK_S = 1.0  # of who waits for engines: a signal to the program is handled in
 class _Group:
     record: Record
     samples: list[ScoredSample]
+    environment_seed: int
     failures: int = 0  # of the reward; with one or more the group is left out of everything
 
 
@@ -59,7 +64,8 @@ class Collector:
     Args:
         recorded: where batches are recorded, for a run that may have to repeat a step.
         prompts: what to draw for; None: all records of the files, whatever their length.
-        rewards: what scores the responses; None: this process calls the reward function.
+        rewards: what scores the responses, or where their environments are; None: this process calls the reward
+            function.
     """
 
     def __init__(
@@ -68,13 +74,16 @@ class Collector:
         engines: EnginePool,
         recorded: RecordedBatches | None = None,
         prompts: Prompts | None = None,
-        rewards: Rewards | None = None,
+        rewards: Rewards | EnvironmentWorkers | None = None,
     ) -> None:
-        assert config.rollout.reward is not None
         self._config = config
         self._engines = engines
         self._recorded_batches = recorded
-        self._rewards: Rewards = rewards or driver_scorer(config.rollout)
+        self._rewards: Rewards | EpisodeRunner
+        if isinstance(rewards, EnvironmentWorkers):
+            self._rewards = EpisodeRunner(config, engines, rewards)
+        else:
+            self._rewards = rewards or driver_scorer(config.rollout)
         self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
         prompts = prompts or read_prompts(config)
         self.prompts = PromptStream(prompts.train, config.run.seed)
@@ -133,7 +142,7 @@ class Collector:
         try:
             yield
         except BatchError as error:
-            if error.field in ("rollout.reward", "rollout.filter"):
+            if error.field in ("rollout.reward", "rollout.filter", "rollout.environment"):
                 error.call = f"step {step}"
                 error.hint = f"{error.hint}, and " + (
                     "go on with the same command and checkpoint.resume=true"
@@ -157,12 +166,15 @@ class Collector:
                 self._gate.notify_all()
 
     @contextmanager
-    def _drawing_samples(self) -> Iterator[None]:
+    def _drawing_samples(self, seconds: Metrics) -> Iterator[None]:
+        """Inside, engines may be asked; `seconds` as of `collect`."""
         with self._gate:
             while self._closed:
                 self._gate.wait(_LOOK_S)
             self._drawing += 1
         try:
+            if self._config.rollout.placement == "colocated":
+                self._engines.take_turn(seconds)
             yield
         finally:
             with self._gate:
@@ -239,9 +251,60 @@ class Collector:
         return self._batch(kept, baselines, version), metrics
 
     def scored_groups(
-        self, records: Sequence[Record], per_prompt: int, purpose: Sequence[int], seconds: Metrics, greedy: bool = False
+        self,
+        records: Sequence[Record],
+        per_prompt: int,
+        purpose: Sequence[int],
+        seconds: Metrics,
+        greedy: bool = False,
+        environment_seeds: Sequence[int] | None = None,
     ) -> tuple[int, list[_Group]]:
-        """The weight version that sampled, and scored responses to each record."""
+        """The weight version that sampled, and scored responses to each record.
+
+        Args:
+            environment_seeds: one a record; None: others for each purpose.
+        """
+        seed = (self._config.run.seed, *purpose)
+        if environment_seeds is None:
+            environment_seeds = [self._environment_seed(purpose, place) for place in range(len(records))]
+        if isinstance(self._rewards, EpisodeRunner):
+            with self._drawing_samples(seconds):
+                version, outcomes = self._rewards.run(
+                    records,
+                    per_prompt,
+                    seed,
+                    environment_seeds,
+                    seconds,
+                    greedy=greedy,
+                    may_mix=self._config.rollout.max_staleness > 0,
+                )
+                self.samples_drawn += len(outcomes)
+        else:
+            version, outcomes = self._rewarded(records, per_prompt, seed, seconds, greedy)
+        groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
+        failures: list[SlimeError] = []
+        for (place, _), outcome in sorted(outcomes.items()):
+            group = groups[place]
+            if isinstance(outcome, SlimeError):
+                failures.append(outcome)
+                group.failures += 1
+                continue
+            sample, scores = outcome
+            reward = scores["reward"] - self._overlong_penalty(sample.response_length)
+            group.samples.append(ScoredSample(sample, scores, reward))
+        if failures:
+            if not self._config.skips_failures or all(group.failures for group in groups):
+                raise failures[0]
+            lost = sum(group.failures > 0 for group in groups)
+            words = f"{lost} of {len(groups)} groups are left out, since {len(failures)} rewards failed; the first"
+            warnings.warn(f"{words}: {failures[0].message}", stacklevel=2)
+        return version, groups
+
+    def _rewarded(
+        self, records: Sequence[Record], per_prompt: int, seed: Sequence[int], seconds: Metrics, greedy: bool
+    ) -> tuple[int, dict[tuple[int, int], Outcome]]:
+        """The weight version that sampled; each response with its scores, by place of its record and number."""
+        assert not isinstance(self._rewards, EpisodeRunner)
         scoring = self._rewards.scoring()
         added: list[tuple[int, int]] = []  # prompt and number of each sample; a sample may have been drawn again
 
@@ -250,45 +313,36 @@ class Collector:
             self.samples_drawn += 1
             scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
 
-        with self._drawing_samples():
-            if self._config.rollout.placement == "colocated":
-                self._engines.take_turn(seconds)
-            with timed(seconds, "generate"):
-                version, samples = self._engines.generate(
-                    [record["prompt"] for record in records],
-                    samples_per_prompt=per_prompt,
-                    seed=(self._config.run.seed, *purpose),
-                    greedy=greedy,
-                    each=score,
-                    may_mix=self._config.rollout.max_staleness > 0,
-                )
-        groups = [_Group(record, []) for record in records]
-        failures: list[SlimeError] = []
+        with self._drawing_samples(seconds), timed(seconds, "generate"):
+            version, samples = self._engines.generate(
+                [record["prompt"] for record in records],
+                samples_per_prompt=per_prompt,
+                seed=seed,
+                greedy=greedy,
+                each=score,
+                may_mix=self._config.rollout.max_staleness > 0,
+            )
         with timed(seconds, "reward"):  # what generation did not hide
-            outcomes = dict(zip(added, scoring.finish(), strict=True))
-            for sample in samples:
-                outcome = outcomes[sample.prompt, sample.number]
-                group = groups[sample.prompt]
-                if isinstance(outcome, SlimeError):
-                    failures.append(outcome)
-                    group.failures += 1
-                    continue
-                reward = outcome["reward"] - self._overlong_penalty(sample.response_length)
-                group.samples.append(ScoredSample(sample, outcome, reward))
-        if failures:
-            if self._config.rollout.reward_failure == "error" or all(group.failures for group in groups):
-                raise failures[0]
-            lost = sum(group.failures > 0 for group in groups)
-            words = f"{lost} of {len(groups)} groups are left out, since {len(failures)} rewards failed; the first"
-            warnings.warn(f"{words}: {failures[0].message}", stacklevel=2)
-        return version, groups
+            scores = dict(zip(added, scoring.finish(), strict=True))
+        found: dict[tuple[int, int], Outcome] = {}
+        for sample in samples:
+            outcome = scores[sample.prompt, sample.number]
+            found[sample.prompt, sample.number] = outcome if isinstance(outcome, SlimeError) else (sample, outcome)
+        return version, found
+
+    def _environment_seed(self, purpose: Sequence[int], place: int) -> int:
+        """Of the episodes of a record; the same in each evaluation."""
+        numbers = purpose[:1] if purpose[0] == EVALUATION else purpose
+        sequence = np.random.SeedSequence((self._config.run.seed, *numbers, place))
+        return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
     def _with_greedy_rewards(
         self, step: int, kept: Sequence[_Group], seconds: Metrics
     ) -> tuple[list[_Group], list[float]]:
         """The groups, with the reward of each prompt's likeliest response, the baseline of ReMax."""
         records = [group.record for group in kept]
-        _, groups = self.scored_groups(records, 1, (_BASELINE, step), seconds, greedy=True)
+        seeds = [group.environment_seed for group in kept]
+        _, groups = self.scored_groups(records, 1, (_BASELINE, step), seconds, True, seeds)
         pairs = [(one, greedy.samples[0].reward) for one, greedy in zip(kept, groups, strict=True) if greedy.samples]
         return [one for one, _ in pairs], [reward for _, reward in pairs]
 
@@ -319,13 +373,13 @@ class Collector:
         for record, score in scored:
             if score.keys() != scores[0].keys():
                 raise BatchError(
-                    f"the reward function returned the names {sorted(score)} for {place_of(record)}, and "
-                    f"{sorted(scores[0])} before",
-                    field="rollout.reward",
-                    hint="return the same names for every response",
+                    f"{self._config.value_of(self._config.rewards_by)} gave scores with the names {sorted(score)} for "
+                    f"{place_of(record)}, and {sorted(scores[0])} before",
+                    field=self._config.rewards_by,
+                    hint="give the same names to every response",
                 )
         metrics = {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}
-        if self._config.rollout.reward_failure == "skip":
+        if self._config.skips_failures:
             failures = sum(group.failures for group in groups)
             metrics[f"{prefix}reward_failures"] = failures / (failures + sum(len(group.samples) for group in groups))
         return metrics
@@ -334,6 +388,9 @@ class Collector:
         settings = self._config.rollout
         samples = []
         spans = [one.sample.versions for group in groups for one in group.samples]
+        is_masked = settings.mask_truncated or any(
+            one.sample.loss_mask is not None for group in groups for one in group.samples
+        )
         is_mixed = len({span.version for of_sample in spans for span in of_sample}) > 1
         # of those that are trained on, and not of all that were drawn
         version = min((span.version for of_sample in spans for span in of_sample), default=version)
@@ -351,8 +408,10 @@ class Collector:
                     fields["weight_versions"] = [
                         span.version for span in sampled.versions for _ in range(span.start, span.end)
                     ]
-                if settings.mask_truncated:
-                    fields["loss_mask"] = [sampled.finished] * sampled.response_length
+                if is_masked:
+                    mask = sampled.loss_mask or [True] * sampled.response_length
+                    is_left_out = settings.mask_truncated and not sampled.finished
+                    fields["loss_mask"] = [False] * sampled.response_length if is_left_out else mask
                 if baselines is not None:
                     fields["baseline_reward"] = baselines[group_id]
                 samples.append(fields)

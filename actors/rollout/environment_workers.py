@@ -85,6 +85,26 @@ class EnvironmentWorker:
 
     def __init__(self, name: str, arguments: Mapping[str, Any], timeout_s: float, search_path: Sequence[str]) -> None:
         sys.path += [folder for folder in search_path if folder not in sys.path]
+        self._episodes = _Episodes(name, arguments, timeout_s)
+
+    def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
+        """The outcomes of the first calls, one or more, as many as fit into a turn; of coroutines, of all."""
+        return self._episodes.run(calls)
+
+    def forget(self, number: int) -> None:
+        """Closes what is left of the episodes of a call of the driver."""
+        self._episodes.forget(number)
+
+
+class _Episodes:
+    """The environments of a process. They are not the actor's own: one with coroutines would be another kind of actor.
+
+    Args:
+        name: what `rollout.environment` is.
+        timeout_s: for each answer of a coroutine; plain code cannot be ended from inside its process.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> None:
         self._name, self._arguments, self._timeout_s = name, arguments, timeout_s
         self._class = load_environment(name, arguments)
         # one loop for good: clients that a module keeps belong to the loop in which they were first used
@@ -93,7 +113,7 @@ class EnvironmentWorker:
         self._episodes: dict[EpisodeKey, _Episode] = {}
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
-        """The outcomes of the first calls, one or more, as many as fit into a turn; of coroutines, of all."""
+        """As `EnvironmentWorker`."""
         if self._is_async:
             return self._runner.run(self._all_at_once(calls))
         outcomes: list[Answer | SlimeError] = []
@@ -105,7 +125,7 @@ class EnvironmentWorker:
         return outcomes
 
     def forget(self, number: int) -> None:
-        """Closes what is left of the episodes of a call of the driver."""
+        """As `EnvironmentWorker`."""
         for key in [key for key in self._episodes if key[0] == number]:
             self._runner.run(self._close(key))
 

@@ -143,6 +143,11 @@ class _Limit:
     is_of_packs: bool = False
 
 
+def most_sample_tokens(config: RunConfig) -> int:
+    """The most tokens of a sample that can be trained on, prompt included."""
+    return min(limit.tokens for limit in _limits(config))
+
+
 def _limits(config: RunConfig) -> list[_Limit]:
     most, cp = config.max_pack_tokens, config.mesh.cp
     source = f"batch.max_tokens_per_rank={config.batch.max_tokens_per_rank}" + (f" x mesh.cp={cp}" if cp > 1 else "")

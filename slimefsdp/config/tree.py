@@ -102,7 +102,7 @@ class RunConfig(AlgorithmSettings):
             if name in of_rewards or getattr(rollout, name) is not None:
                 hint = "set those of the section environment" if name in of_rewards else "remove one of them"
                 raise ValueError(
-                    f"rollout.{name}={short_text(getattr(rollout, name))} is of a reward function, and "
+                    f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
                     f"rollout.environment={rollout.environment} gives the rewards; {hint}"
                 )
         most = self.environment.max_tokens

@@ -731,6 +731,24 @@ RULES = [
         ["rollout.engine=sglang", "rollout.weight_checksums"],
     ),
     (
+        "check_environment",
+        {"rollout__environment": "m:E", "environment__max_turns": 3},
+        {"environment__max_turns": 3},
+        ["environment.max_turns=3", "rollout.environment"],
+    ),
+    (
+        "check_environment",
+        {"rollout__environment": "m:E", "environment__failure": "skip"},
+        {"rollout__environment": "m:E", "rollout__reward_failure": "skip"},
+        ["rollout.reward_failure=skip", "rollout.environment=m:E"],
+    ),
+    (
+        "check_environment",
+        {"rollout__environment": "m:E", "environment__max_tokens": 8192},
+        {"rollout__environment": "m:E", "environment__max_tokens": 8193, "batch__max_tokens_per_rank": 8192},
+        ["environment.max_tokens=8193", "8192"],
+    ),
+    (
         "check_disk_transport_has_a_folder",
         {"rollout__weight_transport": "disk", "run__dir": "runs/one"},
         {"rollout__weight_transport": "disk"},

@@ -15,13 +15,30 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from actors.rollout import data_sets
-from actors.rollout.prompts import PromptStream, encode_prompt, place_of, read_jsonl, read_records
+from actors.rollout.prompts import PromptStream, encode_observation, encode_prompt, place_of, read_jsonl, read_records
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.refusals import refused
 
 FIELD = "rollout.prompts"
-WORDS = ["<s>", "</s>", "[user]", "[system]", "[assistant]", "sort", "52", "now"]
+WORDS = [
+    "<s>",
+    "</s>",
+    "[user]",
+    "[system]",
+    "[assistant]",
+    "sort",
+    "52",
+    "now",
+    "25",
+    "13",
+    "31",
+    "<im_start>",
+    "<im_end>",
+    "user",
+    "assistant",
+    "system",
+]
 CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
 CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
 
@@ -214,3 +231,32 @@ def test_without_the_package_datasets_all_but_jsonl_names_the_extra(tmp_path, mo
     with refused(ConfigError, "data.train", f"data.train={written}", "datasets") as caught:
         read_records(DataSettings(train=written), "train")
     assert "`data` extra" in caught.value.hint
+
+
+CHATML = (
+    "{% for m in messages %}<im_start> {{ m.role }} {{ m.content.strip() }} <im_end> {% endfor %}"
+    "{% if add_generation_prompt %}<im_start> assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHAT, CHATML])
+def test_turns_put_together_are_the_conversation_as_the_template_writes_it(template):
+    tokenizer = word_tokenizer(template)
+    messages = [{"role": "user", "content": "sort 52"}]
+    tokens = encode_prompt(tokenizer, messages)
+    for response, observation in (("25", "now 31"), ("13", [{"role": "system", "content": "now sort"}])):
+        follows = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+        messages += [{"role": "assistant", "content": response}, *follows]
+        tokens = [*tokens, *ids(response), *encode_observation(tokenizer, observation)]
+        assert tokens == encode_prompt(tokenizer, messages)
+
+
+def test_without_a_chat_template_an_observation_follows_as_it_is():
+    assert encode_observation(word_tokenizer(), "sort 52") == ids("sort 52")
+    with refused(ConfigError, "observation", "chat template"):
+        encode_observation(word_tokenizer(), [{"role": "user", "content": "sort 52"}])
+
+
+def test_a_template_that_does_not_say_what_the_assistant_said_is_refused():
+    with refused(ConfigError, "observation", "assistant"):
+        encode_observation(word_tokenizer("{{ messages[0].content }}"), "sort 52")

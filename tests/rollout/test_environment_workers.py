@@ -1,0 +1,231 @@
+"""Environments in processes of their own: what hangs, ends or cannot be used costs its own episode, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.environments import Environment, StepResult
+from actors.environments.environment import MOST_CHARACTERS, load_environment
+from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall
+from actors.rollout.prompts import Record
+from slimefsdp.errors import BatchError, ConfigError, SlimeError
+from tests.support.refusals import refused
+from tests.support.waiting import wait_until
+
+HERE = __name__
+
+
+class Counting(Environment):
+    """Answers how often it was spoken to and by which words, and does what it is told by some of them."""
+
+    def __init__(self, closed: str | None = None, start: int = 0) -> None:
+        self.said: list[str] = []
+        self.closed, self.start = closed, start
+
+    def reset(self, record: Any, seed: int) -> Any:
+        self.number = record["number"]
+        if record.get("reset") == "raise":
+            raise OSError("no such world")
+        record["number"] = -1  # which is nobody else's
+        return record.get("begins", f"{record['prompt']} {seed}")
+
+    def step(self, response: str, finished: bool) -> StepResult:
+        self.said.append(response)
+        if response == "hang":
+            time.sleep(600)
+        if response == "exit":
+            os._exit(7)
+        if response == "raise":
+            raise OSError("the world is full")
+        if response == "pid":
+            return StepResult(str(os.getpid()))
+        if response == "end":
+            return StepResult(None, reward=1.0, done=True, scores={"number": self.number})
+        results: dict[str, Any] = {
+            "tuple": ("text", 0.0, False),
+            "none": StepResult(),
+            "nan": StepResult("x", reward=float("nan")),
+            "text reward": StepResult("x", reward="1"),  # type: ignore[arg-type]
+            "maybe": StepResult("x", done=1),  # type: ignore[arg-type]
+            "giant": StepResult("x" * (MOST_CHARACTERS + 1)),
+            "number": StepResult(3),  # type: ignore[arg-type]
+            "messages": StepResult([{"role": "tool"}]),
+            "reserved": StepResult("x", scores={"turns": 3}),
+        }
+        return results.get(response) or StepResult(f"{self.start + len(self.said)} {self.said} {finished}")
+
+    def close(self) -> None:
+        if self.closed is not None:
+            with Path(self.closed).open("a") as file:
+                file.write(f"{self.number} ")
+
+
+class CountingLater(Counting):
+    """The same, in coroutines."""
+
+    async def reset(self, record: Any, seed: int) -> Any:
+        await asyncio.sleep(0.001 * (record["number"] % 3))
+        return super().reset(record, seed)
+
+    async def step(self, response: str, finished: bool) -> StepResult:  # type: ignore[override]
+        await asyncio.sleep(600 if response == "wait" else 0.001)
+        return super().step(response, finished)
+
+
+class Forgetful(Counting):
+    """Answers with a number that another process does not know."""
+
+    def step(self, response: str, finished: bool) -> StepResult:
+        return super().step("pid" if response == "x" else response, finished)
+
+
+@pytest.fixture
+def launch(cluster: None, make_config: Any) -> Iterator[Any]:
+    started: list[EnvironmentWorkers] = []
+
+    def workers(name: str = "Counting", **settings: Any) -> EnvironmentWorkers:
+        config = make_config(rollout={"environment": f"{HERE}:{name}"}, environment=settings)
+        started.append(EnvironmentWorkers.launch(config))
+        return started[-1]
+
+    yield workers
+    for one in started:
+        one.shutdown()
+
+
+def _record(place: int, more: dict[str, Any]) -> Record:
+    return Record({"prompt": "p", "number": place, **more}, f"train.jsonl:{place}")
+
+
+class Played:
+    """Episodes that go on side by side, as a driver has them go on."""
+
+    def __init__(self, workers: EnvironmentWorkers, count: int, call: int = 0, **record: Any) -> None:
+        self._workers = workers
+        self.episodes = [EpisodeCall((call, place, 0), _record(place, record), place, (), ()) for place in range(count)]
+        self.outcomes: list[Any] = self._run(self.episodes)
+
+    def _run(self, calls: Sequence[EpisodeCall]) -> list[Any]:
+        pending = self._workers.pending()
+        for one in calls:
+            pending.add(one)
+        return list(pending.finish())
+
+    def say(self, *texts: str, is_last: bool = False) -> list[Any]:
+        self.episodes = [
+            EpisodeCall(
+                one.key, one.record, one.seed, (*one.responses, (text, True)),
+                (*one.digests, answer.digest if isinstance(answer, Answer) else ""), is_last,
+            )
+            for one, answer, text in zip(self.episodes, self.outcomes, texts, strict=True)
+        ]  # fmt: skip
+        self.outcomes = self._run(self.episodes)
+        return self.outcomes
+
+
+@pytest.mark.parametrize("name", ["Counting", "CountingLater"])
+def test_episodes_are_answered_by_environments_of_their_own(launch: Any, name: str) -> None:
+    played = Played(launch(name, workers=2, arguments={"start": 10}), 9)
+    assert played.outcomes[0].__class__ is Answer, played.outcomes[0]
+    assert [one.prompt for one in played.outcomes] == [f"p {place}" for place in range(9)]
+    said = []
+    for turn in range(1, 4):
+        said.append(f"t{turn}")
+        for answer in played.say(*[f"t{turn}"] * 9):
+            assert answer.result == StepResult(f"{10 + turn} {said} True")
+    done = played.say(*["end"] * 9)
+    assert [one.result for one in done] == [StepResult(None, 1.0, True, {"number": place}) for place in range(9)]
+
+
+@pytest.mark.default_tier  # what it starts are two processes without torch
+def test_what_hangs_ends_or_raises_costs_its_own_episode_and_all_others_go_on_as_they_were(launch: Any) -> None:
+    workers = launch(workers=2, timeout_s=2.0)
+    before = {one.result.observation for one in Played(workers, 9).say(*["pid"] * 9)}
+    told = ["a", "raise", "b", "hang", "c", "exit", "d", "e", "f"]
+    played = Played(workers, 9, call=1)
+    played.say(*"abcdefghi")
+    for place, (text, outcome) in enumerate(zip(told, outcomes := played.say(*told), strict=True)):
+        assert isinstance(outcome, BatchError) == (len(text) > 1), (place, outcome)
+        if isinstance(outcome, BatchError):
+            assert outcome.field == "rollout.environment" and outcome.hint
+            assert f"in turn 2 of episode 0 of train.jsonl:{place}" in outcome.message
+        else:
+            assert outcome.result.observation == f"2 {['abcdefghi'[place], text]} True", "repeated up to there"
+    assert "the world is full" in outcomes[1].message
+    assert "2 s" in outcomes[3].message and "ended its process" in outcomes[5].message
+    after = {one.result.observation for one in Played(workers, 2, call=2).say("pid", "pid")}
+    assert len(before & after) == len(after - before) == 1, "the other process is as it was"
+
+
+def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(launch: Any) -> None:
+    workers = launch("Forgetful", timeout_s=2.0)
+    played = Played(workers, 2)
+    played.say("x", "x")
+    first, second = played.say("exit", "a")
+    assert "ended its process" in first.message
+    assert isinstance(second, SlimeError) and "did not answer as it had before in turn 1" in second.message
+
+
+@pytest.mark.parametrize(
+    ("told", "fault"),
+    [
+        ("tuple", "which is no StepResult"), ("none", "no observation, though"), ("nan", "'reward': nan"),
+        ("text reward", "'reward': '1'"), ("maybe", "neither True nor False"), ("giant", f"{MOST_CHARACTERS:,}"),
+        ("number", "is a int"), ("messages", "index 0"), ("reserved", "turns"),
+    ],
+)  # fmt: skip
+def test_what_an_environment_must_not_return_is_named(launch: Any, told: str, fault: str) -> None:
+    (outcome,) = Played(launch(), 1).say(told)
+    assert isinstance(outcome, BatchError) and fault in outcome.message and "in turn 1 of episode 0" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("begins", "fault"),
+    [
+        ([], "empty"), ("", "empty"), (7, "is a int"), ({"messages": "a"}, "messages and tools"),
+        ({"messages": "a", "tools": []}, "text beside tools"), ({"messages": [], "tools": [1]}, "JSON objects"),
+    ],
+)  # fmt: skip
+def test_what_an_episode_must_not_begin_with_is_named(launch: Any, begins: Any, fault: str) -> None:
+    (outcome,) = Played(launch(), 1, begins=begins).outcomes
+    assert isinstance(outcome, BatchError) and fault in outcome.message and "at the beginning" in outcome.message
+
+
+def test_a_coroutine_has_its_time_and_costs_its_own_episode(launch: Any) -> None:
+    played = Played(launch("CountingLater", timeout_s=1.0), 6)
+    outcomes = played.say("a", "wait", "b", "raise", "c", "end")
+    assert [isinstance(one, BatchError) for one in outcomes] == [False, True, False, True, False, False]
+    assert "1 s" in outcomes[1].message
+
+
+def test_environments_are_closed_once_when_they_are_done_failed_or_forgotten(launch: Any, tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    workers = launch(arguments={"closed": str(file)})
+    played = Played(workers, 5)
+    played.say("a", "end", "raise", "a", "a")
+    assert file.read_text().split() == ["1", "2"]
+    workers.forget(0)
+    assert wait_until(lambda: len(file.read_text().split()) == 5)
+    Played(workers, 2, call=1).say("a", "b", is_last=True)
+    assert sorted(file.read_text().split()[5:]) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "field", "fault"),
+    [
+        (f"{HERE}:Played", {}, "rollout.environment", "no environment"),
+        (f"{HERE}:HERE", {}, "rollout.environment", "HERE"),
+        ("actors.environments:Environment", {}, "rollout.environment", "no environment"),
+        (f"{HERE}:Counting", {"level": 3}, "environment.arguments", "level"),
+    ],
+)
+def test_a_name_that_is_no_environment_is_refused(name: str, arguments: Any, field: str, fault: str) -> None:
+    with refused(ConfigError, field, fault):
+        load_environment(name, arguments)
