@@ -87,7 +87,7 @@ class _Episode:
         mask = None if all(self.loss_mask) else self.loss_mask
         text = "\n".join(self.transcript)
         return SampledResponse(
-            place, number, self.tokens, len(self.log_probs), self.log_probs, text, self.end == "done",
+            place, number, self.tokens, len(self.log_probs), self.log_probs, text, self.end == "done" and self.said[-1][1],
             tuple(self.versions), mask, len(self.said),
         )  # fmt: skip
 
