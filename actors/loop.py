@@ -16,13 +16,13 @@ import numpy as np
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
-from actors.rollout.collect import Collector, Metrics, timed
+from actors.rollout.collect import Collector, Metrics, launch_rewards, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.environment_workers import EnvironmentWorkers
-from actors.rollout.evaluation import Evaluator
+from actors.rollout.evaluation import Evaluator, metric_prefix
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
-from actors.rollout.reward_workers import RewardWorkers
+from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import Rewards
 from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RecordedBatches, RunFolder
@@ -35,7 +35,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
 from slimefsdp.monitoring.curves import draw_curves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
-from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, SFT_COLUMNS, ProgressTable
+from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, SFT_COLUMNS, Column, ProgressTable, grpo_columns
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup
@@ -61,21 +61,14 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
     check_ready_to_train(config)
     config = with_data_commits(with_model_folders(config))
     assert config.run.steps is not None
-    prompts = prompts or without_overlong(config, read_prompts(config))
+    if prompts is None:
+        prompts = without_overlong(config, read_prompts(config))
+        warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
     with ExitStack() as stack:
         run = Run(config, interrupts, prompts, stack)
         for step in range(run.begin(), config.run.steps):
             run.step(step)
         return run.finish()
-
-
-def launch_reward_processes(config: RunConfig) -> RewardWorkers | EnvironmentWorkers:
-    """What rewards the responses of a run: processes that call its reward function, or have its environments.
-
-    Raises:
-        As their `launch`.
-    """
-    return (RewardWorkers if config.rollout.environment is None else EnvironmentWorkers).launch(config)
 
 
 class Run:
@@ -106,7 +99,7 @@ class Run:
             engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
             stack.callback(engines.shutdown)
             engines.check_room(prompts.longest)
-            rewards = launch_reward_processes(config)
+            rewards = launch_rewards(config)
             stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None
             self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
@@ -170,7 +163,8 @@ class Run:
         if run.export_dir is not None:
             self._group.export_hf(run.export_dir, None if run.export_dtype == "auto" else run.export_dtype)
         rows = read_metrics(run.dir)
-        draw_curves(rows, run.dir / "curves.png", title=f"{run.dir.name}: {_title(self._config)}")
+        title, sets = f"{run.dir.name}: {_title(self._config)}", tuple(filter(None, self._config.data.heldout_sets))
+        draw_curves(rows, run.dir / "curves.png", title=title, heldout_sets=sets)
         return self._loop.summary(rows)
 
 
@@ -180,8 +174,6 @@ class RolloutLoop:
     With rollout.placement=colocated the engines get the weights when they have their turn, before they sample; outside
     of `step` and `before_training` they sleep.
     """
-
-    columns = GRPO_COLUMNS
 
     def __init__(
         self,
@@ -202,6 +194,17 @@ class RolloutLoop:
         self._engines_are_behind = True
         self._ahead: AheadCollector | None = None  # once the first step has begun
         self._prompts_behind: dict[str, Any] | None = None  # of the batch that was trained on last
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Of the table of progress, with one for each held-out set."""
+        prefixes = {name: self._held_out_prefix(name) for name in self._collector.heldout}
+        held_out = [Column(f"eval/{name}" if name else "held-out", f"{at}exact") for name, at in prefixes.items()]
+        return grpo_columns(held_out) if held_out else GRPO_COLUMNS
+
+    def _held_out_prefix(self, heldout_set: str) -> str:
+        """Of the metrics that a run is known by: those of sampled responses, or of greedy ones where they are alone."""
+        return metric_prefix(heldout_set) + ("" if self._config.evaluation.samples_per_prompt else "greedy_")
 
     @property
     def prompts(self) -> PromptStream:
@@ -351,15 +354,9 @@ class RolloutLoop:
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
         """The run in one line."""
         config = self._config
-        key = "eval/exact" if any("eval/exact" in row for row in rows) else "eval/reward"
-        values = [row[key] for row in rows if row.get(key) is not None]
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
-        what = (
-            f"held-out sampled {key.removeprefix('eval/')} {values[0]:.3f} -> {values[-1]:.3f} "
-            f"({len(self._collector.heldout)} prompts x {config.evaluation.samples_per_prompt} samples)"
-            if len(values) > 1
-            else f"reward {rows[0].get('rollout/reward', 0.0):.3f} -> {rows[-1].get('rollout/reward', 0.0):.3f}"
-        )
+        what = self._held_out_summary(rows)
+        what = what or f"reward {rows[0].get('rollout/reward', 0.0):.3f} -> {rows[-1].get('rollout/reward', 0.0):.3f}"
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (
@@ -367,6 +364,19 @@ class RolloutLoop:
             f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
+
+    def _held_out_summary(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Of each held-out set, what was found first and last; nothing where none was evaluated twice."""
+        samples = self._config.evaluation.samples_per_prompt
+        parts = []
+        for name, records in self._collector.heldout.items():
+            prefix = self._held_out_prefix(name)
+            score = "exact" if any(f"{prefix}exact" in row for row in rows) else "reward"
+            values = [row[f"{prefix}{score}"] for row in rows if row.get(f"{prefix}{score}") is not None]
+            if len(values) > 1:
+                change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
+                parts.append(f"{change} ({len(records)} prompts" + (f" x {samples} samples)" if samples else ")"))
+        return f"held-out {'sampled' if samples else 'greedy'} {', '.join(parts)}" if parts else ""
 
 
 class SftLoop:

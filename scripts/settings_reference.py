@@ -83,6 +83,8 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
         return " \\| ".join(f"`{value}`" for value in arguments)
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"[{type_text(arguments[0], [])}, ...]"
+    if origin is dict:
+        return f"{{name: {type_text(arguments[1], [])}, ...}}"
     if origin is tuple:
         return f"[{', '.join(type_text(argument, []) for argument in arguments)}]"
     if origin is dict:

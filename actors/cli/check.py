@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from actors.cli.preflight import check_before_launch, check_functions, check_ins
 from actors.cluster.connect import check_machine
 from actors.model_folders import with_model_folders
 from actors.rollout.filters import FILTERS
+from actors.rollout.record_sets import RecordSet, record_sets
 from actors.rollout.rewards import exact_match, sorted_digits
 from actors.startup import reporting
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
@@ -63,11 +65,13 @@ def check_command(options: argparse.Namespace) -> int:
     config = None if options.config is None else load_config(options.config, options.overrides)
     chosen: _Choices = {}
     refusal: str | None = None
+    sets: list[RecordSet] = []
     if config is not None:
         chosen = chosen_functions(config)
         if config.data.train is not None:
             with reporting():
-                config, _ = check_before_launch(config, takes_folder=False)
+                config, prompts = check_before_launch(config, takes_folder=False)
+            sets = record_sets(config.data, prompts.heldout, prompts.train)
         else:
             refusal = _refusal_of_train(config)
             with reporting():
@@ -79,9 +83,11 @@ def check_command(options: argparse.Namespace) -> int:
     if options.json:
         packages = [{**asdict(one), "is_supported": one.is_supported} for one in found.packages]
         record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
-        print(json.dumps(record if config is None else {**record, "chosen": chosen, "train": refusal}, indent=1))
+        if config is not None:
+            record |= {"chosen": chosen, "train": refusal, "data": [_json_of(one) for one in sets]}
+        print(json.dumps(record, indent=1))
     else:
-        print("\n".join([*_environment_lines(found), *_registry_lines(chosen)]))
+        print("\n".join([*_environment_lines(found), *_registry_lines(chosen), *_data_lines(sets)]))
     if found.problems:
         raise ResourceError(
             "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
@@ -92,6 +98,15 @@ def check_command(options: argparse.Namespace) -> int:
             + ("" if refusal is None else f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}")
         )
     return 0
+
+
+def _data_lines(sets: Sequence[RecordSet]) -> list[str]:
+    width = max((len(one.field) for one in sets), default=0)
+    return [*([""] if sets else []), *(f"{one.field:{width}}  {one}" for one in sets)]
+
+
+def _json_of(one: RecordSet) -> dict[str, Any]:
+    return {**asdict(one), "source": str(one.source)}
 
 
 def _refusal_of_train(config: RunConfig) -> str | None:
@@ -121,8 +136,12 @@ def chosen_functions(config: RunConfig) -> _Choices:
             names["rollout.filter"] = config.rollout.filter
         if config.rollout.reward is not None:
             names["rollout.reward"] = config.rollout.reward
+        if config.rollout.environment is not None:
+            names["rollout.environment"] = config.rollout.environment
     check_functions(config)
-    return {setting: {name: REGISTRY[setting].get(name) or _place(name, setting)} for setting, name in names.items()}
+    return {
+        setting: {name: REGISTRY.get(setting, {}).get(name) or _place(name, setting)} for setting, name in names.items()
+    }
 
 
 def _place(name: str, field: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 
 from actors.cluster.connect import check_machine, has_nvidia_driver, processes_needed
+from actors.rollout.record_sets import RecordSet
 from actors.run_dir import RunFolder
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.config import RunConfig
@@ -19,8 +21,11 @@ from slimefsdp.perf_model.step_time import bytes_beside
 from slimefsdp.rpc import Role
 
 
-def start_lines(config: RunConfig) -> list[str]:
+def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     """What `slimefsdp train` would start with settings that it takes. Reads config.json of the models, writes nothing.
+
+    Args:
+        sets: of the records that were read.
 
     With mesh.dp=auto on a CPU it is what the cores of this machine make of it.
 
@@ -42,6 +47,7 @@ def start_lines(config: RunConfig) -> list[str]:
         f"run       {config.algorithm} into {config.run.dir}, "
         + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
         f"model     {model_spec.parameters:,} parameters in {config.model.path}",
+        *(f"{'data' if one.field == 'data.train' else _held_out(one):<9} {one}" for one in sets),
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
         f"updates   {per_step} a step of {config.samples_per_step:,} samples{_last_update(config)}, "
@@ -60,6 +66,10 @@ def start_lines(config: RunConfig) -> list[str]:
     saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
     lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
     return lines
+
+
+def _held_out(one: RecordSet) -> str:
+    return f"held out {one.field.removeprefix('data.heldout').removeprefix('.')}".strip()
 
 
 def _last_update(config: RunConfig) -> str:

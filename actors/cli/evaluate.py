@@ -13,9 +13,11 @@ from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.prompt_files import Prompts, read_heldout
+from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.loader import apply_override, read_yaml_mapping
+from slimefsdp.config.rollout import heldout_field
 from slimefsdp.config.tree import config_from_dict
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.atomic_dir import require_free_folder
@@ -30,7 +32,18 @@ if TYPE_CHECKING:
 METRICS = "metrics.json"
 _CHECKED_PROMPTS = 4  # whose samples are looked at, of engines of another code
 # of a run's settings, those that its evaluations follow from
-_SECTIONS = ("mesh", "fsdp", "attention", "precision", "batch", "data", "rollout", "evaluation", "cluster")
+_SECTIONS = (
+    "mesh",
+    "fsdp",
+    "attention",
+    "precision",
+    "batch",
+    "data",
+    "rollout",
+    "environment",
+    "evaluation",
+    "cluster",
+)
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +53,8 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "overrides", nargs="*",
-        help="dotted settings: data.heldout=FILE and rollout.reward=module:function are needed, here or in the YAML",
+        help="dotted settings: data.heldout=FILE, or data.heldout.NAME=FILE for each of several sets, and "
+        "rollout.reward=module:function (or rollout.environment) are needed, here or in the YAML",
     )  # fmt: skip
     parser.add_argument(
         "--config", type=path_argument, metavar="YAML", help="settings of a run, to evaluate as that run does"
@@ -61,7 +75,7 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
     """The settings of an evaluation.
 
     Raises:
-        ConfigError: as `slimefsdp.load_config`; data.heldout or rollout.reward is not set, or an override says nothing
+        ConfigError: as `slimefsdp.load_config`; data.heldout or what rewards is not set, or an override says nothing
             about an evaluation.
     """
     given = {} if options.config is None else read_yaml_mapping(options.config)
@@ -87,7 +101,7 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
             "run": {**tree.get("run", {}), "dir": None if options.output is None else str(options.output)},
         }
     )
-    for field in ("data.heldout", "rollout.reward"):
+    for field in ("data.heldout", config.rewards_by):
         if config.value_of(field) is None:
             raise ConfigError(f"{field} is not set", field=field, hint=f"add {field}=.., or --config YAML of a run")
     return config
@@ -98,7 +112,7 @@ def _with_pass_at(evaluation: Any) -> Any:
     if not isinstance(evaluation, dict):
         return evaluation  # which is refused
     samples = evaluation.get("samples_per_prompt", 1)
-    return {"pass_at": sorted({1, samples}) if type(samples) is int else [], **evaluation, "interval_steps": 1}
+    return {"pass_at": sorted({1, max(1, samples)}) if type(samples) is int else [], **evaluation, "interval_steps": 1}
 
 
 def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
@@ -107,7 +121,8 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
         require_free_folder(config.run.dir, field="--output")
     with stage("checking settings and data", is_short=True):
         check_installed(config)
-        require_reader(DataSource.of(config.value_of("data.heldout")), "data.heldout")
+        for name, written in config.data.heldout_sets.items():
+            require_reader(DataSource.of(written), heldout_field(name))
         config = with_model_folders(config)
         check_models(config)
         check_tokenizer(config.model.path)
@@ -116,6 +131,7 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
         check_machine(config)
         check_gpus(config, engines=gpus_of_engines(config))
     prompts = read_heldout(config)
+    warn_of_shared_prompts(record_sets(config.data, prompts.heldout))
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")
         FolderLock(config.run.dir).acquire()  # another one may come before anything is written there
@@ -128,10 +144,9 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
     Raises:
         SlimeError: any typed error; all processes are ended before it travels on.
     """
-    from actors.rollout.collect import Collector
+    from actors.rollout.collect import Collector, launch_rewards
     from actors.rollout.engine import EnginePool
     from actors.rollout.evaluation import Evaluator
-    from actors.rollout.reward_workers import RewardWorkers
     from actors.workers.worker_group import WorkerGroup
 
     with ExitStack() as stack:
@@ -141,7 +156,7 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         engines = EnginePool.launch(config, group if config.rollout.placement == "colocated" else None)
         stack.callback(engines.shutdown)
         engines.check_room(prompts.longest)
-        rewards = RewardWorkers.launch(config)
+        rewards = launch_rewards(config)
         stack.callback(rewards.shutdown)
         collector = Collector(config, engines, None, prompts, rewards)
         with stage("sending the weights to the engines"):
@@ -169,18 +184,31 @@ def keep_metrics(metrics: Metrics, folder: Path) -> None:
 
 def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> list[str]:
     """The metrics for people."""
-    rollout, samples = config.rollout, config.evaluation.samples_per_prompt
+    from actors.rollout.evaluation import metric_prefix
+
+    rollout, samples, sets = config.rollout, config.evaluation.samples_per_prompt, config.data.heldout_sets
+    sizes = {name: f"{len(prompts.heldout[name]):,} prompts of {path}" for name, path in sets.items()}
+    drawn = f"{samples} response{'s' * (samples > 1)} to each at temperature {rollout.temperature:g}"
+    drawn = drawn if samples else "the likeliest response to each"
     lines = [
-        f"{config.model.path}: {len(prompts.heldout):,} prompts of {config.data.heldout}",
-        f"{samples} response{'s' * (samples > 1)} to each at temperature {rollout.temperature:g}, of at most "
-        f"{rollout.max_new_tokens:,} tokens",
+        f"{config.model.path}: {sizes.get('') or f'{len(sets)} held-out sets'}",
+        f"{drawn}, of at most {rollout.max_new_tokens:,} tokens",
     ]
-    width = max(map(len, metrics)) - len("eval/")
+    for name, size in sizes.items():
+        prefix = metric_prefix(name)
+        lines += [f"{name}: {size}"] if name else []
+        lines += _metric_lines({key.removeprefix(prefix): metrics[key] for key in metrics if key.startswith(prefix)})
+    return lines
+
+
+def _metric_lines(metrics: Metrics) -> list[str]:
+    """Of one held-out set, whose metrics have their names without its own here."""
+    width, lines = max(map(len, metrics)), []
     for name, value in metrics.items():
         if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
             continue
         interval = ""
         if f"{name}_low" in metrics:
             interval = f"   95 % interval {metrics[f'{name}_low']:.3f} to {metrics[f'{name}_high']:.3f}"
-        lines.append(f"  {name.removeprefix('eval/'):<{width}}  {value:.3f}{interval}")
+        lines.append(f"  {name:<{width}}  {value:.3f}{interval}")
     return lines

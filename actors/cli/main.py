@@ -38,6 +38,7 @@ from actors.cli.preflight import check_before_launch, check_installed, check_mod
 from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
 from actors.cluster.ray_log import RAY_LOG
 from actors.model_folders import with_model_folders
+from actors.rollout.record_sets import record_sets
 from actors.signals import Interrupts
 from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig, load_config
@@ -198,8 +199,9 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         with reporting():
-            config, _ = check_before_launch(config, takes_folder=False)
-        print("\n".join([*start_lines(config), "these settings are fine: `slimefsdp train` would start"]))
+            config, prompts = check_before_launch(config, takes_folder=False)
+        sets = record_sets(config.data, prompts.heldout, prompts.train)
+        print("\n".join([*start_lines(config, sets), "these settings are fine: `slimefsdp train` would start"]))
         return 0
     with ExitStack() as stack:
         stack.enter_context(reporting())

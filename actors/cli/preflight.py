@@ -15,6 +15,7 @@ from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
+from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
 from actors.rollout.server_launch import is_on_cpu
@@ -60,12 +61,13 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tupl
     with stage("checking settings and data", is_short=True):
         check_ready_to_train(config)
         check_installed(config)
-        for field in ("data.train", "data.heldout"):
-            if (named := config.value_of(field)) is not None:
-                require_reader(DataSource.of(named), field)
+        for field, named in config.data.sources.items():
+            require_reader(DataSource.of(named), field)
         config = with_data_commits(with_model_folders(config))
         prompts = _checked_but_lengths(config, takes_folder=takes_folder)
-    return config, without_overlong(config, prompts)  # last: it takes seconds
+    prompts = without_overlong(config, prompts)  # last: it takes seconds
+    warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
+    return config, prompts
 
 
 def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:

@@ -23,6 +23,7 @@ from actors.rollout.episodes import EpisodeRunner, Outcome
 from actors.rollout.filters import Filter, ScoredSample, load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
+from actors.rollout.reward_workers import RewardWorkers
 from actors.rollout.rewards import Response, Rewards, driver_scorer
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig
@@ -56,6 +57,15 @@ class _Group:
     samples: list[ScoredSample]
     environment_seed: int
     failures: int = 0  # of the reward; with one or more the group is left out of everything
+
+
+def launch_rewards(config: RunConfig) -> RewardWorkers | EnvironmentWorkers:
+    """What rewards the responses of a run: processes that call its reward function, or have its environments.
+
+    Raises:
+        As their `launch`.
+    """
+    return (RewardWorkers if config.rollout.environment is None else EnvironmentWorkers).launch(config)
 
 
 class Collector:

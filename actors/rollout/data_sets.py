@@ -33,7 +33,7 @@ _FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it c
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """What data.train or data.heldout names: `path`, `owner/name` or `owner/name@revision`, each with `:config#split`.
+    """What data.train or data.heldout name: `path`, `owner/name` or `owner/name@revision`, each with `:config#split`.
 
     Args:
         hub_id: where it is on the hub; None: on this machine, or nowhere.

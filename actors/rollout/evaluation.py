@@ -25,11 +25,16 @@ _NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % w
 _SHOWN_GROUPS = 50  # in the file for people
 
 
+def metric_prefix(heldout_set: str) -> str:
+    """What the metrics of a held-out set begin with: eval/NAME/, or eval/ for the only one, which has no name."""
+    return f"eval/{heldout_set}/" if heldout_set else "eval/"
+
+
 class Evaluator:
     """The evaluations of a run.
 
     Args:
-        collector: draws and scores the responses; the held-out prompts are those it has.
+        collector: draws and scores the responses; the held-out sets are those it has.
     """
 
     def __init__(self, config: RunConfig, collector: Collector) -> None:
@@ -37,7 +42,9 @@ class Evaluator:
         self._collector = collector
 
     def evaluate(self, step: int, version: int | None = None) -> Metrics:
-        """Mean scores of held-out prompts, sampled as in training; nothing where no evaluation is asked for.
+        """Mean scores of all held-out sets, sampled as in training; nothing where no evaluation is asked for.
+
+        Each set is drawn by itself and with the same seed, so that its numbers do not depend on the others.
 
         Args:
             version: of the weights that engines have been sent; None: they may get others meanwhile.
@@ -46,41 +53,46 @@ class Evaluator:
             CheckpointError: run.dir cannot be written, where samples are to be left there.
             BatchError: a score has a name that is given to what an evaluation finds itself.
         """
-        settings, collector = self._config.evaluation, self._collector
-        if settings.interval_steps is None:
-            return {}
         metrics: Metrics = {}
-        with collector.function_named(step):
-            for prefix in ("", "greedy_") if settings.greedy else ("",):
-                count = 1 if prefix else settings.samples_per_prompt
-                drawn, groups = collector.scored_groups(
-                    collector.heldout, count, (EVALUATION, step), {}, greedy=bool(prefix)
-                )
-                if version is not None:
-                    collector.check_version(drawn, version)
-                whole = [group.samples for group in groups if not group.failures]
-                ks = settings.pass_at[:1] and (1,) if prefix else settings.pass_at
-                for found in (
-                    collector.mean_scores(groups, f"eval/{prefix}"),
-                    solved_metrics(whole, ks, settings.solved_reward, f"eval/{prefix}"),
-                ):
-                    _require_own_names(metrics, found)
-                    metrics |= found
-                if settings.save_samples and self._config.run.dir is not None:
-                    folder = self._config.run.dir / EVALUATIONS
-                    pairs = [(group.record, group.samples) for group in groups]
-                    write_samples(folder, f"{prefix}step_{step:08d}", pairs)
+        if self._config.evaluation.interval_steps is not None:
+            with self._collector.function_named(step):
+                for name, records in self._collector.heldout.items():
+                    metrics |= self._evaluated(name, records, step, version)
+        return metrics
+
+    def _evaluated(self, heldout_set: str, records: Sequence[Record], step: int, version: int | None) -> Metrics:
+        settings, collector = self._config.evaluation, self._collector
+        metrics: Metrics = {}
+        for kind, count in (("", settings.samples_per_prompt), ("greedy_", int(settings.greedy))):
+            if not count:
+                continue
+            prefix = metric_prefix(heldout_set) + kind
+            drawn, groups = collector.scored_groups(records, count, (EVALUATION, step), {}, greedy=bool(kind))
+            if version is not None:
+                collector.check_version(drawn, version)
+            whole = [group.samples for group in groups if not group.failures]
+            ks = settings.pass_at[:1] and (1,) if kind else settings.pass_at
+            for found in (
+                collector.mean_scores(groups, prefix),
+                solved_metrics(whole, ks, settings.solved_reward, prefix),
+            ):
+                _require_own_names(metrics, found, metric_prefix(heldout_set))
+                metrics |= found
+            if settings.save_samples and self._config.run.dir is not None:
+                folder = self._config.run.dir / EVALUATIONS / heldout_set
+                pairs = [(group.record, group.samples) for group in groups]
+                write_samples(folder, f"{kind}step_{step:08d}", pairs)
         return metrics
 
     def progress(self) -> str:
         """How far an evaluation is that nothing else was drawn before."""
         settings, collector = self._config.evaluation, self._collector
         each = settings.samples_per_prompt + settings.greedy
-        return f"{collector.samples_drawn} of {len(collector.heldout) * each} responses"
+        return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
 
 
-def _require_own_names(metrics: Metrics, more: Metrics) -> None:
-    if taken := sorted(name.removeprefix("eval/") for name in metrics.keys() & more.keys()):
+def _require_own_names(metrics: Metrics, more: Metrics, prefix: str) -> None:
+    if taken := sorted(name.removeprefix(prefix) for name in metrics.keys() & more.keys()):
         raise BatchError(
             f"the reward function returned the name {taken[0]}, which an evaluation gives to what it finds itself",
             field="rollout.reward",

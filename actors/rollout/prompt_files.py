@@ -6,7 +6,7 @@ Importing this file costs no torch and no transformers; tokens are counted in a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from actors.rollout.rewards import READ_ANSWERS
 from actors.rollout.tokenizer import count_tokens
 from actors.startup import stage
 from slimefsdp.config import RunConfig
+from slimefsdp.config.rollout import heldout_field
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.hub import HubId
 from slimefsdp.models.hf_folder import read_model_folder
@@ -33,10 +34,10 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The records of data.train and data.heldout in file order, and those that were left out of them."""
+    """The records of data.train and of each held-out set in file order, and those that were left out of them."""
 
     train: list[Record]
-    heldout: list[Record]
+    heldout: dict[str, list[Record]]  # by name, as `DataSettings.heldout_sets`
     skipped: list[Skipped] = field(default_factory=list)
     longest: int = 0  # tokens of a prompt that is sampled for, where they were counted
 
@@ -49,29 +50,37 @@ def with_data_commits(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError, ResourceError: as `actors.rollout.data_sets.read_rows`.
     """
-    recorded, found = recorded_settings(config).get("data"), dict[str, Path]()
-    for name in ("train", "heldout"):
-        written = config.value_of(f"data.{name}")
-        source = None if written is None else DataSource.of(written)
-        if source is None or source.hub_id is None:
+    recorded, found = _recorded_sources(config), dict[str, Path]()
+    for name, written in config.data.sources.items():
+        source = DataSource.of(written)
+        if source.hub_id is None:
             continue
-        before = recorded.get(name) if isinstance(recorded, dict) else None
-        begun_with = DataSource.of(before).hub_id if isinstance(before, str) else None
+        begun_with = DataSource.of(recorded[name]).hub_id if name in recorded else None
         asked = source.hub_id
         if asked.revision is None and begun_with is not None and begun_with.name == asked.name:
             asked = begun_with
-        commit = HubId(asked.name, fetched(asked, f"data.{name}").name)
+        commit = HubId(asked.name, fetched(asked, name).name)
         found[name] = Path(str(replace(source, hub_id=commit)))
-    return config.model_copy(update={"data": config.data.model_copy(update=found)}) if found else config
+    return config.model_copy(update={"data": config.data.with_sources(found)}) if found else config
+
+
+def _recorded_sources(config: RunConfig) -> dict[str, str]:
+    """As `DataSettings.sources`, of the newest start of a run to be resumed; a file that somebody may have changed."""
+    data = recorded_settings(config).get("data")
+    if not isinstance(data, dict):
+        return {}
+    heldout = data.get("heldout")
+    sets = heldout if isinstance(heldout, dict) else {"": heldout}
+    found = {"data.train": data.get("train"), **{heldout_field(name): written for name, written in sets.items()}}
+    return {name: written for name, written in found.items() if isinstance(written, str)}
 
 
 def read_prompts(config: RunConfig) -> Prompts:
-    """The records of data.train and data.heldout, of any length.
+    """The records of data.train and of all held-out sets, of any length.
 
     Raises:
         ConfigError: naming file and line, or data set and row.
     """
-    assert config.data.train is not None
     train = read_records(config.data, "train")
     if config.rollout.reward in READ_ANSWERS or config.algorithm == "sft":
         check_answers(train, field="data.train")
@@ -79,58 +88,69 @@ def read_prompts(config: RunConfig) -> Prompts:
 
 
 def read_heldout(config: RunConfig) -> Prompts:
-    """The records of data.heldout that can be evaluated with, for who evaluates alone.
+    """The records of all held-out sets that can be evaluated with, for who evaluates alone; `train` has them too.
 
     Raises:
         As `read_prompts` and `without_overlong`.
     """
     heldout, skipped = _read_heldout(config), list[Skipped]()
-    counts = _sampled_counts(config, heldout)
-    of_record = {id(record): prompt for record, (prompt, _) in zip(heldout, counts, strict=True)}
-    heldout = _short_enough(config, "data.heldout", heldout, counts, _limits_of_heldout(config), skipped)
-    return Prompts(heldout, heldout, skipped, max(of_record[id(record)] for record in heldout))
+    counts = _sampled_counts(config, _all(heldout))
+    heldout = _short_heldout(config, heldout, counts, skipped)
+    return Prompts(_all(heldout), heldout, skipped, _longest(_all(heldout), counts))
 
 
-def _read_heldout(config: RunConfig) -> list[Record]:
-    heldout = [] if config.data.heldout is None else read_records(config.data, "heldout")
+def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
+    found = {
+        name: read_records(config.data, heldout_field(name).removeprefix("data.")) for name in config.data.heldout_sets
+    }
     if config.rollout.reward in READ_ANSWERS and config.evaluation.interval_steps is not None:
-        check_answers(heldout, field="data.heldout")
-    return heldout
+        for name, records in found.items():
+            check_answers(records, field=heldout_field(name))
+    return found
+
+
+def _all(sets: Mapping[str, list[Record]]) -> list[Record]:
+    return [record for records in sets.values() for record in records]
 
 
 def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     """The records that can be trained on, or evaluated with, whatever is sampled.
 
     Raises:
-        ConfigError: one is too long and data.overlong_prompts is error, or all are; it cannot be encoded.
+        ConfigError: one is too long and data.overlong_prompts is error, or all of a set are; it cannot be encoded.
         ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
     """
     is_sft = config.algorithm == "sft"
     evaluates = config.evaluation.interval_steps is not None and not is_sft
-    records = [*prompts.train, *(prompts.heldout if evaluates else [])]
+    records = [*prompts.train, *(_all(prompts.heldout) if evaluates else [])]
     counts = _counts(config, records) if is_sft else _sampled_counts(config, records)
-    num_train = len(prompts.train)
     skipped: list[Skipped] = []
-    of_record = {id(record): prompt for record, (prompt, _) in zip(records, counts, strict=True)}
-    train = _short_enough(config, "data.train", prompts.train, counts[:num_train], _limits(config), skipped)
-    heldout = prompts.heldout
-    if evaluates:
-        limits = _limits_of_heldout(config)
-        heldout = _short_enough(config, "data.heldout", prompts.heldout, counts[num_train:], limits, skipped)
-    sampled_for = [*train, *(heldout if evaluates else [])]
-    return Prompts(train, heldout, skipped, max(of_record[id(record)] for record in sampled_for))
+    train = _short_enough(config, "data.train", prompts.train, counts, _limits(config), skipped)
+    heldout = _short_heldout(config, prompts.heldout, counts, skipped) if evaluates else prompts.heldout
+    sampled_for = [*train, *(_all(heldout) if evaluates else [])]
+    return Prompts(train, heldout, skipped, _longest(sampled_for, counts))
 
 
-def _counts(config: RunConfig, records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Tokens of prompt and answer."""
+_Counts = Mapping[int, tuple[int, int]]
+"""id of a record -> tokens of its prompt, and of its answer or, at most, of what is sampled."""
+
+
+def _longest(records: Sequence[Record], counts: _Counts) -> int:
+    return max(counts[id(record)][0] for record in records)
+
+
+def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
+    """Of prompt and answer."""
     with stage(f"counting the tokens of {len(records)} records", is_short=True):
         timeout_s, is_sft = config.cluster.call_timeout_s, config.algorithm == "sft"
-        return count_tokens(config.model.path, records, with_answers=is_sft, timeout_s=timeout_s)
+        found = count_tokens(config.model.path, records, with_answers=is_sft, timeout_s=timeout_s)
+    return dict(zip(map(id, records), found, strict=True))
 
 
-def _sampled_counts(config: RunConfig, records: Sequence[Record]) -> list[tuple[int, int]]:
-    """Tokens of the prompt and, at most, of what is sampled."""
-    return [(prompt, config.rollout.max_new_tokens) for prompt, _ in _counts(config, records)]
+def _sampled_counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
+    """Of the prompt and, at most, of what is sampled."""
+    found = _counts(config, records)
+    return {record: (prompt, config.rollout.max_new_tokens) for record, (prompt, _) in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,26 +190,36 @@ def _limits_of_heldout(config: RunConfig) -> list[_Limit]:
     return limits
 
 
+def _short_heldout(
+    config: RunConfig, sets: Mapping[str, list[Record]], counts: _Counts, skipped: list[Skipped]
+) -> dict[str, list[Record]]:
+    limits = _limits_of_heldout(config)
+    return {
+        name: _short_enough(config, heldout_field(name), records, counts, limits, skipped)
+        for name, records in sets.items()
+    }
+
+
 def _short_enough(
     config: RunConfig,
     name: str,
     records: Sequence[Record],
-    counts: Sequence[tuple[int, int]],
+    counts: _Counts,
     limits: Sequence[_Limit],
     skipped: list[Skipped],
 ) -> list[Record]:
     """The records that keep within all limits; the others are refused, or added to `skipped`."""
     kept: list[Record] = []
     too_long: list[tuple[Record, str, str]] = []
-    for record, (prompt, response) in zip(records, counts, strict=True):
-        fault = _fault(config, prompt, response, limits)
+    for record in records:
+        fault = _fault(config, *counts[id(record)], limits)
         if fault is None:
             kept.append(record)
         else:
             too_long.append((record, *fault))
     if not too_long:
         return kept
-    (first, reason, hint), file = too_long[0], getattr(config.data, name.removeprefix("data."))
+    (first, reason, hint), file = too_long[0], config.data.sources[name]
     if config.data.overlong_prompts == "error":
         more = f"; so are {len(too_long) - 1} more of {len(records)} records" if len(too_long) > 1 else ""
         raise ConfigError(

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from actors.rollout.data_sets import DataSource, read_rows
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
@@ -41,18 +41,21 @@ def place_of(record: Mapping[str, Any]) -> str:
     return record.place if isinstance(record, Record) else f"the prompt {record.get('prompt')!r:.100}"
 
 
-def read_records(data: DataSettings, name: Literal["train", "heldout"]) -> list[Record]:
-    """The records that data.train or data.heldout names, in their order, whatever they are kept in.
+def read_records(data: DataSettings, name: str) -> list[Record]:
+    """The records that a setting of `data` names, in their order, whatever they are kept in.
+
+    Args:
+        name: train, heldout, or heldout.NAME where there are several held-out sets.
 
     Raises:
         ConfigError: as `read_jsonl`, or as `actors.rollout.data_sets.read_rows`. ResourceError: the disk is full.
     """
-    written, field, columns = getattr(data, name), f"data.{name}", (data.prompt_column, data.answer_column)
-    assert written is not None
+    field, columns = f"data.{name}", (data.prompt_column, data.answer_column)
+    written = data.sources[field]
     source = DataSource.of(written)
     if not source.is_table:
         return read_jsonl(source.path, field=field, columns=columns)
-    rows = read_rows(source, field=field, default_split=_SPLITS[name])
+    rows = read_rows(source, field=field, default_split=_SPLITS[name.partition(".")[0]])
     if not rows:
         raise ConfigError(f"{written} holds no records", field=field, hint="name a data set with rows")
     records = []
@@ -138,7 +141,7 @@ def _with_columns(row: dict[str, Any], columns: tuple[str, str], place: str, fie
     for name, column in zip(_COLUMNS, columns, strict=True):
         if column not in row and (name == "prompt" or column != name):
             raise ConfigError(
-                f"{place}: no {column!r} among the keys {short_text(sorted(row))}",
+                f"{place}: no {column!r} among the keys {short_text(sorted(row))} of {field}",
                 field=field if column == name else f"data.{name}_column",
                 hint=f"give each record one, or say which key or column has the {name}: data.{name}_column",
             )

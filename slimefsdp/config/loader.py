@@ -29,6 +29,7 @@ _FLOAT = re.compile(
     r"^[-+]?(?:(?:\.[0-9]+|(?:0|[1-9][0-9]*)\.[0-9]*)(?:[eE][-+]?[0-9]+)?|(?:0|[1-9][0-9]*)[eE][-+]?[0-9]+)$"
     r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
+_OWN_NAME = r"[A-Za-z0-9_-]+"  # that users give below a setting, as data.heldout.NAME
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _SURPRISE = re.compile(
     r"^[-+]?(?:0[0-9_]+|0[oO][0-7_]+|0[xX][0-9a-fA-F_]+|0[bB][01_]+|[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)$"
@@ -214,7 +215,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """
     name, equals, text = override.partition("=")
     keys = name.split(".")
-    if not equals or not all(key.isidentifier() for key in keys) or len(keys) > MAX_DEPTH:
+    are_names = all(key.isidentifier() for key in keys[:2]) and all(re.fullmatch(_OWN_NAME, key) for key in keys[2:])
+    if not equals or not are_names or len(keys) > MAX_DEPTH:
         raise ConfigError(
             f"override {short_text(override)} is not of the form section.name=value",
             hint="write it like optim.lr=1e-6, without spaces or dashes before the =",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
+from pydantic_core import PydanticCustomError
 
 from slimefsdp.config.sections import (
     LARGEST,
@@ -18,12 +21,16 @@ from slimefsdp.config.sections import (
     Settings,
     broken_rule,
     function_name,
+    path_or_id,
+    path_text,
 )
+from slimefsdp.errors import short_text
 
 ENGINES = ("embedded", "vllm", "sglang")
 SERVED_ENGINES = ("vllm", "sglang")  # which are servers in an environment of their own
 # beyond them vLLM refuses, or samples at another one without a word; below, SGLang takes the likeliest token
 TEMPERATURES = {"vllm": (0.01, 2.0), "sglang": (1e-6, math.inf)}
+_SET_NAME = "[A-Za-z0-9_-]{1,64}"
 _SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parallel-size")
 
 
@@ -72,6 +79,46 @@ def _urls(value: Any) -> tuple[str, ...]:
     return tuple(item.rstrip("/") for item in value)
 
 
+def heldout_field(name: str) -> str:
+    """The setting that says where a held-out set is; of one without a name it is data.heldout itself."""
+    return f"data.heldout.{name}" if name else "data.heldout"
+
+
+def _one_or_named(value: Any) -> Path | dict[str, Path]:
+    """A path or id, or several under names; a fault of one of them is told with its name."""
+    example = "write it like {math: math.jsonl, code: code.jsonl}"
+    if isinstance(value, list | tuple):
+        raise broken_rule("is a list, and several held-out sets have names", example)
+    if not isinstance(value, Mapping):
+        return path_or_id(value)
+    if not value:
+        raise broken_rule("names no held-out set", f"{example}, or remove it")
+    found = {}
+    for name, path in value.items():
+        # metrics and folders are called by it
+        if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
+            rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
+            raise broken_rule(rule, "rename it, for its metrics are eval/NAME/..")
+        try:
+            found[name] = path_or_id(path)
+        except PydanticCustomError as error:
+            context = error.context or {}
+            rule = f"has {short_text(path)} under {name}, which {context['rule']}"
+            raise broken_rule(rule, context["hint"]) from None
+    return found
+
+
+HeldoutSetting = Annotated[
+    Path | dict[str, Path],
+    BeforeValidator(_one_or_named),
+    PlainSerializer(
+        lambda one: path_text(one) if isinstance(one, Path) else {name: path_text(path) for name, path in one.items()},
+        return_type=str | dict[str, str],
+        when_used="json",
+    ),
+]
+
+
 class DataSettings(Settings):
     """Files and data sets of records."""
 
@@ -81,8 +128,10 @@ class DataSettings(Settings):
         "folder of such files or of `save_to_disk`, or an id of the Hugging Face hub like `openai/gsm8k:main#train` "
         "(docs/rollouts.md)",
     )
-    heldout: PathOrIdSetting | None = Field(
-        None, description="records for evaluation, never trained on; written as data.train"
+    heldout: HeldoutSetting | None = Field(
+        None,
+        description="records for evaluation, never trained on; written as data.train, or several sets by name, "
+        "`{math: math.jsonl, code: owner/name#test}`, whose metrics are eval/NAME/.. (docs/evaluation.md)",
     )
     prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
     answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
@@ -100,6 +149,27 @@ class DataSettings(Settings):
         False,
         description="a resumed run takes other records in data.train than it began with, from the next epoch on",
     )
+
+    @property
+    def heldout_sets(self) -> dict[str, Path]:
+        """Name of each held-out set -> its path or id; the name of the only one of data.heldout=PATH is empty."""
+        if self.heldout is None:
+            return {}
+        return {"": self.heldout} if isinstance(self.heldout, Path) else self.heldout
+
+    @property
+    def sources(self) -> dict[str, Path]:
+        """Every setting that names records, such as data.heldout.math -> the path or id, where it is set."""
+        train = {} if self.train is None else {"data.train": self.train}
+        return train | {heldout_field(name): path for name, path in self.heldout_sets.items()}
+
+    def with_sources(self, paths: Mapping[str, Path]) -> DataSettings:
+        """These settings with other paths or ids, named as in `sources`."""
+        changed: dict[str, Any] = {"train": paths["data.train"]} if "data.train" in paths else {}
+        sets = {name: paths.get(heldout_field(name), path) for name, path in self.heldout_sets.items()}
+        if sets:
+            changed["heldout"] = sets.get("", sets)
+        return self.model_copy(update=changed)
 
 
 class RolloutSettings(Settings):
@@ -376,7 +446,9 @@ class EvaluationSettings(Settings):
     """Held-out evaluation by sampling at the rollout temperature."""
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
-    samples_per_prompt: PositiveInt = Field(1, description="responses per held-out prompt")
+    samples_per_prompt: int = Field(
+        1, ge=0, description="responses sampled per held-out prompt; 0, with evaluation.greedy: none but the likeliest"
+    )
     greedy: bool = Field(
         False,
         description="also one response of the likeliest tokens to each prompt; its metrics begin with eval/greedy_",
@@ -394,9 +466,18 @@ class EvaluationSettings(Settings):
     )
 
     @model_validator(mode="after")
+    def check_draws_responses(self) -> EvaluationSettings:
+        if not self.samples_per_prompt and not self.greedy:
+            raise ValueError(
+                "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true; set that, or sample "
+                "at least 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_pass_at(self) -> EvaluationSettings:
         most = max(self.pass_at, default=0)
-        if most > self.samples_per_prompt:
+        if most > (self.samples_per_prompt or 1):  # of greedy responses alone there is one
             raise ValueError(
                 f"evaluation.pass_at={list(self.pass_at)} needs {most} responses to each prompt, and "
                 f"evaluation.samples_per_prompt is {self.samples_per_prompt}; set evaluation.samples_per_prompt={most} "

@@ -48,7 +48,7 @@ def _path_from_text(value: Any) -> Path:
         raise broken_rule(error.rule, error.hint) from None
 
 
-def _path_or_id_from_text(value: Any) -> Path:
+def path_or_id(value: Any) -> Path:
     """A path, or what is written as an id of the Hugging Face hub.
 
     What is written otherwise (`./owner/name`), but would read like one as a path, becomes absolute.
@@ -124,12 +124,15 @@ def _switch_or_name(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
+def path_text(path: Path) -> str:
+    """The path as a YAML file would name it, to be read back as it is."""
+    return str(path).replace("$", "$$")
+
+
 PathSetting = Annotated[
-    Path,
-    BeforeValidator(_path_from_text),
-    PlainSerializer(lambda path: str(path).replace("$", "$$"), return_type=str, when_used="json"),  # read back as it is
+    Path, BeforeValidator(_path_from_text), PlainSerializer(path_text, return_type=str, when_used="json")
 ]
-PathOrIdSetting = Annotated[PathSetting, BeforeValidator(_path_or_id_from_text)]
+PathOrIdSetting = Annotated[PathSetting, BeforeValidator(path_or_id)]
 PositiveInt = Annotated[int, Field(ge=1)]
 RankCount = Annotated[PositiveInt, BeforeValidator(_within_ranks)]
 

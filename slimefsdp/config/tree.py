@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +88,22 @@ class RunConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_environment(self) -> RunConfig:
-        rollout, given = self.rollout, sorted(self.environment.model_fields_set)
+        rollout = self.rollout
         if rollout.environment is None:
-            if given:
-                field = f"environment.{given[0]}"
+            for name in _changed(self.environment, type(self.environment).model_fields):
+                field = f"environment.{name}"
                 raise ValueError(
                     f"{field}={short_text(self.value_of(field))} is of rollout.environment, which is not set; set it, "
                     "or remove this"
                 )
             return self
-        of_rewards = {name for name in rollout.model_fields_set if name.startswith("reward")} - {"reward"}
-        for name in ("reward", *sorted(of_rewards), "overlong_buffer_tokens"):
-            if name in of_rewards or getattr(rollout, name) is not None:
-                hint = "set those of the section environment" if name in of_rewards else "remove one of them"
-                raise ValueError(
-                    f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
-                    f"rollout.environment={rollout.environment} gives the rewards; {hint}"
-                )
+        of_rewards = [name for name in type(rollout).model_fields if name.startswith("reward")]
+        for name in _changed(rollout, (*of_rewards, "overlong_buffer_tokens")):
+            raise ValueError(
+                f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
+                f"rollout.environment={rollout.environment} gives the rewards; remove one of them, or set those of "
+                "the section environment"
+            )
         most = self.environment.max_tokens
         if most is not None and not rollout.max_new_tokens < most <= self.max_pack_tokens:
             raise ValueError(
@@ -371,6 +370,12 @@ class RunConfig(AlgorithmSettings):
         if path is None:
             return self.model.path, "model.path"
         return path, "reference.path" if role == "ref" else "critic.path"
+
+
+def _changed(section: BaseModel, names: Iterable[str]) -> list[str]:
+    """Which of these settings are not at their defaults."""
+    fields = type(section).model_fields
+    return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -57,17 +57,18 @@ class Series:
     values: np.ndarray
 
 
-def draw_curves(rows: Sequence[Row], path: Path, *, title: str) -> None:
+def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Sequence[str] = ()) -> None:
     """Write the run's curves as a PNG; the file at `path` is replaced whole or not at all.
 
     Args:
         rows: as `read_metrics` returns them; None, NaN and infinities are left out of the lines.
         path: its folder is made if it is missing.
         title: one line over the picture.
+        heldout_sets: names of held-out sets, whose metrics eval/NAME/.. have panels of their own.
     """
     series = {name: series_of(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
     series = {name: line for name, line in series.items() if len(line.steps)}
-    panels = _panels(series)
+    panels = _panels(series, heldout_sets)
     with matplotlib.rc_context(_STYLE):
         figure = _figure(panels, title, last_step=max((int(row["step"] or 0) for row in rows), default=0))
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,17 +111,15 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
     return [moved[index] for index in range(len(positions))]
 
 
-def _panels(series: dict[str, Series]) -> list[Panel]:
+def _panels(series: dict[str, Series], heldout_sets: Sequence[str]) -> list[Panel]:
     """The panels that have data, in reading order: results first, then the training's health, then cost."""
     held_out = {name.removeprefix("eval/"): line for name, line in series.items() if name.startswith("eval/")}
-    bands = {name: held_out.pop(name) for name in list(held_out) if re.fullmatch(r".*pass@\d+_(low|high)", name)}
-    shares = {name: line for name, line in held_out.items() if line.values.min() >= 0 and line.values.max() <= 1}
-    panels: list[Panel] = [partial(_draw_held_out, shares=shares, bands=bands)] if shares else []
-    panels += [
-        partial(_draw_line, line=line, heading=f"Held-out {name}", unit="mean over held-out prompts")
-        for name, line in held_out.items()
-        if name not in shares  # a reward of another scale gets an axis of its own
-    ]
+    panels: list[Panel] = []
+    for heldout_set in heldout_sets:
+        own = [name for name in held_out if name.startswith(f"{heldout_set}/")]
+        lines = {name.removeprefix(f"{heldout_set}/"): held_out.pop(name) for name in own}
+        panels += _held_out_panels(lines, f" {heldout_set}:")
+    panels += _held_out_panels(held_out, "")
     panels += [
         partial(_draw_line, line=series[name], heading=heading, unit=unit)
         for name, heading, unit in _LINE_PANELS
@@ -136,6 +135,21 @@ def _panels(series: dict[str, Series]) -> list[Panel]:
     if parts:
         panels.append(partial(_draw_parts, parts=parts))
     return panels
+
+
+def _held_out_panels(held_out: dict[str, Series], of: str) -> list[Panel]:
+    """Those of one set of prompts; `of` says which in their headings."""
+    bands = {name: held_out.pop(name) for name in list(held_out) if re.fullmatch(r".*pass@\d+_(low|high)", name)}
+    shares = {name: line for name, line in held_out.items() if line.values.min() >= 0 and line.values.max() <= 1}
+    what = "accuracy" if set(shares) == {"exact"} else "evaluation"
+    panels: list[Panel] = (
+        [partial(_draw_held_out, shares=shares, bands=bands, heading=f"Held-out{of} {what}")] if shares else []
+    )
+    return panels + [
+        partial(_draw_line, line=line, heading=f"Held-out{of} {name}", unit="mean over held-out prompts")
+        for name, line in held_out.items()
+        if name not in shares  # a reward of another scale gets an axis of its own
+    ]
 
 
 def _positive(line: Series | None) -> Series | None:
@@ -190,7 +204,7 @@ def _draw_line(axes: Axes, line: Series, heading: str, unit: str, *, is_log: boo
     _label_ends(axes, [(f"{mean[-1]:.3g}", mean[-1], _BLUE)])
 
 
-def _draw_held_out(axes: Axes, shares: dict[str, Series], bands: dict[str, Series]) -> None:
+def _draw_held_out(axes: Axes, shares: dict[str, Series], bands: dict[str, Series], heading: str) -> None:
     ends = []
     for (name, line), colour in zip(shares.items(), _LINE_COLOURS * len(shares), strict=False):
         axes.plot(line.steps, line.values, color=colour, linewidth=2, marker="o", markersize=4, clip_on=False)
@@ -200,7 +214,7 @@ def _draw_held_out(axes: Axes, shares: dict[str, Series], bands: dict[str, Serie
         ends.append((f"{name} {line.values[-1]:.1%}", line.values[-1], colour))
     axes.set_ylim(-0.02, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _name_panel(axes, "Held-out accuracy" if set(shares) == {"exact"} else "Held-out evaluation", "mean over prompts")
+    _name_panel(axes, heading, "mean over prompts")
     _label_ends(axes, ends)
 
 

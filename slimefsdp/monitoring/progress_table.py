@@ -47,6 +47,12 @@ SFT_COLUMNS = (
 )
 
 
+def grpo_columns(held_out: Sequence[Column]) -> tuple[Column, ...]:
+    """`GRPO_COLUMNS` with these in the place of the one of held-out prompts."""
+    place = next(index for index, column in enumerate(GRPO_COLUMNS) if column.metric.startswith("eval/"))
+    return (*GRPO_COLUMNS[:place], *held_out, *GRPO_COLUMNS[place + 1 :])
+
+
 class ProgressTable:
     """Prints one line per step; all lines of a table have the same width.
 

@@ -127,7 +127,7 @@ def test_a_record_that_could_never_be_trained_on_is_refused_by_line_or_left_out(
     assert lengths_of(found.train) == kept
     held = [] if sections.get("algorithm") == "sft" else list(LENGTHS)
     evaluated = kept if "max_prompt_tokens" in sections["data"] else held
-    assert lengths_of(found.heldout) == evaluated  # which no pack has to hold
+    assert lengths_of(found.heldout[""]) == evaluated  # which no pack has to hold
     assert len(found.skipped) == len(LENGTHS) - len(kept) + len(held) - len(evaluated)
     assert found.skipped[0].place == f"{folder / 'train.jsonl'}:{line}"
     assert f"{folder / 'train.jsonl'}:{line}" in capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_what_engines_that_the_run_starts_can_take_bounds_evaluation_too(words: 
     sections = {"batch": {"max_tokens_per_rank": 5 + MAX_NEW_TOKENS}, "data": {"overlong_prompts": "skip"}}
     settings = config(folder, **sections, rollout={"engine": "vllm", "engine_python": "p"})
     found = without_overlong(settings, read_prompts(settings))
-    assert lengths_of(found.train) == lengths_of(found.heldout) == [3, 5, 4] and found.longest == 5
+    assert lengths_of(found.train) == lengths_of(found.heldout[""]) == [3, 5, 4] and found.longest == 5
     settings = config(folder, **sections, rollout={"engine": "vllm", "engine_urls": ["http://a:1"]})
     assert without_overlong(settings, read_prompts(settings)).longest == max(LENGTHS)
 
@@ -147,7 +147,7 @@ def test_positions_that_the_model_learned_bound_evaluation_too(words: None, fold
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
     settings = config(folder, data={"overlong_prompts": "skip"})
     found = without_overlong(settings, read_prompts(settings))
-    assert lengths_of(found.train) == lengths_of(found.heldout) == [3, 5, 4]
+    assert lengths_of(found.train) == lengths_of(found.heldout[""]) == [3, 5, 4]
 
 
 def test_nothing_left_is_an_error_whatever_is_asked_for(words: None, folder: Path) -> None:
