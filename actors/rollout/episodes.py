@@ -85,9 +85,9 @@ class _Episode:
         """The whole of it, as one response to its prompt."""
         _, place, number = self.key
         mask = None if all(self.loss_mask) else self.loss_mask
-        text = "\n".join(self.transcript)
+        text, is_whole = "\n".join(self.transcript), self.end == "done" and self.said[-1][1]
         return SampledResponse(
-            place, number, self.tokens, len(self.log_probs), self.log_probs, text, self.end == "done" and self.said[-1][1],
+            place, number, self.tokens, len(self.log_probs), self.log_probs, text, is_whole,
             tuple(self.versions), mask, len(self.said),
         )  # fmt: skip
 
