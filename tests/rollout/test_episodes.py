@@ -99,7 +99,7 @@ def collector(pool: EnginePool, make_config: Any) -> Iterator[Any]:
         )  # fmt: skip
         if is_environment:
             started.append(EnvironmentWorkers.launch(config))
-        prompts = Prompts(RECORDS, RECORDS[:4])
+        prompts = Prompts(RECORDS, {"": RECORDS[:4]})
         return config, Collector(config, pool, None, prompts, started[-1] if is_environment else None)
 
     yield make
