@@ -14,6 +14,7 @@ from actors.loop import RolloutLoop
 from actors.rollout.engine import SampledResponse
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.monitoring.progress_table import GRPO_COLUMNS
 from slimefsdp.results import SyncReport
 
 STEPS = 6
@@ -122,6 +123,38 @@ def test_engines_take_the_weights_when_they_are_due_or_evaluated(
     assert [row["weight_version"] for row in rows] == versions
     evaluated = [step + 1 for step, row in enumerate(rows) if "eval/reward" in row]
     assert evaluated == ([] if evaluates_every is None else [3, 6])
+
+
+def test_a_run_is_known_by_each_of_its_held_out_sets(make: Any, tmp_path: Path) -> None:
+    heldout = {name: str(tmp_path / "heldout.jsonl") for name in ("odd", "all")}
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "p1"}))
+    heldout["odd"] = str(tmp_path / "one.jsonl")
+
+    def rows_and_loop(heldout: Any, **evaluation: Any) -> tuple[list[dict[str, float]], RolloutLoop]:
+        config = make(data={"heldout": heldout}, evaluation={"interval_steps": 3, **evaluation}, run={"dir": "d"})
+        loop = RolloutLoop(config, Group(), Engines())  # type: ignore[arg-type]
+        return [loop.before_training(evaluates=True), *(loop.step(step) for step in range(STEPS))], loop
+
+    rows, loop = rows_and_loop(heldout, save_samples=False, samples_per_prompt=2)
+    evaluated = {name for row in rows for name in row if name.startswith("eval/")}
+    assert evaluated == {"eval/odd/reward", "eval/all/reward"}
+    assert [("eval/odd/reward" in row, "eval/all/reward" in row) for row in rows] == [
+        (step in (0, 3, 6),) * 2 for step in range(STEPS + 1)
+    ]
+    rows[0]["eval/all/reward"], rows[-1]["eval/odd/reward"] = 0.25, 0.75
+    closing = "held-out sampled reward of odd 0.500 -> 0.750 (1 prompts x 2 samples), "
+    assert closing + "reward of all 0.250 -> 0.500 (4 prompts x 2 samples) in" in loop.summary(rows)
+    assert [column.metric for column in loop.columns if column.metric.startswith("eval/")] == [
+        "eval/odd/exact",
+        "eval/all/exact",
+    ]
+
+    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), save_samples=False)
+    assert "held-out sampled reward 0.000 -> 0.000 (4 prompts x 1 samples) in" in loop.summary(rows)
+    assert loop.columns == GRPO_COLUMNS
+    rows, loop = rows_and_loop(str(tmp_path / "heldout.jsonl"), save_samples=False, samples_per_prompt=0, greedy=True)
+    assert "held-out greedy reward 0.000 -> 0.000 (4 prompts) in" in loop.summary(rows)
+    assert [column.metric for column in loop.columns if column.title == "held-out"] == ["eval/greedy_exact"]
 
 
 def test_the_critic_is_trained_alone_at_first_on_rewards_to_go_and_then_as_later_on(make: Any) -> None:

@@ -55,14 +55,19 @@ class Runs:
     def __init__(self, folder: Path, make_config: Any, example: Path) -> None:
         self.folder = folder
         (folder / "judge.py").write_text(JUDGE)
-        (folder / "heldout.jsonl").write_text("\n".join((example / "heldout.jsonl").read_text().splitlines()[:8]))
+        lines = (example / "heldout.jsonl").read_text().splitlines()
+        (folder / "first.jsonl").write_text("\n".join(lines[:5]))
+        (folder / "others.jsonl").write_text("\n".join(lines[5:8]))
         config = make_config(
             run={"steps": STEPS, "seed": 5},
             batch={"samples_per_update": 8},
             optim={"schedule": "cosine", "warmup_updates": 3, "total_updates": 2 * STEPS},
             loss={"kl_coefficient": 0.1},
             reference={"update_interval_steps": 2},
-            data={"train": str(example / "train.jsonl"), "heldout": str(folder / "heldout.jsonl")},
+            data={
+                "train": str(example / "train.jsonl"),
+                "heldout": {name: str(folder / f"{name}.jsonl") for name in ("first", "others")},
+            },
             rollout={
                 "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
                 "reward": "judge:variety",
@@ -141,6 +146,9 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_the_same_model(
 ) -> None:
     expected = [bits(row) for row in straight]
     assert [row["reference_updated"] for row in straight[1:]] == [0, 1, 0, 1, 0, 1, 0]
+    evaluated = [{name for name in row if name.startswith("eval/")} for row in straight]
+    both = {f"eval/{name}/{score}" for name in ("first", "others") for score in ("reward", "exact")}
+    assert evaluated == [both if step in (0, 4, STEPS) else set() for step in range(STEPS + 1)]
     rows = [json.loads(line) for line in (killed / "metrics.jsonl").read_text().splitlines()]
     assert [bits(row) for row in rows] == expected[: BROKEN_IN + 1]
     assert sorted(path.name for path in (killed / "batches").glob("step_*")) == [f"step_{n:08d}" for n in range(5)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -57,6 +58,37 @@ def test_a_dry_run_says_what_would_be_started_and_writes_and_starts_nothing(
     said = capsys.readouterr().out
     assert [number for number in numbers if number not in said] == [], said
     assert everything(config.parent) == before
+
+
+def test_held_out_sets_are_listed_and_prompts_that_they_share_are_told(
+    config: Path, example: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = (example / "heldout.jsonl").read_text().splitlines()
+    seen = (example / "train.jsonl").read_text().splitlines()[:3]
+    (tmp_path / "plain.jsonl").write_text("\n".join(lines[:9]))
+    (tmp_path / "mixed.jsonl").write_text("\n".join([*lines[:2], *seen, *lines[20:22]]))
+    sets = [f"data.heldout.{name}={tmp_path / f'{name}.jsonl'}" for name in ("plain", "mixed")]
+    sets.append("evaluation.interval_steps=1")
+    told = [
+        f"data.heldout.mixed: 3 of 7 prompts are in data.train too, the first at {tmp_path / 'mixed.jsonl'}:3",
+        f"data.heldout.mixed: 2 of 7 prompts are in data.heldout.plain too, the first at {tmp_path / 'mixed.jsonl'}:1",
+    ]
+    for words, listed in (
+        (["train", str(config), "--dry-run"], ["data ", "held out plain", "held out mixed"]),
+        (["check", str(config)], ["data.train ", "data.heldout.plain", "data.heldout.mixed"]),
+    ):
+        assert cli.main([*words, *sets]) == 0
+        said = capsys.readouterr()
+        assert [line for line in said.err.splitlines() if line.startswith("data.")] == told
+        rows = {name: line for line in said.out.splitlines() for name in listed if line.startswith(name)}
+        assert list(rows) == listed, said.out
+        assert "9 prompts" in rows[listed[1]] and str(tmp_path / "plain.jsonl") in rows[listed[1]]
+        assert "7 prompts" in rows[listed[2]] and "3 of them in data.train" in rows[listed[2]]
+    assert cli.main(["check", str(config), "--json", *sets]) == 0
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert [(one["field"], one["prompts"], [other["prompts"] for other in one["shared"]]) for one in data[1:]] == [
+        ("data.heldout.plain", 9, []), ("data.heldout.mixed", 7, [3, 2]),
+    ]  # fmt: skip
 
 
 def test_a_dry_run_and_the_verdict_of_check_are_those_of_train(

@@ -58,6 +58,34 @@ def test_responses_are_drawn_scored_and_left(asked: list[str], tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_two_held_out_sets_give_the_numbers_of_each_alone(asked: list[str], example: Path, tmp_path: Path) -> None:
+    (tmp_path / "others.jsonl").write_text("\n".join((example / "heldout.jsonl").read_text().splitlines()[20:27]))
+    sets = {"first": tmp_path / "heldout.jsonl", "others": tmp_path / "others.jsonl"}
+    common = [word for word in asked if not word.startswith("data.heldout")]
+    common += ["evaluation.samples_per_prompt=2", "evaluation.greedy=true"]
+    output = tmp_path / "output"
+    named = [f"data.heldout.{name}={path}" for name, path in sets.items()]
+    done = evaluation(*common, *named, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((output / "metrics.json").read_text())
+    expected = {}
+    for name, path in sets.items():
+        alone = evaluation(*common, f"data.heldout={path}", "--json")
+        assert alone.returncode == 0, alone.stderr
+        metrics = json.loads(alone.stdout)
+        expected |= {key.replace("eval/", f"eval/{name}/"): value for key, value in metrics.items()}
+    assert found == expected and "eval/others/greedy_pass@1" in found
+    lines = done.stdout.splitlines()
+    heads = [
+        lines.index(f"{name}: {size} prompts of {sets[name]}") for name, size in (("first", PROMPTS), ("others", 7))
+    ]
+    assert "2 held-out sets" in lines[0] and [lines[head + 1].split()[0] for head in heads] == ["reward", "reward"]
+    for name, size in (("first", PROMPTS), ("others", 7)):
+        rows = (output / "evaluations" / name / "step_00000000.jsonl").read_text().splitlines()
+        assert len(rows) == 2 * size
+
+
+@pytest.mark.slow
 def test_the_settings_of_a_run_say_how_it_evaluates(asked: list[str], tmp_path: Path) -> None:
     tree = {
         "model": {"path": "elsewhere", "init": "random"},
@@ -85,6 +113,9 @@ def test_the_settings_of_a_run_say_how_it_evaluates(asked: list[str], tmp_path: 
         ("data.heldout", [], ConfigError, "data.heldout"),
         ("rollout.reward", [], ConfigError, "rollout.reward"),
         ("data.heldout", ["data.heldout=no.jsonl"], ConfigError, "no.jsonl"),
+        ("data.heldout", ["data.heldout.gone=no.jsonl"], ConfigError, "data.heldout.gone"),
+        ("data.heldout", ["data.heldout={}"], ConfigError, "data.heldout"),
+        ("", ["data.heldout.more=no.jsonl"], ConfigError, "data.heldout.more"),
         ("rollout.reward", ["rollout.reward=no_module:f"], ConfigError, "no_module"),
         ("", ["evaluation.samples_per_prompt=0"], ConfigError, "evaluation.samples_per_prompt"),
         ("", ["evaluation.pass_at=[8]"], ConfigError, "evaluation.pass_at"),

@@ -702,6 +702,18 @@ RULES = [
         ["rollout.temperature=2.5", "vllm", "0.01", "2"],
     ),
     (
+        "check_draws_responses",
+        {"evaluation__samples_per_prompt": 0, "evaluation__greedy": True, "evaluation__pass_at": [1]},
+        {"evaluation__samples_per_prompt": 0},
+        ["evaluation.samples_per_prompt=0", "evaluation.greedy=true"],
+    ),
+    (
+        "check_pass_at",
+        {"evaluation__samples_per_prompt": 2, "evaluation__pass_at": [2]},
+        {"evaluation__samples_per_prompt": 0, "evaluation__greedy": True, "evaluation__pass_at": [2]},
+        ["evaluation.pass_at=[2]", "evaluation.samples_per_prompt is 0"],
+    ),
+    (
         "check_pass_at",
         {"evaluation__samples_per_prompt": 4, "evaluation__pass_at": [4, 1]},
         {"evaluation__samples_per_prompt": 4, "evaluation__pass_at": [8, 1]},
@@ -840,6 +852,55 @@ def test_good_values_of_every_kind_are_accepted_as_they_are():
     assert config.run.dir == Path.home() / "x"  # no shell has expanded it
     assert config.optim.betas == (0.0, 0.5) and config.optim.lr == 1.0
     assert config.model.path == Path("m") and config.rollout.reward == "my_rewards.maths:exact"
+
+
+def test_held_out_sets_are_one_without_a_name_or_several_with_names():
+    one = settings(data__train="t", data__heldout="h.jsonl").data
+    assert one.heldout_sets == {"": Path("h.jsonl")}
+    assert one.sources == {"data.train": Path("t"), "data.heldout": Path("h.jsonl")}
+    several = settings(data__heldout={"math": "a/$$b", "co-de_2": "owner/name:main#test"})
+    assert several.data.sources == {
+        "data.heldout.math": Path("a/$b"), "data.heldout.co-de_2": Path("owner/name:main#test"),
+    }  # fmt: skip
+    assert type(several.data).model_validate(several.data.model_dump(mode="json")) == several.data
+    moved = several.data.with_sources({"data.heldout.math": Path("c")})
+    assert moved.heldout_sets == {"math": Path("c"), "co-de_2": Path("owner/name:main#test")}
+    assert one.with_sources({"data.heldout": Path("c")}).sources == {**one.sources, "data.heldout": Path("c")}
+    assert settings().data.heldout_sets == {} == settings().data.with_sources({}).sources
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ({}, []), (["a.jsonl", "b.jsonl"], ["a.jsonl"]), ({"": "x"}, ["''"]), ({"a b": "x"}, ["a b"]),
+        ({"ok": "x", "a/b": "y"}, ["a/b"]), ({"a.b": "x"}, ["a.b"]), ({"a\n": "x"}, []),
+        ({"a" * 65: "x"}, ["64"]), ({3: "x"}, ["3"]), ({"math": 3}, ["3", "math"]), ({"math": None}, ["null", "math"]),
+        ({"math": {"x": "y"}}, ["math", "{'x': 'y'}"]),
+        ({"ok": "x", "math": "s3://bucket/x"}, ["s3://bucket/x", "math", "address"]),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_held_out_sets_that_are_none_are_refused_with_the_name_and_the_value(value, named):
+    error = refusal(settings, data__heldout=value)
+    assert error.field == "data.heldout" and unnamed(named, error) == [], str(error)
+
+
+def test_the_name_of_a_held_out_set_is_ascii():
+    with pytest.raises(ConfigError) as caught:
+        settings(data__heldout={"é": "x"})
+    assert caught.value.field == "data.heldout" and "é" in caught.value.message and caught.value.hint
+
+
+def test_an_override_adds_a_held_out_set_by_name(tmp_path):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**LEAST, "data": {"heldout": {"math": "m.jsonl"}}}))
+    added = load_config(tmp_path / "c.yaml", ["data.heldout.2-digits=d.jsonl", "data.heldout.math=n.jsonl"])
+    assert added.data.heldout_sets == {"math": Path("n.jsonl"), "2-digits": Path("d.jsonl")}
+    one = load_config(tmp_path / "c.yaml", ["data.heldout=x.jsonl"])
+    assert one.data.heldout_sets == {"": Path("x.jsonl")}
+    error = refusal(load_config, tmp_path / "c.yaml", ["data.heldout=x.jsonl", "data.heldout.math=m.jsonl"])
+    assert error.field == "data.heldout.math" and unnamed(["data.heldout='x.jsonl'"], error) == []
+    assert refusal(load_config, tmp_path / "c.yaml", ["data.heldout.a b=x"]).hint
+    assert refusal(load_config, tmp_path / "c.yaml", ["data.held-out=x"]).hint
 
 
 def test_settings_are_frozen_and_plain_json_gives_them_back():
@@ -1043,6 +1104,7 @@ def test_the_document_has_a_described_row_for_every_setting(script):
         (bool, [], "`true` \\| `false`"),
         (Path, [], "path"),
         (tuple[str, ...], [], "[text, ...]"),
+        (Path | dict[str, Path] | None, [], "path \\| {name: path, ...} \\| `null`"),
     ],
 )
 def test_types_are_rendered_for_people(script, annotation, constraints, text):

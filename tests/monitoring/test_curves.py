@@ -35,8 +35,8 @@ def draw(tmp_path, monkeypatch):
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kw: (figures.append(self), save(self, *args, **kw)))
 
-    def axes_of(rows):
-        draw_curves(rows, tmp_path / "curves.png", title="t")
+    def axes_of(rows, **more):
+        draw_curves(rows, tmp_path / "curves.png", title="t", **more)
         return {axes.get_title(loc="left"): axes for axes in figures[-1].axes}
 
     return axes_of
@@ -83,6 +83,17 @@ def test_a_held_out_reward_of_another_scale_gets_its_own_axis(draw):
     assert list(axes) == ["Held-out evaluation", "Held-out reward"]
     assert [text.get_text() for text in axes["Held-out evaluation"].texts] == ["exact 50.0%", "truncated 10.0%"]
     assert axes["Held-out reward"].texts[0].get_text() == "-3"
+
+
+def test_each_held_out_set_has_panels_of_its_own(draw):
+    metrics = {"eval/math/pass@1": 0.5, "eval/math/pass@1_low": 0.4, "eval/math/pass@1_high": 0.6}
+    metrics |= {"eval/math/reward": -3.0, "eval/code/exact": 0.25, "eval/format/ok": 1.0}
+    axes = draw(rows_of(metrics, 2), heldout_sets=("code", "math"))
+    headings = ["Held-out code: accuracy", "Held-out math: evaluation", "Held-out math: reward", "Held-out evaluation"]
+    assert list(axes) == headings
+    labels = [[text.get_text() for text in axes[heading].texts] for heading in headings]
+    assert labels == [["exact 25.0%"], ["pass@1 50.0%"], ["-3"], ["format/ok 100.0%"]], "a score may be called so"
+    assert axes["Held-out math: evaluation"].collections, "the band"
 
 
 def test_the_label_at_the_edge_is_as_high_as_the_end_of_the_bold_line(draw):

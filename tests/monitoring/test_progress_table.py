@@ -13,8 +13,10 @@ from slimefsdp.monitoring.progress_table import (
     GRPO_COLUMNS,
     ROWS_PER_HEADER,
     SFT_COLUMNS,
+    Column,
     ProgressTable,
     duration_text,
+    grpo_columns,
     number_text,
 )
 
@@ -28,6 +30,12 @@ def printed(columns, rows, total_steps):
         table.write(step, metrics)
     assert stream.getvalue().endswith("\n")
     return stream.getvalue().splitlines()
+
+
+def test_columns_of_held_out_sets_stand_where_the_one_of_one_set_does():
+    held_out = [Column("eval/a", "eval/a/exact"), Column("eval/b", "eval/b/exact")]
+    titles = [column.title for column in grpo_columns(held_out)]
+    assert titles == ["reward", "exact", "eval/a", "eval/b", "loss", "entropy", "grad norm", "mismatch", "s/step"]
 
 
 @given(data=st.data(), columns=st.sampled_from([GRPO_COLUMNS, SFT_COLUMNS]), total_steps=st.integers(1, 10**7))

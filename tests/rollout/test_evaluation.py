@@ -5,17 +5,124 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from actors.rollout.collect import Collector
 from actors.rollout.engine import SampledResponse
-from actors.rollout.evaluation import pass_probability, share_of, solved_metrics, write_samples
+from actors.rollout.evaluation import Evaluator, pass_probability, share_of, solved_metrics, write_samples
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
+from slimefsdp.config import config_from_dict
 from slimefsdp.errors import CheckpointError
 from tests.support.refusals import refused
+
+LONGEST = 6
+
+
+class Engines:
+    """Draws as engines do: a response follows from its prompt, its place, the seed and greediness."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[str, bool]] = []
+
+    def generate(
+        self, prompts: Sequence[str], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False,
+        each: Callable[[SampledResponse], None], may_mix: bool = False,
+    ) -> tuple[int, list[SampledResponse]]:  # fmt: skip
+        samples = []
+        for index, prompt in enumerate(prompts):
+            place = [len(prompt)] if greedy else [*seed, index, len(prompt)]
+            lengths = np.random.default_rng(place).integers(1, LONGEST + 1, samples_per_prompt).tolist()
+            for number, length in enumerate(lengths):
+                tokens, text = [5, *[1] * length], "x" * length
+                log_probs, finished = [-1.0] * length, length < LONGEST
+                samples.append(SampledResponse(index, number, tokens, length, log_probs, text, finished))
+                self.drawn.append((prompt, greedy))
+                each(samples[-1])
+        return 3, samples
+
+
+def even(record: Record, response: str, finished: bool) -> dict[str, float]:
+    return {"reward": float(len(response) % 2 == 0), "length": float(len(response))}
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Any:
+    """The metrics of an evaluation of sets of so many prompts, and what it left."""
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": "t"}))
+    for name, count in (("first", 9), ("second", 5)):
+        lines = [json.dumps({"prompt": name[: place % 3 + 1] * (place + 1)}) for place in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def evaluate(
+        heldout: Any, engines: Any = None, step: int = 4, **asked: Any
+    ) -> tuple[dict[str, float], dict[str, str]]:
+        folder = tmp_path / "runs" / str(len(list((tmp_path / "runs").glob("*"))))
+        folder.mkdir(parents=True)
+        config = config_from_dict(
+            {
+                "run": {"seed": 3, "dir": str(folder)},
+                "model": {"path": "m"},
+                "optim": {"total_updates": 1},
+                "data": {"train": str(tmp_path / "train.jsonl"), "heldout": heldout},
+                "rollout": {"reward": f"{__name__}:even", "max_new_tokens": LONGEST},
+                "evaluation": {"interval_steps": 2, **asked},
+            }
+        )
+        collector = Collector(config, engines or Engines())
+        evaluator = Evaluator(config, collector)
+        metrics = evaluator.evaluate(step, 3)
+        done, _, whole, *_ = evaluator.progress().split()
+        assert done == whole, "it says how far it is"
+        left = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
+        return metrics, left
+
+    return evaluate
+
+
+ASKED = {"samples_per_prompt": 4, "pass_at": [1, 4], "greedy": True}
+
+
+def test_two_held_out_sets_give_the_numbers_and_the_files_of_two_runs_with_one_each(
+    evaluated: Any, tmp_path: Path
+) -> None:
+    sets = {name: str(tmp_path / f"{name}.jsonl") for name in ("first", "second")}
+    metrics, left = evaluated(sets, **ASKED)
+    alone = {name: evaluated(path, **ASKED) for name, path in sets.items()}
+    assert metrics == {
+        key.replace("eval/", f"eval/{name}/"): value
+        for name, (found, _) in alone.items()
+        for key, value in found.items()
+    }
+    assert {"eval/reward", "eval/length", "eval/greedy_reward", "eval/pass@4_low"} <= alone["first"][0].keys()
+    assert alone["first"][0]["eval/length"] != alone["second"][0]["eval/length"]
+    assert left == {
+        file.replace("evaluations/", f"evaluations/{name}/"): text
+        for name, (_, files) in alone.items()
+        for file, text in files.items()
+    }
+    assert sorted(left)[:2] == [
+        "evaluations/first/greedy_step_00000004.jsonl",
+        "evaluations/first/greedy_step_00000004.txt",
+    ]
+    backwards, _ = evaluated(dict(reversed(sets.items())), **ASKED)
+    assert backwards == metrics, "the order makes no difference"
+    assert evaluated(sets, step=5, **ASKED)[0] != metrics, "the step does"
+
+
+def test_greedy_responses_alone_are_drawn_where_none_is_sampled(evaluated: Any, tmp_path: Path) -> None:
+    both, _ = evaluated(str(tmp_path / "first.jsonl"), **ASKED)
+    engines = Engines()
+    asked = {"samples_per_prompt": 0, "greedy": True, "pass_at": [1]}
+    alone, left = evaluated(str(tmp_path / "first.jsonl"), engines, **asked)
+    assert alone == {key: value for key, value in both.items() if key.startswith("eval/greedy_")}
+    assert "eval/greedy_pass@1" in alone and len(engines.drawn) == 9 and all(greedy for _, greedy in engines.drawn)
+    assert {Path(file).name for file in left} == {f"greedy_step_00000004.{end}" for end in ("jsonl", "txt")}
 
 
 def scored(reward: float, *, number: int = 0, finished: bool = True, text: str = "so") -> ScoredSample:

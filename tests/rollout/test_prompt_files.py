@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from actors.rollout import prompt_files
-from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
+from actors.rollout.prompt_files import Prompts, read_heldout, read_prompts, without_overlong
 from actors.rollout.prompts import Record
 from actors.rollout.tokenizer import count_tokens
 from actors.run_dir import SKIPPED, RunFolder
@@ -127,7 +127,7 @@ def test_a_record_that_could_never_be_trained_on_is_refused_by_line_or_left_out(
     assert lengths_of(found.train) == kept
     held = [] if sections.get("algorithm") == "sft" else list(LENGTHS)
     evaluated = kept if "max_prompt_tokens" in sections["data"] else held
-    assert lengths_of(found.heldout[""]) == evaluated  # which no pack has to hold
+    assert lengths_of(found.heldout.get("", [])) == evaluated  # which no pack has to hold
     assert len(found.skipped) == len(LENGTHS) - len(kept) + len(held) - len(evaluated)
     assert found.skipped[0].place == f"{folder / 'train.jsonl'}:{line}"
     assert f"{folder / 'train.jsonl'}:{line}" in capsys.readouterr().err
@@ -161,6 +161,63 @@ def test_records_that_are_short_enough_are_all_kept(words: None, folder: Path) -
     settings = config(folder, data={"max_prompt_tokens": max(LENGTHS)})
     prompts = read_prompts(settings)
     assert without_overlong(settings, prompts) == Prompts(prompts.train, prompts.heldout, longest=max(LENGTHS))
+
+
+def test_each_held_out_set_keeps_its_records_and_is_named_where_one_is_wrong(words: None, folder: Path) -> None:
+    lines = (folder / "heldout.jsonl").read_text().split("\n\n")
+    (folder / "short.jsonl").write_text("\n".join(line for line in lines if len(line) < 45))
+    sets = {"all": str(folder / "heldout.jsonl"), "short": str(folder / "short.jsonl")}
+    found = without_overlong(
+        config(folder, data={"heldout": sets}), read_prompts(config(folder, data={"heldout": sets}))
+    )
+    assert {name: lengths_of(records) for name, records in found.heldout.items()} == {
+        "all": list(LENGTHS), "short": [3, 5, 4],
+    }  # fmt: skip
+    assert found.longest == max(LENGTHS)
+    alone = read_heldout(config(folder, data={"heldout": sets}))
+    assert alone.heldout == found.heldout and lengths_of(alone.train) == [*LENGTHS, 3, 5, 4]
+
+    bounded = config(folder, data={"heldout": sets, "max_prompt_tokens": 5, "overlong_prompts": "skip"})
+    found = without_overlong(bounded, read_prompts(bounded))
+    assert [lengths_of(records) for records in found.heldout.values()] == [[3, 5, 4]] * 2
+    assert len(found.skipped) == 2 * 2
+    data = {"heldout": {"short": sets["short"], "all": sets["all"]}, "max_prompt_tokens": 5}
+    with pytest.raises(ConfigError) as caught:
+        read_heldout(config(folder, data=data))
+    assert caught.value.field == "data.heldout.all" and f"{folder / 'heldout.jsonl'}:3" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("content", "data", "field", "named"),
+    [
+        (None, {}, "data.heldout.bad", "bad.jsonl"),
+        ("", {}, "data.heldout.bad", "bad.jsonl"),
+        ('{"prompt": 3}', {}, "data.heldout.bad", "bad.jsonl:1"),
+        ('{"question": "w", "answer": "w"}', {}, "data.heldout.bad", "bad.jsonl:1"),
+        ('{"prompt": "w", "result": "w"}', {"answer_column": "answer"}, "data.heldout.bad", "bad.jsonl:1"),
+    ],
+    ids=["missing", "empty", "no text", "no prompt", "no answer"],
+)
+def test_a_held_out_set_that_cannot_be_read_is_named(
+    folder: Path, content: str | None, data: dict[str, str], field: str, named: str
+) -> None:
+    if content is not None:
+        (folder / "bad.jsonl").write_text(content)
+    sets = {"good": str(folder / "heldout.jsonl"), "bad": str(folder / "bad.jsonl")}
+    rollout = {"reward": "actors.rollout.rewards:exact_match"}
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(config(folder, data={"heldout": sets, **data}, rollout=rollout))
+    assert caught.value.field == field and named in caught.value.message
+
+
+def test_a_column_that_a_held_out_set_lacks_is_named_with_the_set(folder: Path) -> None:
+    for name, key in (("train", "question"), ("good", "question"), ("bad", "problem")):
+        (folder / f"{name}.jsonl").write_text(json.dumps({key: "w", "answer": "w"}))
+    sets = {name: str(folder / f"{name}.jsonl") for name in ("good", "bad")}
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(config(folder, data={"heldout": sets, "prompt_column": "question"}))
+    assert caught.value.field == "data.prompt_column"
+    assert "data.heldout.bad" in caught.value.message and "bad.jsonl:1" in caught.value.message
 
 
 def test_the_run_folder_lists_what_was_left_out_of_its_newest_start(tmp_path: Path) -> None:
