@@ -19,7 +19,7 @@ from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, launch_rewards, timed
 from actors.rollout.engine import EnginePool, encode_demonstrations
 from actors.rollout.environment_workers import EnvironmentWorkers
-from actors.rollout.evaluation import Evaluator, metric_prefix
+from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.prompts import PromptStream, digest_of
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
@@ -198,13 +198,7 @@ class RolloutLoop:
     @property
     def columns(self) -> tuple[Column, ...]:
         """Of the table of progress, with one for each held-out set."""
-        prefixes = {name: self._held_out_prefix(name) for name in self._collector.heldout}
-        held_out = [Column(f"eval/{name}" if name else "held-out", f"{at}exact") for name, at in prefixes.items()]
-        return grpo_columns(held_out) if held_out else GRPO_COLUMNS
-
-    def _held_out_prefix(self, heldout_set: str) -> str:
-        """Of the metrics that a run is known by: those of sampled responses, or of greedy ones where they are alone."""
-        return metric_prefix(heldout_set) + ("" if self._config.evaluation.samples_per_prompt else "greedy_")
+        return grpo_columns(self._evaluator.columns()) if self._collector.heldout else GRPO_COLUMNS
 
     @property
     def prompts(self) -> PromptStream:
@@ -355,7 +349,7 @@ class RolloutLoop:
         """The run in one line."""
         config = self._config
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
-        what = self._held_out_summary(rows)
+        what = self._evaluator.summary(rows)
         what = what or f"reward {rows[0].get('rollout/reward', 0.0):.3f} -> {rows[-1].get('rollout/reward', 0.0):.3f}"
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
@@ -364,19 +358,6 @@ class RolloutLoop:
             f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
-
-    def _held_out_summary(self, rows: Sequence[dict[str, Any]]) -> str:
-        """Of each held-out set, what was found first and last; nothing where none was evaluated twice."""
-        samples = self._config.evaluation.samples_per_prompt
-        parts = []
-        for name, records in self._collector.heldout.items():
-            prefix = self._held_out_prefix(name)
-            score = "exact" if any(f"{prefix}exact" in row for row in rows) else "reward"
-            values = [row[f"{prefix}{score}"] for row in rows if row.get(f"{prefix}{score}") is not None]
-            if len(values) > 1:
-                change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
-                parts.append(f"{change} ({len(records)} prompts" + (f" x {samples} samples)" if samples else ")"))
-        return f"held-out {'sampled' if samples else 'greedy'} {', '.join(parts)}" if parts else ""
 
 
 class SftLoop:

@@ -5,7 +5,8 @@
                    commit; settings.1.yaml, .. of the starts before it
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
     batches/       what each step since the oldest checkpoint trained on
-    evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt)
+    evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt); of
+                   several held-out sets in a folder each
 
 A recorded batch is written by the protocol of checkpoints: it is there whole or not at all, with the sha256 of its
 bytes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from actors.run_dir import EVALUATIONS
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
 from slimefsdp.io.checksummed_files import io_reported, write_synced
+from slimefsdp.monitoring.progress_table import Column
 
 _NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % within
 _SHOWN_GROUPS = 50  # in the file for people
@@ -89,6 +90,34 @@ class Evaluator:
         settings, collector = self._config.evaluation, self._collector
         each = settings.samples_per_prompt + settings.greedy
         return f"{collector.samples_drawn} of {sum(map(len, collector.heldout.values())) * each} responses"
+
+    def columns(self) -> list[Column]:
+        """One for each held-out set, in the table of a run's progress."""
+        return [
+            Column(f"eval/{name}" if name else "held-out", f"{self._prefix(name)}exact")
+            for name in self._collector.heldout
+        ]
+
+    def summary(self, rows: Sequence[Mapping[str, float | None]]) -> str:
+        """What was found of each held-out set first and last; nothing where none was evaluated twice.
+
+        Args:
+            rows: the metrics of the run's steps.
+        """
+        samples = self._config.evaluation.samples_per_prompt
+        parts = []
+        for name, records in self._collector.heldout.items():
+            prefix = self._prefix(name)
+            score = "exact" if any(f"{prefix}exact" in row for row in rows) else "reward"
+            values = [value for row in rows if (value := row.get(f"{prefix}{score}")) is not None]
+            if len(values) > 1:
+                change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
+                parts.append(f"{change} ({len(records)} prompts" + (f" x {samples} samples)" if samples else ")"))
+        return f"held-out {'sampled' if samples else 'greedy'} {', '.join(parts)}" if parts else ""
+
+    def _prefix(self, heldout_set: str) -> str:
+        """Of the metrics that a run is known by: of sampled responses, or of greedy ones where they are alone."""
+        return metric_prefix(heldout_set) + ("" if self._config.evaluation.samples_per_prompt else "greedy_")
 
 
 def _require_own_names(metrics: Metrics, more: Metrics, prefix: str) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from actors.rollout.prompts import Record, place_of
 from slimefsdp.config.rollout import DataSettings, heldout_field
 
+_Prompt = str | tuple[str]
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -50,9 +52,9 @@ def record_sets(
     named = {} if train is None else {"data.train": train}
     named |= {heldout_field(name): records for name, records in heldout.items()}
     found: list[RecordSet] = []
-    prompts_of: dict[str, set[str]] = {}
+    prompts_of: dict[str, set[_Prompt]] = {}
     for field, records in named.items():
-        prompts = list(map(_text_of, records))
+        prompts = list(map(_hashable, records)) if len(named) > 1 else []
         shared = []
         for other, theirs in prompts_of.items():
             if places := [number for number, prompt in enumerate(prompts) if prompt in theirs]:
@@ -73,7 +75,7 @@ def warn_of_shared_prompts(sets: Iterable[RecordSet]) -> None:
             )
 
 
-def _text_of(record: Record) -> str:
-    """The prompt as a text, which two prompts share if they are the same; chat messages differ from any text."""
+def _hashable(record: Record) -> _Prompt:
+    """The prompt; chat messages as their JSON, apart from any text."""
     prompt = record["prompt"]
-    return "t" + prompt if isinstance(prompt, str) else "m" + json.dumps(prompt, sort_keys=True)
+    return prompt if isinstance(prompt, str) else (json.dumps(prompt, sort_keys=True),)
