@@ -87,8 +87,9 @@ def type_text(annotation: Any, constraints: list[Any]) -> str:
         return f"{{name: {type_text(arguments[1], [])}, ...}}"
     if origin is tuple:
         return f"[{', '.join(type_text(argument, []) for argument in arguments)}]"
-    if origin is dict:
-        return f"{{{type_text(arguments[0], [])}: {type_text(arguments[1], [])}, ...}}"
+    if _is_section(annotation):
+        inner = (f"{name}: {type_text(one.annotation, one.metadata)}" for name, one in annotation.model_fields.items())
+        return f"{{{', '.join(inner)}}}"
     bounds = [
         f"{sign} {_bound(getattr(item, name))}"
         for item in constraints

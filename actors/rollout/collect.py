@@ -27,6 +27,7 @@ from actors.rollout.reward_workers import RewardWorkers
 from actors.rollout.rewards import Response, Rewards, driver_scorer
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig
+from slimefsdp.config.rollout import LengthLimits
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError, SlimeError
 
@@ -96,7 +97,7 @@ class Collector:
             self._rewards = rewards or driver_scorer(config.rollout)
         self._filter: Filter | None = load_filter(config.rollout.filter) if config.rollout.filter else None
         prompts = prompts or read_prompts(config)
-        self.prompts = PromptStream(prompts.train, config.run.seed)
+        self.prompts = PromptStream(prompts.train, config.run.seed, lengths=prompts.train_lengths)
         self._train = prompts.train
         self._follows_records = True  # each batch so far was recorded by the run that is gone on with
         self._gate = threading.Condition()
@@ -229,14 +230,17 @@ class Collector:
     def _drawn(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """Rounds of drawing until enough groups pass the filter; the surplus of the last round is left out."""
         settings = self._config.rollout
+        limits = settings.limits_at(step + 1)
         drawn: list[_Group] = []
         kept: list[_Group] = []
         rounds = version = 0
         while rounds < settings.max_rounds and len(kept) < settings.prompts_per_step:
-            records = self.prompts.take(settings.prompts_per_step)
+            records = self.prompts.take(settings.prompts_per_step, limits.prompt_tokens)
             # the first round is what a run without a filter draws
             purpose = (_TRAINING, step, rounds) if rounds else (_TRAINING, step)
-            version, groups = self.scored_groups(records, settings.samples_per_prompt, purpose, seconds)
+            version, groups = self.scored_groups(
+                records, settings.samples_per_prompt, purpose, seconds, most=limits.new_tokens
+            )
             drawn += groups
             kept += [
                 group
@@ -244,7 +248,7 @@ class Collector:
                 if not group.failures and (self._filter is None or self._filter(group.record, tuple(group.samples)))
             ]
             rounds += 1
-        metrics = self._metrics(drawn)
+        metrics = self._metrics(drawn, limits)
         if self._filter is not None:
             drawn = [group for group in drawn if not group.failures]
             metrics["rollout/groups_dropped"] = 1 - len(kept) / len(drawn)
@@ -254,7 +258,7 @@ class Collector:
             return None, metrics
         baselines: list[float] | None = None
         if self._config.estimator == "remax":
-            kept, baselines = self._with_greedy_rewards(step, kept, seconds)
+            kept, baselines = self._with_greedy_rewards(step, kept, limits.new_tokens, seconds)
             if not kept:
                 return None, metrics
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
@@ -268,12 +272,15 @@ class Collector:
         seconds: Metrics,
         greedy: bool = False,
         environment_seeds: Sequence[int] | None = None,
+        most: int | None = None,
     ) -> tuple[int, list[_Group]]:
         """The weight version that sampled, and scored responses to each record.
 
         Args:
             environment_seeds: one a record; None: others for each purpose.
+            most: tokens of a response; None: rollout.max_new_tokens.
         """
+        most = most or self._config.rollout.max_new_tokens
         seed = (self._config.run.seed, *purpose)
         if environment_seeds is None:
             environment_seeds = [self._environment_seed(purpose, place) for place in range(len(records))]
@@ -285,12 +292,13 @@ class Collector:
                     seed,
                     environment_seeds,
                     seconds,
+                    max_new_tokens=most,
                     greedy=greedy,
                     may_mix=self._config.rollout.max_staleness > 0,
                 )
                 self.samples_drawn += len(outcomes)
         else:
-            version, outcomes = self._rewarded(records, per_prompt, seed, seconds, greedy)
+            version, outcomes = self._rewarded(records, per_prompt, seed, most, seconds, greedy)
         groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
         failures: list[SlimeError] = []
         for (place, _), outcome in sorted(outcomes.items()):
@@ -300,7 +308,7 @@ class Collector:
                 group.failures += 1
                 continue
             sample, scores = outcome
-            reward = scores["reward"] - self._overlong_penalty(sample.response_length)
+            reward = scores["reward"] - self._overlong_penalty(sample.response_length, most)
             group.samples.append(ScoredSample(sample, scores, reward))
         if failures:
             if not self._config.skips_failures or all(group.failures for group in groups):
@@ -311,7 +319,7 @@ class Collector:
         return version, groups
 
     def _rewarded(
-        self, records: Sequence[Record], per_prompt: int, seed: Sequence[int], seconds: Metrics, greedy: bool
+        self, records: Sequence[Record], per_prompt: int, seed: Sequence[int], most: int, seconds: Metrics, greedy: bool
     ) -> tuple[int, dict[tuple[int, int], Outcome]]:
         """The weight version that sampled; each response with its scores, by place of its record and number."""
         assert not isinstance(self._rewards, EpisodeRunner)
@@ -329,6 +337,7 @@ class Collector:
                 samples_per_prompt=per_prompt,
                 seed=seed,
                 greedy=greedy,
+                max_new_tokens=most,
                 each=score,
                 may_mix=self._config.rollout.max_staleness > 0,
             )
@@ -347,24 +356,24 @@ class Collector:
         return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
     def _with_greedy_rewards(
-        self, step: int, kept: Sequence[_Group], seconds: Metrics
+        self, step: int, kept: Sequence[_Group], most: int, seconds: Metrics
     ) -> tuple[list[_Group], list[float]]:
         """The groups, with the reward of each prompt's likeliest response, the baseline of ReMax."""
         records = [group.record for group in kept]
         seeds = [group.environment_seed for group in kept]
-        _, groups = self.scored_groups(records, 1, (_BASELINE, step), seconds, True, seeds)
+        _, groups = self.scored_groups(records, 1, (_BASELINE, step), seconds, True, seeds, most)
         pairs = [(one, greedy.samples[0].reward) for one, greedy in zip(kept, groups, strict=True) if greedy.samples]
         return [one for one, _ in pairs], [reward for _, reward in pairs]
 
-    def _overlong_penalty(self, response_length: int) -> float:
+    def _overlong_penalty(self, response_length: int, max_new_tokens: int) -> float:
         settings = self._config.rollout
         if settings.overlong_buffer_tokens is None:
             return 0.0
         return overlong_penalty(
-            response_length, settings.max_new_tokens, settings.overlong_buffer_tokens, settings.overlong_penalty
+            response_length, max_new_tokens, settings.overlong_buffer_tokens, settings.overlong_penalty
         )
 
-    def _metrics(self, groups: Sequence[_Group]) -> Metrics:
+    def _metrics(self, groups: Sequence[_Group], limits: LengthLimits) -> Metrics:
         """Of all that was drawn, whether it trains or not; rewards as the reward function gave them."""
         scored = _scored(groups)
         lengths = [one.sample.response_length for one in scored]
@@ -373,7 +382,13 @@ class Collector:
         metrics["rollout/response_length_max"] = float(max(lengths))
         metrics["rollout/truncated"] = sum(not one.sample.finished for one in scored) / len(scored)
         if self._config.rollout.overlong_buffer_tokens is not None:
-            metrics["rollout/overlong_penalty"] = sum(map(self._overlong_penalty, lengths)) / len(lengths)
+            penalties = [self._overlong_penalty(length, limits.new_tokens) for length in lengths]
+            metrics["rollout/overlong_penalty"] = sum(penalties) / len(penalties)
+        if self._config.rollout.curriculum:
+            prompts = [len(one.sample.tokens) - one.sample.response_length for one in scored]
+            metrics["rollout/stage"] = float(limits.stage)
+            metrics["rollout/prompt_length"] = sum(prompts) / len(prompts)
+            metrics["rollout/prompt_length_max"] = float(max(prompts))
         return metrics
 
     def mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:

@@ -458,6 +458,7 @@ class EnginePool:
         samples_per_prompt: int,
         seed: Sequence[int],
         greedy: bool = False,
+        max_new_tokens: int | None = None,
         each: Callable[[SampledResponse], None] | None = None,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
@@ -467,6 +468,7 @@ class EnginePool:
             prompts: texts, lists of chat messages, or token ids.
             seed: what the draws depend on, e.g. (run seed, step).
             greedy: take the likeliest token each time, whatever the seed.
+            max_new_tokens: of a response; None: rollout.max_new_tokens.
             each: called with a sample when it has ended, while others have not; again, if it has to be drawn again.
             may_mix: new weights may come meanwhile.
 
@@ -479,7 +481,9 @@ class EnginePool:
             EngineError: an engine cannot do this, or did not do it.
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
-        requests = self.requests(prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy)
+        requests = self.requests(
+            prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy, max_new_tokens=max_new_tokens
+        )
         return self.draw(requests, each, may_mix=may_mix)
 
     def draw(
@@ -519,7 +523,13 @@ class EnginePool:
         return min(versions), [found[place] for place in sorted(found)]
 
     def requests(
-        self, prompts: Sequence[Any], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False
+        self,
+        prompts: Sequence[Any],
+        *,
+        samples_per_prompt: int,
+        seed: Sequence[int],
+        greedy: bool = False,
+        max_new_tokens: int | None = None,
     ) -> list[Request]:
         """What `generate` has the engines asked for: one request a prompt, with the settings of the run.
 
@@ -539,7 +549,9 @@ class EnginePool:
             problem = f"seed={short_repr(seed)}; it must be a list of whole numbers"
             raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
         return [
-            Request(prompt, samples_per_prompt, self.params((*seed, place), greedy=greedy))
+            Request(
+                prompt, samples_per_prompt, self.params((*seed, place), greedy=greedy, max_new_tokens=max_new_tokens)
+            )
             for place, prompt in enumerate(self.encode(prompts))
         ]
 

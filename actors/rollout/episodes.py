@@ -114,6 +114,7 @@ class EpisodeRunner:
         environment_seeds: Sequence[int],
         seconds: dict[str, float],
         *,
+        max_new_tokens: int | None = None,
         greedy: bool = False,
         may_mix: bool = False,
     ) -> tuple[int, dict[tuple[int, int], Outcome]]:
@@ -123,6 +124,7 @@ class EpisodeRunner:
             seed: what the draws depend on, as `EnginePool.generate`.
             environment_seeds: one a record, which its environments are given.
             seconds: what engines took is added here as `generate`, what they did not hide of environments as `reward`.
+            max_new_tokens: of a response; None: rollout.max_new_tokens.
             may_mix: new weights may come meanwhile.
 
         Returns:
@@ -140,7 +142,7 @@ class EpisodeRunner:
                 for index in range(per_prompt)
             ]
             try:
-                versions = self._run(episodes, seed, seconds, greedy=greedy, may_mix=may_mix)
+                versions = self._run(episodes, seed, seconds, max_new_tokens, greedy=greedy, may_mix=may_mix)
             finally:
                 self._workers.forget(number)
             if len(versions) <= 1 or may_mix:
@@ -157,6 +159,7 @@ class EpisodeRunner:
         episodes: Sequence[_Episode],
         seed: Sequence[int],
         seconds: dict[str, float],
+        max_new_tokens: int | None,
         *,
         greedy: bool,
         may_mix: bool,
@@ -165,7 +168,7 @@ class EpisodeRunner:
         self._begin(episodes, seconds)
         versions: set[int] = set()
         while going := [one for one in episodes if one.goes_on]:
-            requests, owners = self._requests(going, seed, greedy)
+            requests, owners = self._requests(going, seed, max_new_tokens, greedy)
             pending: PendingCalls[EpisodeCall, Answer] = self._workers.pending()
             places: dict[int, int] = {}  # of calls, by episode; one may have been drawn, and be asked for, again
 
@@ -215,7 +218,7 @@ class EpisodeRunner:
         _add(seconds, "reward", time.perf_counter() - began)
 
     def _requests(
-        self, going: Sequence[_Episode], seed: Sequence[int], greedy: bool
+        self, going: Sequence[_Episode], seed: Sequence[int], max_new_tokens: int | None, greedy: bool
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
         """What engines are asked, and whose each sample is, by request and number.
 
@@ -232,7 +235,9 @@ class EpisodeRunner:
             _, place, number = group[0].key
             is_whole = not group[0].said and [one.key[2] for one in group] == list(range(len(group)))
             purpose = (*seed, place) if is_whole else (*seed, place, number, len(group[0].said))
-            params = self._engines.params(purpose, greedy=greedy, max_new_tokens=self._room_of(group[0]))
+            room = self._room_of(group[0])
+            most = room if max_new_tokens is None else min(room, max_new_tokens)
+            params = self._engines.params(purpose, greedy=greedy, max_new_tokens=most)
             for index, one in enumerate(group):
                 owners[len(requests), index] = one
             requests.append(Request(list(group[0].tokens), len(group), params))

@@ -40,6 +40,7 @@ class Prompts:
     heldout: dict[str, list[Record]]  # by name, as `DataSettings.heldout_sets`
     skipped: list[Skipped] = field(default_factory=list)
     longest: int = 0  # tokens of a prompt that is sampled for, where they were counted
+    train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, where they were counted
 
 
 def with_data_commits(config: RunConfig) -> RunConfig:
@@ -117,7 +118,8 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     """The records that can be trained on, or evaluated with, whatever is sampled.
 
     Raises:
-        ConfigError: one is too long and data.overlong_prompts is error, or all of a set are; it cannot be encoded.
+        ConfigError: one is too long and data.overlong_prompts is error, or all of a set are; it cannot be encoded; a stage
+            of rollout.curriculum admits none.
         ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
     """
     is_sft = config.algorithm == "sft"
@@ -128,7 +130,21 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     train = _short_enough(config, "data.train", prompts.train, counts, _limits(config), skipped)
     heldout = _short_heldout(config, prompts.heldout, counts, skipped) if evaluates else prompts.heldout
     sampled_for = [*train, *(_all(heldout) if evaluates else [])]
-    return Prompts(train, heldout, skipped, _longest(sampled_for, counts))
+    train_lengths = [counts[id(record)][0] for record in train]
+    _check_stages(config, min(train_lengths))
+    return Prompts(train, heldout, skipped, _longest(sampled_for, counts), train_lengths)
+
+
+def _check_stages(config: RunConfig, shortest: int) -> None:
+    """Every stage of the curriculum has prompts to draw."""
+    for one in config.rollout.curriculum:
+        if one.max_prompt_tokens is not None and one.max_prompt_tokens < shortest:
+            raise ConfigError(
+                f"rollout.curriculum admits prompts of max_prompt_tokens={one.max_prompt_tokens} from step "
+                f"{one.from_step} on, and the shortest of {config.data.train} has {shortest} tokens",
+                field="rollout.curriculum",
+                hint=f"raise it to {shortest} or more, or give data.train shorter prompts",
+            )
 
 
 _Counts = Mapping[int, tuple[int, int]]

@@ -310,28 +310,38 @@ class PromptStream:
 
     Args:
         digest: of what the records were made of, if it is not they that a resumed run has to find again.
+        lengths: tokens of each record's prompt, for `take` with a limit.
     """
 
-    def __init__(self, records: Sequence[Any], seed: int, *, digest: str | None = None) -> None:
-        assert records
+    def __init__(
+        self, records: Sequence[Any], seed: int, *, digest: str | None = None, lengths: Sequence[int] = ()
+    ) -> None:
+        assert records and len(lengths) in (0, len(records))
         self._records = records
         self._seed = seed
+        self._lengths = lengths
         self._digest = digest_of(records) if digest is None else digest
         self._start_epoch(0)
 
-    def take(self, count: int) -> list[Any]:
-        """The next `count` records; crosses into the next epoch where this one ends."""
+    def take(self, count: int, max_tokens: int | None = None) -> list[Any]:
+        """The next `count` records; crosses into the next epoch where this one ends.
+
+        Args:
+            max_tokens: longer prompts are passed over, and come again in the next epoch only.
+        """
+        assert max_tokens is None or (self._lengths and min(self._lengths) <= max_tokens), "none would ever be taken"
         taken: list[Any] = []
         while len(taken) < count:
             if self._offset == len(self._records):
                 self._start_epoch(self._epoch + 1)
-            part = self._order[self._offset : self._offset + count - len(taken)]
-            taken += [self._records[index] for index in part]
-            self._offset += len(part)
+            index = self._order[self._offset]
+            self._offset += 1
+            if max_tokens is None or self._lengths[index] <= max_tokens:
+                taken.append(self._records[index])
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON-able values; `offset` counts the records of `epoch` already taken."""
+        """Where the stream stands, as JSON-able values; `offset` counts the records of `epoch` taken or passed over."""
         place = {"seed": self._seed, "records": len(self._records), "epoch": self._epoch, "offset": self._offset}
         return {**place, "digest": self._digest}
 

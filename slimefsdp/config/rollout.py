@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,6 +71,15 @@ def _whole_numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
         raise broken_rule("must be a list of whole numbers", "write it like [1, 8]")
     return tuple(sorted(set(value)))
+
+
+def _stages(value: Any) -> tuple[Any, ...]:
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(item, dict | CurriculumStage) for item in value):
+        raise broken_rule(
+            "must be a list of stages", "write it like [{from_step: 1, max_prompt_tokens: 512}, {from_step: 100}]"
+        )
+    return tuple(value)
 
 
 def _urls(value: Any) -> tuple[str, ...]:
@@ -172,6 +182,23 @@ class DataSettings(Settings):
         return self.model_copy(update=changed)
 
 
+class CurriculumStage(Settings):
+    """Limits on the lengths of samples, from a step on until the next stage begins."""
+
+    from_step: PositiveInt  # counted from 1, as in metrics.jsonl
+    max_prompt_tokens: PositiveInt | None = None  # of the prompts that are drawn, chat template included; None: all
+    max_new_tokens: PositiveInt | None = None  # of a response; None: rollout.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimits:
+    """What `rollout.curriculum` allows in a step."""
+
+    stage: int  # counted from 1
+    prompt_tokens: int | None  # of the prompts that are drawn; None: all
+    new_tokens: int  # of a response
+
+
 class RolloutSettings(Settings):
     """Sampling. The temperature is the engine's and the trainer's at once."""
 
@@ -179,6 +206,12 @@ class RolloutSettings(Settings):
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response; of an environment, in each turn")
+    curriculum: Annotated[tuple[CurriculumStage, ...], BeforeValidator(_stages)] = Field(
+        (),
+        description="stages of a curriculum of lengths: from the step `from_step` on, prompts of at most "
+        "`max_prompt_tokens` tokens (null: all) are drawn, and responses have at most `max_new_tokens` (null: "
+        "rollout.max_new_tokens), until the next stage begins; not in evaluations (docs/rollouts.md)",
+    )
     engine: Annotated[str, AfterValidator(_engine_name)] = Field(
         "embedded",
         description="what samples: embedded, vllm, sglang, or a class of your own as `module:Class` (docs/engines.md)",
@@ -280,6 +313,13 @@ class RolloutSettings(Settings):
     mask_truncated: bool = Field(
         False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
     )
+
+    def limits_at(self, step: int) -> LengthLimits:
+        """The limits on lengths in a step, counted from 1; without a curriculum those of every step."""
+        begun = [stage for stage in self.curriculum if stage.from_step <= step]
+        if not begun:
+            return LengthLimits(1, None, self.max_new_tokens)
+        return LengthLimits(len(begun), begun[-1].max_prompt_tokens, begun[-1].max_new_tokens or self.max_new_tokens)
 
     @property
     def transport(self) -> Literal["object_store", "broadcast", "disk", "ipc"]:
@@ -415,6 +455,29 @@ class RolloutSettings(Settings):
                 f"rollout.overlong_buffer_tokens={self.overlong_buffer_tokens} is more than a response of "
                 f"rollout.max_new_tokens={self.max_new_tokens} has; lower it, or raise that"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_curriculum(self) -> RolloutSettings:
+        first_steps = [stage.from_step for stage in self.curriculum]
+        if first_steps and (first_steps[0] != 1 or first_steps != sorted(set(first_steps))):
+            raise ValueError(
+                f"rollout.curriculum has stages from the steps {short_text(first_steps)}; begin with from_step=1, and "
+                "let each later stage begin after the one before"
+            )
+        for stage in self.curriculum:
+            most = stage.max_new_tokens
+            if most is not None and most > self.max_new_tokens:
+                raise ValueError(
+                    f"rollout.curriculum allows max_new_tokens={most} from step {stage.from_step} on, which is more "
+                    f"than rollout.max_new_tokens={self.max_new_tokens}, for which packs and engines have room; lower "
+                    "it, or raise that"
+                )
+            if most is not None and most < (self.overlong_buffer_tokens or 0):
+                raise ValueError(
+                    f"rollout.curriculum allows max_new_tokens={most} from step {stage.from_step} on, which is less "
+                    f"than rollout.overlong_buffer_tokens={self.overlong_buffer_tokens}; raise it, or lower that"
+                )
         return self
 
 

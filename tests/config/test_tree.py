@@ -172,6 +172,13 @@ BAD_OVERRIDES = {
     },
     "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
     "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
+    # stages
+    "rollout.curriculum=[3]": ["rollout.curriculum=[3]", "from_step: 1"],
+    "rollout.curriculum={from_step: 1}": ["rollout.curriculum={'from_step': 1}", "a list of stages"],
+    "rollout.curriculum=[{from_step: 0}]": ["rollout.curriculum.0.from_step=0", "at least 1"],
+    "rollout.curriculum=[{max_new_tokens: 3}]": ["rollout.curriculum.0.from_step"],
+    "rollout.curriculum=[{from_step: 1, max_prompt_tokens: x}]": ["rollout.curriculum.0.max_prompt_tokens='x'"],
+    "rollout.curriculum=[{from_step: 1, until: 3}]": ["rollout.curriculum.0.until=3"],
     # sections
     "model=3": ["model=3"],
     "optim=null": ["optim=null"],
@@ -826,6 +833,30 @@ RULES = [
         {"rollout__overlong_buffer_tokens": 9, "rollout__max_new_tokens": 8},
         ["rollout.overlong_buffer_tokens=9", "rollout.max_new_tokens=8"],
     ),
+    (
+        "check_curriculum",
+        {"rollout__curriculum": [{"from_step": 1, "max_prompt_tokens": 9}, {"from_step": 2}, {"from_step": 9}]},
+        {"rollout__curriculum": [{"from_step": 1, "max_prompt_tokens": 9}, {"from_step": 9}, {"from_step": 9}]},
+        ["rollout.curriculum", "[1, 9, 9]", "from_step=1"],
+    ),
+    (
+        "check_curriculum",
+        {"rollout__curriculum": [{"from_step": 1}]},
+        {"rollout__curriculum": [{"from_step": 2}]},
+        ["rollout.curriculum", "[2]", "from_step=1"],
+    ),
+    (
+        "check_curriculum",
+        {"rollout__max_new_tokens": 8, "rollout__curriculum": [{"from_step": 1, "max_new_tokens": 8}]},
+        {"rollout__max_new_tokens": 8, "rollout__curriculum": [{"from_step": 1, "max_new_tokens": 9}]},
+        ["rollout.curriculum", "max_new_tokens=9", "from step 1", "rollout.max_new_tokens=8"],
+    ),
+    (
+        "check_curriculum",
+        {"rollout__overlong_buffer_tokens": 4, "rollout__curriculum": [{"from_step": 1, "max_new_tokens": 4}]},
+        {"rollout__overlong_buffer_tokens": 4, "rollout__curriculum": [{"from_step": 1, "max_new_tokens": 3}]},
+        ["rollout.curriculum", "max_new_tokens=3", "from step 1", "rollout.overlong_buffer_tokens=4"],
+    ),
 ]
 
 
@@ -904,7 +935,10 @@ def test_an_override_adds_a_held_out_set_by_name(tmp_path):
 
 
 def test_settings_are_frozen_and_plain_json_gives_them_back():
-    config = settings(optim__schedule="cosine", optim__min_lr_ratio=0.1, rollout__reward="m:f", run__dir="d")
+    config = settings(
+        optim__schedule="cosine", optim__min_lr_ratio=0.1, rollout__reward="m:f", run__dir="d",
+        rollout__curriculum=[{"from_step": 1, "max_prompt_tokens": 9}, {"from_step": 5, "max_new_tokens": 3}],
+    )  # fmt: skip
     with pytest.raises(ValidationError) as caught:
         config.optim.lr = 1.0
     assert [(one["type"], one["loc"]) for one in caught.value.errors()] == [("frozen_instance", ("lr",))]

@@ -50,6 +50,7 @@ class Engines:
         samples_per_prompt: int,
         seed: Sequence[int],
         greedy: bool = False,
+        max_new_tokens: int = LONGEST,
         each: Callable[[SampledResponse], None] = lambda sample: None,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
@@ -58,9 +59,9 @@ class Engines:
         samples = []
         for index, prompt in enumerate(prompts):
             for number in range(samples_per_prompt):
-                length = int(rng.integers(1, LONGEST + 1))
+                length = int(rng.integers(1, max_new_tokens + 1))
                 tokens = [5, int(prompt.split()[1]) + 10, *rng.integers(0, 3, length).tolist()]
-                finished = length < LONGEST or bool(rng.integers(2))
+                finished = length < max_new_tokens or bool(rng.integers(2))
                 text = f"{tokens[-1]}{length}"
                 samples.append(
                     SampledResponse(index, number, tokens, length, rng.normal(-2, 0.5, length).tolist(), text, finished)
@@ -273,7 +274,14 @@ def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(
         assert engines.calls
 
 
-@pytest.mark.parametrize(("section", "name", "given"), [("rollout", "mask_truncated", True), ("loss", "clip_low", 0.1)])
+@pytest.mark.parametrize(
+    ("section", "name", "given"),
+    [
+        ("rollout", "mask_truncated", True),
+        ("rollout", "curriculum", [{"from_step": 1, "max_new_tokens": 3}]),
+        ("loss", "clip_low", 0.1),
+    ],
+)
 def test_a_setting_that_an_earlier_version_did_not_note_had_its_default(
     make: Any, tmp_path: Path, section: str, name: str, given: Any
 ) -> None:

@@ -160,7 +160,31 @@ def test_nothing_left_is_an_error_whatever_is_asked_for(words: None, folder: Pat
 def test_records_that_are_short_enough_are_all_kept(words: None, folder: Path) -> None:
     settings = config(folder, data={"max_prompt_tokens": max(LENGTHS)})
     prompts = read_prompts(settings)
-    assert without_overlong(settings, prompts) == Prompts(prompts.train, prompts.heldout, longest=max(LENGTHS))
+    assert without_overlong(settings, prompts) == Prompts(
+        prompts.train, prompts.heldout, longest=max(LENGTHS), train_lengths=list(LENGTHS)
+    )
+
+
+def test_lengths_are_those_of_the_records_that_are_left(words: None, folder: Path) -> None:
+    settings = config(folder, data={"max_prompt_tokens": 5, "overlong_prompts": "skip"})
+    found = without_overlong(settings, read_prompts(settings))
+    assert found.train_lengths == lengths_of(found.train) == [3, 5, 4] and found.longest == 5
+
+
+def test_a_stage_that_admits_no_prompt_is_refused_and_one_that_admits_the_shortest_is_not(
+    words: None, folder: Path
+) -> None:
+    def checked(most: int) -> Prompts:
+        stages = [{"from_step": 1, "max_prompt_tokens": 9}, {"from_step": 5, "max_prompt_tokens": most}]
+        settings = config(folder, rollout={"curriculum": stages})
+        return without_overlong(settings, read_prompts(settings))
+
+    assert len(checked(min(LENGTHS)).train) == len(LENGTHS)
+    with pytest.raises(ConfigError) as caught:
+        checked(min(LENGTHS) - 1)
+    assert caught.value.field == "rollout.curriculum"
+    assert "max_prompt_tokens=2" in caught.value.message and "step 5" in caught.value.message
+    assert "3 or more" in str(caught.value.hint)
 
 
 def test_each_held_out_set_keeps_its_records_and_is_named_where_one_is_wrong(words: None, folder: Path) -> None:

@@ -166,6 +166,30 @@ def test_a_restored_stream_goes_on_where_the_saved_one_stood(count, before, seed
     assert resumed.state() == stream.state()
 
 
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    takes=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), max_size=6),
+    saved=st.integers(0, 6),
+)
+def test_prompts_that_are_too_long_are_passed_over_until_the_next_epoch_also_after_a_resume(lengths, takes, saved):
+    """Each take is the unlimited order of its epochs without what is too long, whatever the limits were before."""
+    takes = [(count, min(lengths) + more) for count, more in takes]
+    order = [int(one["prompt"][1:]) for one in PromptStream(records(len(lengths)), 5).take(len(lengths) * 100)]
+    stream, place = PromptStream(records(len(lengths)), 5, lengths=lengths), 0
+    for number, (count, limit) in enumerate(takes):
+        if number == saved:
+            state = json.loads(json.dumps(stream.state()))
+            stream = PromptStream(records(len(lengths)), 5, lengths=lengths)
+            stream.restore(state)
+        expected = []
+        while len(expected) < count:
+            if lengths[order[place]] <= limit:
+                expected.append(f"p{order[place]}")
+            place += 1
+        assert [one["prompt"] for one in stream.take(count, limit)] == expected
+
+
 def test_epochs_and_seeds_differ_in_order():
     count = 50
     stream, other = PromptStream(records(count), 1), PromptStream(records(count), 2)
