@@ -10,9 +10,10 @@ cp 2 either rank holds half of it.
 Gradients of all four are compared in float64 first, for two responses to a prompt of the same length. Then the variants
 take one `train_step` in turn in float32, several rounds, in reverse order in every other one, each with a fresh trainer
 that a step of short samples has warmed up; losses and gradient norms are compared. A ratio is the median of those
-inside the rounds, and its spread their smallest and largest. Ranks are processes of one thread with gloo on one machine.
-CPU seconds are user and system: those of the busiest rank say what a step takes where nobody else is on the cores,
-those of all ranks what it costs. Peak memory is the largest resident set of a rank during the step over that before.
+inside the rounds, and its spread their smallest and largest. Ranks are processes of one thread with gloo on one
+machine. CPU seconds are user and system: those of the busiest rank say what a step takes where nobody else is on the
+cores, those of all ranks what it costs. Peak memory is the largest resident set of a rank during the step over that
+before it.
 """
 
 from __future__ import annotations
