@@ -2,8 +2,8 @@
 
     python benchmarks/length_curriculum.py --json benchmarks/results/length_curriculum.json
 
-Makes the data, warms up, trains with the curriculum, and evaluates both models on held-out texts of each length. Prints
-the tables of docs/long_context.md.
+Makes the data, warms up, and trains with the curriculum; the run evaluates on held-out texts of each length before its
+first step and after its last. Prints the tables of docs/long_context.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benchmarks.record import write_record  # noqa: E402
 
 EXAMPLE = ROOT / "examples/long_context"
 LENGTHS = (256, 1024, 4096, 16384)
-SAMPLES = 4  # to each held-out prompt
-MODELS = {"after the warm-up": "runs/long_context_sft/model", "after GRPO": "runs/long_context_grpo/model"}
+RUN = "runs/long_context_grpo"
+EVALUATED = ("before", "after")
 
 
 def main() -> None:
@@ -37,42 +37,42 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", help="of the GRPO run, on top of the example's")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder, seconds = Path(name), {}
+        folder, seconds = Path(name), dict[str, float]()
         call(folder, str(EXAMPLE / "make_needles.py"), "data/long_context")
         for run, settings in (("sft", []), ("grpo", args.settings)):
             start = time.perf_counter()
             call(folder, "-m", "actors.cli", "train", str(EXAMPLE / f"{run}.yaml"), *settings)
             seconds[run] = round(time.perf_counter() - start, 1)
-        rows = [json.loads(line) for line in (folder / "runs/long_context_grpo/metrics.jsonl").read_text().splitlines()]
+        rows = read_lines(folder / RUN / "metrics.jsonl")
+        evaluations = sorted((folder / RUN / "evaluations").glob("step_*.jsonl"))
         results = {
             "seconds": seconds,
             "stages": stages([row for row in rows if "rollout/stage" in row]),
-            "heldout": {
-                when: {str(tokens): evaluated(folder, model, tokens) for tokens in LENGTHS}
-                for when, model in MODELS.items()
-            },
+            "heldout": {when: by_length(read_lines(path)) for when, path in zip(EVALUATED, evaluations, strict=True)},
         }
     print(tables(results))
-    what = (
-        f"examples/long_context: rewards by stage, and pass@1 of {SAMPLES} samples to each held-out text by its tokens"
-    )
+    what = "examples/long_context: rewards by stage, and exact answers sampled to held-out texts, by their tokens"
     write_record(args.json, what, 1, results)
 
 
-def call(folder: Path, *command: str) -> str:
-    """What it prints."""
+def call(folder: Path, *command: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], check=True, cwd=folder, env=environment, stdout=subprocess.PIPE)
-    return done.stdout.decode()
+    subprocess.run([sys.executable, *command], check=True, cwd=folder, env=environment)
 
 
-def evaluated(folder: Path, model: str, tokens: int) -> dict[str, float]:
-    """pass@1 on held-out texts of one length, with its 95 % interval."""
-    settings = [f"data.heldout=data/long_context/heldout_{tokens}.jsonl", f"evaluation.samples_per_prompt={SAMPLES}"]
-    config = str(EXAMPLE / "grpo.yaml")
-    printed = call(folder, "-m", "actors.cli", "eval", model, "--config", config, "--json", *settings)
-    found = json.loads(printed)
-    return {name: found[f"eval/{name}"] for name in ("pass@1", "pass@1_low", "pass@1_high")}
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def by_length(responses: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Tokens of a text -> the share of responses that are its digit; each of its characters is a token."""
+    rewards: dict[int, list[float]] = {}
+    for one in responses:
+        rewards.setdefault(len(one["prompt"]), []).append(one["scores"]["reward"])
+    return {
+        str(tokens): {"responses": len(found), "exact": statistics.mean(found)}
+        for tokens, found in sorted(rewards.items())
+    }
 
 
 def stages(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,11 +104,12 @@ def tables(results: dict[str, Any]) -> str:
         f"{one['last_reward']:.3f} | {one['step_s']:.1f} |"
         for one in results["stages"]
     ]
-    lines += ["", f"| held-out texts of | {' | '.join(MODELS)} |", "|---" * (len(MODELS) + 1) + "|"]
-    for tokens in LENGTHS:
-        cells = [results["heldout"][when][str(tokens)] for when in MODELS]
-        shown = [f"{one['pass@1']:.3f} ({one['pass@1_low']:.3f} to {one['pass@1_high']:.3f})" for one in cells]
-        lines.append(f"| {tokens:,} tokens | {' | '.join(shown)} |")
+    before, after = (results["heldout"][when] for when in EVALUATED)
+    lines += ["", "| held-out texts of | exact before | exact after |", "|---" * 3 + "|"]
+    lines += [
+        f"| {int(tokens):,} tokens | {before[tokens]['exact']:.3f} | {after[tokens]['exact']:.3f} |"
+        for tokens in before
+    ]
     return "\n".join(lines)
 
 

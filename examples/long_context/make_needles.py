@@ -23,8 +23,7 @@ END = "<|end|>"
 
 
 def write_needles(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
-    """Write `model/`, `sft.jsonl`, `train.jsonl` and `heldout_<tokens>.jsonl` below `out_dir`; the same seed, the same
-    bytes.
+    """Write `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` below `out_dir`; the same seed, the same bytes.
 
     Returns:
         What was written: records per file name, and the model's parameters under `model`.
@@ -35,10 +34,9 @@ def write_needles(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     shortest = min(LENGTHS)
     sft = [needle(rng, shortest) for _ in range(SFT_RECORDS)]
     train = [needle(rng, tokens) for tokens in LENGTHS for _ in range(TRAIN_RECORDS)]
-    files = {"sft.jsonl": sft, "train.jsonl": train}
-    files |= {f"heldout_{tokens}.jsonl": [needle(rng, tokens) for _ in range(HELDOUT_RECORDS)] for tokens in LENGTHS}
+    heldout = [needle(rng, tokens) for tokens in LENGTHS for _ in range(HELDOUT_RECORDS)]
     written = {"model": _write_model(out_dir / "model", seed)}
-    for name, records in files.items():
+    for name, records in (("sft.jsonl", sft), ("train.jsonl", train), ("heldout.jsonl", heldout)):
         (out_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         written[name] = len(records)
     return written
