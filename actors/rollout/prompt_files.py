@@ -118,8 +118,8 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     """The records that can be trained on, or evaluated with, whatever is sampled.
 
     Raises:
-        ConfigError: one is too long and data.overlong_prompts is error, or all of a set are; it cannot be encoded; a stage
-            of rollout.curriculum admits none.
+        ConfigError: one is too long and data.overlong_prompts is error, or all of a set are; it cannot be encoded; a
+            stage of rollout.curriculum admits none.
         ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
     """
     is_sft = config.algorithm == "sft"
