@@ -85,18 +85,18 @@ class EnvironmentWorker:
 
     def __init__(self, name: str, arguments: Mapping[str, Any], timeout_s: float, search_path: Sequence[str]) -> None:
         sys.path += [folder for folder in search_path if folder not in sys.path]
-        self._episodes = _Episodes(name, arguments, timeout_s)
+        self._host = EnvironmentHost(name, arguments, timeout_s)
 
     def run(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
         """The outcomes of the first calls, one or more, as many as fit into a turn; of coroutines, of all."""
-        return self._episodes.run(calls)
+        return self._host.run(calls)
 
     def forget(self, number: int) -> None:
         """Closes what is left of the episodes of a call of the driver."""
-        self._episodes.forget(number)
+        self._host.forget(number)
 
 
-class _Episodes:
+class EnvironmentHost:
     """The environments of a process. They are not the actor's own: one with coroutines would be another kind of actor.
 
     Args:
