@@ -1,0 +1,189 @@
+"""Tools: functions that a policy calls by name with JSON arguments, each with a JSON schema made of its signature.
+
+Importing this file costs no transformers: processes of environments start at once. The schema of a function is what
+`transformers.utils.get_json_schema` makes of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from slimefsdp.config.callables import load_function
+from slimefsdp.errors import ConfigError, short_repr
+
+_SCALARS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_FIELD = "environment.arguments"
+
+
+class ToolError(Exception):
+    """A call that failed for its arguments; the text is what the policy is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a policy may call; `schema` is `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str | None = None) -> Tool:
+        """The tool that a function is: plain or a coroutine function, annotated, with a docstring.
+
+        Raises:
+            ConfigError: an argument has no annotation, or one that JSON has no type for; there is no docstring.
+        """
+        name = name or function.__name__
+        return cls(name, function, {"type": "function", "function": {"name": name, **_schema_of(function)}})
+
+    async def call(self, arguments: Any) -> str:
+        """What it returned, as text: a string as it is, anything else in JSON.
+
+        Raises:
+            ToolError: the arguments are not those of the schema, or the function raised.
+        """
+        parameters = self.schema["function"]["parameters"]
+        if fault := fault_of(arguments, parameters):
+            raise ToolError(f"{self.name}: {fault}")
+        try:
+            returned = self.function(**arguments)
+            if isinstance(returned, Awaitable):
+                returned = await returned
+            return returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
+        except ToolError:
+            raise
+        except Exception as error:  # the policy learns what it did; a deadline is no Exception
+            raise ToolError(f"{self.name}: {type(error).__name__}: {error!s:.1000}") from error
+
+
+def load_tool(name: str) -> Tool:
+    """The tool `module:function`, called by the function's name.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no tool.
+    """
+    function = load_function(name, field=_FIELD, example="my_package.tools:search")
+    try:
+        return Tool.of(function, name.rpartition(":")[2])
+    except ConfigError as error:
+        raise ConfigError(f"{name} is no tool: {error.message}", field=_FIELD, hint=error.hint) from error
+
+
+def fault_of(value: Any, schema: Mapping[str, Any], where: str = "arguments") -> str | None:
+    """Why a value is not of a schema that this file made; None: it is."""
+    if "anyOf" in schema:
+        faults = [fault_of(value, one, where) for one in schema["anyOf"]]
+        return None if None in faults else faults[0]
+    if value is None and schema.get("nullable"):
+        return None
+    kind = schema.get("type")
+    if kind is not None and not _is_of(value, kind):
+        return f"{where} is {short_repr(value)}, not of type {kind}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"{where} is {short_repr(value)}, none of {', '.join(map(str, schema['enum']))}"
+    if kind == "array" and "items" in schema:
+        found = (fault_of(one, schema["items"], f"{where}[{index}]") for index, one in enumerate(value))
+        return next((fault for fault in found if fault), None)
+    if kind == "object" and "properties" in schema:
+        properties = schema["properties"]
+        if missing := [name for name in schema.get("required", ()) if name not in value]:
+            return f"{where} without {missing[0]!r}"
+        if unknown := [name for name in value if name not in properties]:
+            return f"{where} with {short_repr(unknown[0])}; there are {', '.join(properties) or 'none'}"
+        found = (fault_of(one, properties[name], name) for name, one in value.items())
+        return next((fault for fault in found if fault), None)
+    return None
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    match kind:
+        case "integer":
+            return type(value) is int
+        case "number":
+            return type(value) in (int, float)
+        case "object":
+            return isinstance(value, dict)
+    return isinstance(value, {"string": str, "boolean": bool, "array": list}[kind])
+
+
+def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """`description` and `parameters` of a function.
+
+    Raises:
+        ConfigError: as `Tool.of`.
+    """
+    text = inspect.getdoc(function) or ""
+    # sections as Google writes them
+    description, *sections = re.split(r"^(?=(?:Args|Returns|Raises|Yields|Examples?):\s*$)", text, flags=re.MULTILINE)
+    if not description.strip():
+        raise ConfigError("it has no docstring", field=_FIELD, hint="write one, which tells the policy what it does")
+    said = next((_arguments_in(section) for section in sections if section.startswith("Args:")), {})
+    try:
+        hints = typing.get_type_hints(function)
+    except Exception as error:  # names that are not there
+        raise ConfigError(f"its annotations: {error}", field=_FIELD, hint="correct them") from error
+    properties: dict[str, Any] = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"it takes {parameter}", field=_FIELD, hint="give it arguments with names alone")
+        if name not in hints:
+            raise ConfigError(f"{name} has no annotation", field=_FIELD, hint=f"write {name}: str, say")
+        properties[name] = _type_of(hints[name], name) | ({"description": said[name]} if name in said else {})
+        if parameter.default is parameter.empty:
+            required.append(name)
+    parameters: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
+    return {"description": description.strip(), "parameters": parameters}
+
+
+def _arguments_in(section: str) -> dict[str, str]:
+    """The descriptions in `Args:`, by name, each on one line."""
+    lines = section.splitlines()[1:]
+    margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
+    found: dict[str, str] = {}
+    name = None
+    for line in lines:
+        begins = re.match(rf" {{{margin}}}(\w+)(?:\s*\([^)]*\))?:\s*(.*)", line)
+        if begins:
+            name, found[begins[1]] = begins[1], begins[2].strip()
+        elif name is not None and line.strip():
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
+
+
+def _type_of(hint: Any, name: str) -> dict[str, Any]:
+    """The JSON type of an annotation.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if hint is Any:
+        return {}
+    if hint in _SCALARS:
+        return {"type": _SCALARS[hint]}
+    origin, inner = get_origin(hint) or hint, get_args(hint)
+    if origin is Literal and all(isinstance(one, str) for one in inner):
+        return {"type": "string", "enum": list(inner)}
+    if origin is list:
+        return {"type": "array", **({"items": _type_of(inner[0], name)} if inner else {})}
+    if origin is dict:
+        return {"type": "object"}
+    if origin in (Union, types.UnionType):
+        kinds = [_type_of(one, name) for one in inner if one is not type(None)]
+        found = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+        return {**found, "nullable": True} if type(None) in inner else found
+    raise ConfigError(
+        f"{name} is annotated as {hint}, which JSON has no type for",
+        field=_FIELD,
+        hint="annotate it as str, int, float, bool, list, dict, Literal of texts, or one of them | None",
+    )
