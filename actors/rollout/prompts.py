@@ -226,12 +226,18 @@ def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
         prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
 
     Raises:
-        ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, or a prompt that
-            encodes to no token.
+        ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, tools for one
+            that does not write them, or a prompt that encodes to no token.
     """
     tokens: list[int]
     if tokenizer.chat_template:
         messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
+        if tools and "tools" not in str(tokenizer.chat_template):  # it would leave them out without a word
+            raise ConfigError(
+                "the prompt has tools, and the chat template of the tokenizer does not write them",
+                field="prompt",
+                hint="use a model whose chat template does, or say in the prompt itself what the tools are",
+            )
         # a dictionary is transformers' default
         tokens = _templated(tokenizer, messages, "prompt", tools=tools, tokenize=True, return_dict=False)
     elif isinstance(prompt, str):
