@@ -41,7 +41,7 @@ ROOMS = {
     ),
     "actors": (
         *("cluster", "signals", "startup", "run_dir", "model_folders"),
-        *("workers", "fault_tolerance", "rollout", "loop", "cli"),
+        *("workers", "fault_tolerance", "rollout", "environments", "loop", "cli"),
     ),
 }
 # below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver
-from actors.environments.environment import load_environment
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
+from actors.rollout.environment import load_environment
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from actors.environments.calculator import calculator
-from actors.environments.environment import Environment, Prompt, StepResult
 from actors.environments.python_snippets import SnippetLimits, python_tool
 from actors.environments.tool_functions import Tool, ToolError, load_tool
+from actors.rollout.environment import Environment, Prompt, StepResult
 from actors.rollout.rewards import load_reward
 from slimefsdp.errors import ConfigError, short_repr
 from slimefsdp.io.user_files import parse_json

@@ -21,7 +21,8 @@ from typing import Any
 
 import ray
 
-from actors.environments.environment import (
+from actors.rollout.call_workers import TURN_S, CallWorkers, Worker
+from actors.rollout.environment import (
     Environment,
     EnvironmentFault,
     Prompt,
@@ -31,7 +32,6 @@ from actors.environments.environment import (
     is_async,
     load_environment,
 )
-from actors.rollout.call_workers import TURN_S, CallWorkers, Worker
 from actors.rollout.prompts import place_of
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of

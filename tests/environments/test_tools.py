@@ -14,8 +14,8 @@ from hypothesis import given
 from transformers import AutoTokenizer
 
 from actors.environments import StepResult
-from actors.environments.environment import checked_prompt, checked_result
 from actors.environments.tools import ToolCall, ToolUse, parse_calls, shortened
+from actors.rollout.environment import checked_prompt, checked_result
 from actors.rollout.environment_workers import EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record, encode_observation, encode_prompt
 from slimefsdp.errors import ConfigError

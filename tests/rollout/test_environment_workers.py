@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from actors.environments import Environment, StepResult
-from actors.environments.environment import MOST_CHARACTERS, load_environment
+from actors.rollout.environment import MOST_CHARACTERS, load_environment
 from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
