@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
         sft[index]["answer"] = "".join(rng.sample(sft[index]["answer"], len(sft[index]["answer"])))
     train = [_sorting(rng, excluded=heldout) for _ in range(TRAIN_RECORDS)]
 
-    written = {"model": _write_model(out_dir / "model", seed)}
+    written = {"model": write_model(out_dir / "model", _tokenizer(), seed)}
     for name, records in (("sft.jsonl", sft), ("train.jsonl", train), ("heldout.jsonl", list(heldout.values()))):
         (out_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         written[name] = len(records)
@@ -61,14 +62,24 @@ def _sorting(rng: random.Random, excluded: dict[str, Any] | None = None) -> dict
 
 
 def _tokenizer() -> Any:
-    """A byte-level BPE whose merges build the words of the task and nothing else: every digit is its own token."""
+    """Every digit is its own token."""
+    return tokenizer_of(["sort 0123456789"], r"\d| ?\p{L}+|[^\s\p{L}\p{N}]|\s")
+
+
+def tokenizer_of(texts: Sequence[str], pattern: str) -> Any:
+    """A byte-level BPE whose merges build the words of a task and of its chat template, and nothing else.
+
+    Args:
+        texts: with all words of the task.
+        pattern: of what may become one token.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(r"\d| ?\p{L}+|[^\s\p{L}\p{N}]|\s"), "isolated"),
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -79,7 +90,7 @@ def _tokenizer() -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator(["sort 0123456789", "user\n", "assistant\n"], trainer)
+    bpe.train_from_iterator([*texts, "user\n", "assistant\n"], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         eos_token="<|im_end|>",
@@ -90,12 +101,11 @@ def _tokenizer() -> Any:
     )
 
 
-def _write_model(folder: Path, seed: int) -> int:
+def write_model(folder: Path, tokenizer: Any, seed: int) -> int:
     """Write a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _tokenizer()
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,
         hidden_size=128,
