@@ -392,18 +392,25 @@ class Collector:
         return metrics
 
     def mean_scores(self, groups: Sequence[_Group], prefix: str) -> Metrics:
-        """Of the groups that were rewarded whole; under skip also the share of responses whose reward failed."""
+        """Of the groups that were rewarded whole; under skip also the share of responses whose reward failed.
+
+        A score that only some episodes have, for others ended before it was given, has the mean over these.
+        """
         scored = [(group.record, one.scores) for group in groups if not group.failures for one in group.samples]
         scores = [score for _, score in scored]
         for record, score in scored:
-            if score.keys() != scores[0].keys():
+            if self._config.rollout.environment is None and score.keys() != scores[0].keys():
                 raise BatchError(
                     f"{self._config.value_of(self._config.rewards_by)} gave scores with the names {sorted(score)} for "
                     f"{place_of(record)}, and {sorted(scores[0])} before",
                     field=self._config.rewards_by,
                     hint="give the same names to every response",
                 )
-        metrics = {f"{prefix}{key}": sum(score[key] for score in scores) / len(scores) for key in scores[0]}
+        given: dict[str, list[float]] = {}
+        for score in scores:
+            for key, value in score.items():
+                given.setdefault(key, []).append(value)
+        metrics = {f"{prefix}{key}": sum(values) / len(values) for key, values in given.items()}
         if self._config.skips_failures:
             failures = sum(group.failures for group in groups)
             metrics[f"{prefix}reward_failures"] = failures / (failures + sum(len(group.samples) for group in groups))

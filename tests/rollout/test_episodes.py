@@ -66,6 +66,19 @@ class Talks(Environment):
         return StepResult(forms[(self.number + self.turn) % 3], len(set(response)) / 10, scores={"last": 0.0})
 
 
+class Judges(Environment):
+    """Ends most of its episodes with a score that others do not get."""
+
+    def reset(self, record: Any, seed: int) -> Any:
+        self.number = record["number"]
+        return record["prompt"]
+
+    def step(self, response: str, finished: bool) -> StepResult:
+        if self.number % 3 == 0:
+            return StepResult("go on")
+        return StepResult(None, 1.0, done=True, scores={"judged": float(self.number)})
+
+
 @pytest.fixture(scope="module")
 def pool(cluster: None, make_config: Any, ranks_of_two: Any) -> Iterator[EnginePool]:
     engines = EnginePool.launch(make_config())
@@ -180,6 +193,16 @@ def test_an_episode_ends_when_its_turns_or_its_room_are_used_up(collector: Any) 
         0, None, {}
     )
     assert masked is None, "nothing is left to train on"
+
+
+def test_a_score_that_only_some_episodes_have_is_the_mean_over_these(collector: Any) -> None:
+    config, episodes = collector("Judges", {"prompts_per_step": 5}, max_turns=1)
+    numbers = [record["number"] for record in PromptStream(RECORDS, config.run.seed).take(5)]
+    judged = [number for number in numbers if number % 3]
+    batch, metrics = episodes.collect(0, None, {})
+    assert 0 < len(judged) < 5 and batch.num_samples == 5 * GROUP
+    assert metrics["rollout/ended_by_turns"] == pytest.approx(1 - len(judged) / 5)
+    assert metrics["rollout/judged"] == pytest.approx(sum(judged) / len(judged))
 
 
 @pytest.mark.parametrize(
