@@ -30,29 +30,43 @@ from benchmarks.record import environment  # noqa: E402
 CURVE = ("step", "eval/exact", "eval/reward", "rollout/reward", "entropy", "rollout_mismatch_max")
 
 
-def run_seed(seed: int, folder: Path, settings: Sequence[str] = ()) -> dict[str, Any]:
-    """One seed from nothing, as scripts/demo.sh does it; figures of the GRPO run, which has these settings besides."""
+def run_seed(
+    seed: int,
+    folder: Path,
+    settings: Sequence[str] = (),
+    *,
+    example: str = "sort_digits",
+    accuracy: str = "eval/exact",
+    curve: Sequence[str] = CURVE,
+) -> dict[str, Any]:
+    """One seed from nothing, as scripts/demo.sh does it; figures of the GRPO run, which has these settings besides.
+
+    Args:
+        example: whose script and presets these are.
+        accuracy: the metric that is told before and after.
+        curve: metrics of each step.
+    """
 
     def run(*command: str) -> float:
         start = time.perf_counter()
         subprocess.run([sys.executable, *command], check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)})
         return time.perf_counter() - start
 
-    run(str(ROOT / "scripts/make_sort_digits.py"), "data/sort_digits", "--seed", str(seed))
-    warmup_s = run("-m", "actors.cli", "train", str(ROOT / "configs/sort_digits_sft.yaml"), f"run.seed={seed}")
-    grpo = [str(ROOT / "configs/sort_digits_grpo.yaml"), f"run.seed={seed}", *settings]
+    run(str(ROOT / f"scripts/make_{example}.py"), f"data/{example}", "--seed", str(seed))
+    warmup_s = run("-m", "actors.cli", "train", str(ROOT / f"configs/{example}_sft.yaml"), f"run.seed={seed}")
+    grpo = [str(ROOT / f"configs/{example}_grpo.yaml"), f"run.seed={seed}", *settings]
     grpo_s = run("-m", "actors.cli", "train", *grpo)
-    rows = [json.loads(line) for line in (folder / "runs/sort_digits_grpo/metrics.jsonl").read_text().splitlines()]
-    accuracy = [row["eval/exact"] for row in rows if "eval/exact" in row]
+    rows = [json.loads(line) for line in (folder / f"runs/{example}_grpo/metrics.jsonl").read_text().splitlines()]
+    measured = [row[accuracy] for row in rows if accuracy in row]
     return {
         "seed": seed,
-        "before": accuracy[0],
-        "after": accuracy[-1],
+        "before": measured[0],
+        "after": measured[-1],
         "largest_rollout_mismatch": max(row.get("rollout_mismatch_max", 0.0) for row in rows),
         "warmup_seconds": round(warmup_s, 1),
         "grpo_seconds": round(grpo_s, 1),
         "load_average": os.getloadavg(),
-        "curve": [{key: row[key] for key in CURVE if key in row} for row in rows],
+        "curve": [{key: row[key] for key in curve if key in row} for row in rows],
     }
 
 
