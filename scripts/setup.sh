@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs slimefsdp into it with the versions of constraints.txt; --dev adds what the tests need.
+# Makes .venv and installs slimefsdp into it with the versions of constraints.txt; --dev adds what the tests need,
+# --demo-llm what scripts/demo_llm.sh needs.
 # Nothing happens when that was done before, in this folder, for the same pyproject.toml and constraints.txt.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -7,7 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 case "${1:-}" in
   "") extra="" ;;
   --dev) extra="[dev]" ;;
-  *) echo "usage: bash scripts/setup.sh [--dev]" >&2; exit 2 ;;
+  --demo-llm) extra="[gguf,reasoning-gym]" ;;
+  *) echo "usage: bash scripts/setup.sh [--dev | --demo-llm]" >&2; exit 2 ;;
 esac
 
 is_new_enough() {
@@ -27,7 +29,7 @@ find_python() {
 stamp=.venv/slimefsdp-setup
 inputs=$({ pwd; cat pyproject.toml constraints.txt; } | cksum)
 if is_new_enough .venv/bin/python; then
-  # an installation with the dev extra serves the demo too
+  # an installation with the dev extra serves the demos too
   for done_before in "$inputs$extra" "${inputs}[dev]"; do
     if [ "$(cat "$stamp" 2>/dev/null)" = "$done_before" ]; then exit 0; fi
   done

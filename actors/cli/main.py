@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `eval`, `replay`, `plan`, `calibrate`, `check`, `convert` and `bench`.
+"""The command line: `slimefsdp train`, `eval`, `data`, `replay`, `plan`, `calibrate`, `check`, `convert`, `bench`.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -24,6 +24,7 @@ from actors.cli.bench import add_bench_arguments, bench_command
 from actors.cli.calibrate import add_calibrate_arguments, calibrate_command
 from actors.cli.check import add_check_arguments, check_command
 from actors.cli.convert import add_convert_arguments, convert_command
+from actors.cli.data import add_data_arguments, data_command
 from actors.cli.dry_run import start_lines
 from actors.cli.evaluate import (
     add_eval_arguments,
@@ -169,6 +170,7 @@ def _commands() -> dict[str, _Command]:
     return {
         "train": ("run the training loop of a YAML file", _add_train_arguments, _train),
         "eval": ("how a model folder answers held-out prompts", add_eval_arguments, _eval),
+        "data": ("prompt files of tasks, with problems held out", add_data_arguments, data_command),
         "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),
         "plan": ("schedule, balance, traffic and memory, without running anything", add_plan_arguments, plan_command),
         "calibrate": (

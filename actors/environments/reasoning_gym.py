@@ -1,0 +1,270 @@
+"""Tasks of reasoning_gym (https://github.com/open-thought/reasoning-gym): prompt files, and rewards by its own scorers.
+
+`distinct_problems` draws from any of its data sets. The files of two calls with one seed, data set and settings are the
+same. The rewards, `scored`, `solved` and `well_formed`, are for `rollout.reward`, e.g.
+`actors.environments.reasoning_gym:solved`.
+
+Models answer in sentences, so a part of the response is scored (`answer_in`):
+
+1. what stands in the last `<answer>...</answer>`, where there is one;
+2. else, where the true answer is a number, the last number of the response;
+3. else as many of its last lines as the true answer has, without the emphasis of Markdown and a full stop at the end.
+
+How often the response was the answer and nothing else is beside the reward, as `exact`, and how often the true answer
+stands anywhere in it, finished or not, as `mentioned`: a gain in form alone raises the first and not the second. How
+many finish at all is what an evaluation finds itself (`eval/finished`).
+
+Importing this file costs no reasoning_gym.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from slimefsdp.errors import BatchError, ConfigError, short_repr, short_text
+
+Record = dict[str, Any]
+Scores = dict[str, float]
+
+_CHUNK = 500  # problems of one data set of reasoning_gym's; the next ones are of another seed
+# draws in a row without a new problem, for each one found, after which there is none: where all are equally likely, one
+# that is left would have been missed with a probability of e^-20
+_PATIENCE, _AT_LEAST = 20, 1000
+_NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+def distinct_problems(
+    name: str, settings: Mapping[str, Any], *, train: int, heldout: int, seed: int = 0, instruction: str = ""
+) -> tuple[list[Record], list[Record]]:
+    """Records to train on and records to hold out; no question is in both, or twice in either.
+
+    A record has `prompt`, `answer`, and `question` and `metadata` as reasoning_gym gave them. The held-out ones do not
+    depend on how many are trained on.
+
+    Args:
+        name: of a data set.
+        settings: of its configuration, but for `seed` and `size`.
+        instruction: a last line of each prompt.
+
+    Raises:
+        ConfigError: reasoning_gym is not installed or has no such data set, the data set has no such setting or refuses
+            a value, a problem cannot be written as JSON, or there are not so many distinct ones.
+    """
+    configuration = _configuration(name, settings)
+    found: dict[str, Record] = {}
+    drawn = last_new = 0
+    while len(found) < heldout + train:
+        if drawn - last_new > _PATIENCE * len(found) + _AT_LEAST:
+            raise ConfigError(
+                f"{name} gave {len(found):,} distinct problems in {drawn:,} draws, and {train:,} to train on and "
+                f"{heldout:,} to hold out are wanted",
+                field="--train",
+                hint="ask for fewer, or widen the data set's settings",
+            )
+        for entry in _drawn(name, configuration, chunk_seed(seed, drawn // _CHUNK)):
+            drawn += 1
+            if entry["question"] not in found:
+                found[entry["question"]] = _record(name, entry, instruction)
+                last_new = drawn
+            if len(found) == heldout + train:
+                break
+    records = list(found.values())
+    return records[heldout:], records[:heldout]
+
+
+def chunk_seed(seed: int, chunk: int) -> int:
+    """The seed of reasoning_gym's for a chunk of draws.
+
+    Its data sets draw problem i from seed + i, so that those of neighbouring seeds are nearly all the same.
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed} {chunk}".encode()).digest()[:4]) >> 1
+
+
+def _configuration(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, checked by name; their values are checked by the data set."""
+    data_sets = _data_sets()
+    if name not in data_sets:
+        near = difflib.get_close_matches(name, data_sets, n=3, cutoff=0.5)
+        raise ConfigError(
+            f"reasoning_gym has no data set {name!r}",
+            field="NAME",
+            hint=f"name one of its {len(data_sets)}" + (f", such as {', '.join(near)}" if near else ""),
+        )
+    known = {field.name for field in dataclasses.fields(data_sets[name][1])} - {"seed", "size"}
+    for key in settings:
+        if key in ("seed", "size"):
+            hint = "give --seed, --train and --heldout"
+            raise ConfigError(f"{key} is no setting here: it follows from the arguments", field=key, hint=hint)
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise ConfigError(
+                f"{name} has no setting {key!r}",
+                field=key,
+                hint=f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}",
+            )
+    return dict(settings)
+
+
+@cache
+def _data_sets() -> Mapping[str, Any]:
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError(
+            "the package reasoning-gym is not installed",
+            field="reasoning-gym",
+            hint="install the `reasoning-gym` extra",
+        )
+    from reasoning_gym.factory import DATASETS
+
+    data_sets: Mapping[str, Any] = DATASETS
+    return data_sets
+
+
+def _drawn(name: str, configuration: Mapping[str, Any], seed: int) -> Iterator[Mapping[str, Any]]:
+    """One chunk of a data set's problems."""
+    import reasoning_gym
+
+    place = f"{name}({', '.join(f'{key}={short_text(value)}' for key, value in configuration.items())})"
+    try:
+        data_set = reasoning_gym.create_dataset(name, **configuration, seed=seed, size=_CHUNK)
+    except Exception as error:  # asserts for the most part; a value of another type fails anywhere
+        hint = "correct the settings; the data set's source says what they mean"
+        raise ConfigError(f"{place} is refused: {_said(error)}", field="SETTINGS", hint=hint) from error
+    try:
+        for index in range(_CHUNK):
+            yield data_set[index]
+    except Exception as error:  # a generator may raise anything
+        hint = "choose other settings, or another data set"
+        raise ConfigError(f"{place} cannot make its problems: {_said(error)}", field="SETTINGS", hint=hint) from error
+
+
+def _record(name: str, entry: Mapping[str, Any], instruction: str) -> Record:
+    question, answer, metadata = entry["question"], entry["answer"], dict(entry["metadata"])
+    record = {
+        "prompt": f"{question}\n{instruction}" if instruction else question,
+        "answer": answer,
+        "question": question,
+        "metadata": metadata | {"source_dataset": metadata.get("source_dataset", name)},
+    }
+    try:
+        kept: Record = json.loads(json.dumps(record))
+        if answer is not None and _score(answer, kept) != _score(answer, record):
+            raise ValueError("its scorer judges what was written otherwise")
+    except (TypeError, ValueError, KeyError, BatchError) as error:
+        raise ConfigError(
+            f"a problem of {name} cannot be kept in JSON: {_said(error)}", field="NAME", hint="choose another data set"
+        ) from error
+    return kept
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+def scored(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
+    """Reward of reasoning_gym's scorer, from 0 to 1, for the answer in a finished response; 0 for an unfinished one.
+
+    Many of its scorers give a part where the true answer is a part of what was answered.
+
+    Raises:
+        BatchError: the record is not one of `distinct_problems`, or the scorer failed.
+    """
+    answer = answer_in(response, _true_answer(record))
+    score = _score(answer, record)
+    return {"reward": score if finished else 0.0, **_beside(record, response, finished)}
+
+
+def solved(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
+    """Reward 1 for a finished response whose answer has reasoning_gym's full score, else 0.
+
+    Raises:
+        BatchError: as `scored`.
+    """
+    scores = scored(record, response, finished)
+    return {**scores, "reward": float(scores["reward"] >= 1.0)}
+
+
+def well_formed(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
+    """Reward 1 for a finished response that has an answer of the right form, right or wrong: the control of a run.
+
+    Where the true answer is a number that is any number, else any text. `solved` is beside it, as a metric.
+
+    Raises:
+        BatchError: as `scored`.
+    """
+    scores = solved(record, response, finished)
+    has_answer = bool(answer_in(response, _true_answer(record)))
+    return {**scores, "reward": float(finished and has_answer), "solved": scores["reward"]}
+
+
+def answer_in(response: str, true_answer: str | None) -> str:
+    """The part of a response that is scored; empty where it has none.
+
+    Args:
+        true_answer: whose form is looked for; None where a problem has many answers.
+    """
+    tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    if tagged:
+        return str(tagged[-1]).strip()
+    if true_answer is not None and re.fullmatch(_NUMBER, true_answer.strip()):
+        numbers = re.findall(_NUMBER, response)
+        return numbers[-1].rstrip(",") if numbers else ""
+    count = len((true_answer or "").splitlines()) or 1
+    answer = "\n".join(response.strip().splitlines()[-count:]).strip().strip("*").strip()
+    ends_in_stop = true_answer is not None and true_answer.rstrip().endswith(".")
+    return answer if ends_in_stop else answer.removesuffix(".").rstrip()
+
+
+def _beside(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
+    true_answer = _true_answer(record)
+    pattern = rf"(?<![\w.-]){re.escape(true_answer or '')}(?!\.?\w)"
+    is_mentioned = bool(true_answer) and re.search(pattern, response) is not None
+    return {
+        "exact": float(finished and _score(response.strip(), record) >= 1.0),
+        "mentioned": float(is_mentioned),
+    }
+
+
+def _true_answer(record: Mapping[str, Any]) -> str | None:
+    answer = record.get("answer")
+    return None if answer is None else str(answer)
+
+
+def _score(answer: str, record: Mapping[str, Any]) -> float:
+    metadata = record.get("metadata")
+    name = metadata.get("source_dataset") if isinstance(metadata, Mapping) else None
+    if not isinstance(name, str) or "question" not in record or name not in _data_sets():
+        raise BatchError(
+            f"the record of {short_repr(record.get('prompt'))} has no question and data set of reasoning_gym's",
+            field="metadata",
+            hint="write the file with `slimefsdp data reasoning-gym`",
+        )
+    entry = {"question": record["question"], "answer": record.get("answer"), "metadata": metadata}
+    try:
+        return float(_scorer(name)(answer, entry))
+    except Exception as error:  # each data set has its own
+        raise BatchError(
+            f"reasoning_gym's scorer of {name} failed on {short_repr(answer)}: {_said(error)}",
+            field="rollout.reward",
+            hint="choose another data set",
+        ) from error
+
+
+@cache
+def _scorer(name: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(name)

@@ -1,0 +1,154 @@
+"""What a run of scripts/demo_llm.sh has learned: held-out accuracy of each family before and after, and one line.
+
+    python scripts/demo_llm_report.py FOLDER [--json]
+
+FOLDER has `data/<family>/heldout.jsonl` and the run in `grpo`. Accuracy is the share of responses at temperature 1 that
+solve their problem, with its 95 % interval over problems.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from actors.rollout.evaluation import share_of
+from slimefsdp.errors import ConfigError, SlimeError
+from slimefsdp.monitoring.metrics_log import read_metrics
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """Figures of a run: `families` by name, each with `before` and `after`, and what its metrics say of the whole.
+
+    Raises:
+        ConfigError: the folder has no two evaluations.
+    """
+    run = folder / "grpo"
+    evaluations = sorted((run / "evaluations").glob("step_*.jsonl"))
+    if len(evaluations) < 2:
+        raise ConfigError(
+            f"{run} has {len(evaluations)} evaluations, and 2 are compared",
+            field="FOLDER",
+            hint="name a folder of scripts/demo_llm.sh whose run has ended",
+        )
+    family_of = {
+        json.loads(line)["prompt"]: file.parent.name
+        for file in sorted(folder.glob("data/*/heldout.jsonl"))
+        for line in file.read_text().splitlines()
+    }
+    sides = {"before": evaluations[0], "after": evaluations[-1]}
+    found = {side: _by_family(file, family_of) for side, file in sides.items()}
+    rows = read_metrics(run / "metrics.jsonl")
+    trained = [row for row in rows if "rollout_mismatch" in row]
+    steps = [row for row in rows if "seconds/step" in row]
+    return {
+        "families": {
+            family: {side: _accuracy(found[side][family]) for side in sides} for family in sorted(found["before"])
+        },
+        "steps": max(int(row["step"]) for row in rows),
+        "updates": len(trained),
+        "rollout_mismatch": fmean(row["rollout_mismatch"] for row in trained),
+        "rollout_mismatch_max": max(row["rollout_mismatch_max"] for row in trained),
+        "entropy": [trained[0]["entropy"], trained[-1]["entropy"]],
+        "zero_variance_groups": [fmean(row["zero_variance_groups"] for row in part) for part in _ends(trained)],
+        "reward": [fmean(row["rollout/reward"] for row in part) for part in _ends(steps)],
+        "response_length": [steps[0]["rollout/response_length"], steps[-1]["rollout/response_length"]],
+        "training_seconds": sum(row["seconds/step"] for row in steps),
+    }
+
+
+def _ends(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], Sequence[dict[str, Any]]]:
+    """The first and the last five."""
+    return rows[:5], rows[-5:]
+
+
+def _by_family(file: Path, family_of: dict[str, str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The responses of an evaluation by family and prompt."""
+    found: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        found[family_of[row["prompt"]]][row["prompt"]].append(row)
+    return found
+
+
+def _accuracy(responses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    rows = [row for group in responses.values() for row in group]
+    ended = [row for row in rows if row["finished"]]
+    share = share_of([fmean(map(_is_solved, group)) for group in responses.values()])
+    return {
+        "problems": len(responses),
+        "responses": len(rows),
+        "solved": share.value,
+        "interval": [share.low, share.high],
+        "finished": len(ended) / len(rows),
+        "solved_of_finished": fmean(map(_is_solved, ended)) if ended else None,
+        "mentioned": fmean(row["scores"]["mentioned"] for row in rows),
+        "exact": fmean(row["scores"]["exact"] for row in rows),
+    }
+
+
+def _is_solved(row: dict[str, Any]) -> float:
+    """The control is rewarded for something else, and has this beside its reward."""
+    scores = row["scores"]
+    return float(scores.get("solved", scores["reward"]) >= 1)
+
+
+def table(found: dict[str, Any]) -> str:
+    """Markdown, a row for each family."""
+    lines = [
+        "| held-out family | problems | solved before | after | of finished before | after | finished before | after |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for family, sides in found["families"].items():
+        before, after = sides["before"], sides["after"]
+        lines.append(
+            f"| `{family}` | {before['problems']} | {_with_interval(before)} | {_with_interval(after)} "
+            f"| {_text(before['solved_of_finished'])} | {_text(after['solved_of_finished'])} "
+            f"| {_text(before['finished'])} | {_text(after['finished'])} |"
+        )
+    return "\n".join(lines)
+
+
+def _with_interval(side: dict[str, Any]) -> str:
+    return f"{side['solved']:.3f} ({side['interval'][0]:.3f} to {side['interval'][1]:.3f})"
+
+
+def _text(share: float | None) -> str:
+    return "-" if share is None else f"{share:.3f}"
+
+
+def last_line(folder: Path, found: dict[str, Any]) -> str:
+    """The run in one line."""
+    gains = ", ".join(
+        f"{family} {sides['before']['solved']:.3f} -> {sides['after']['solved']:.3f}"
+        for family, sides in found["families"].items()
+    )
+    run = folder / "grpo"
+    return (
+        f"SmolLM2-135M-Instruct, held-out solved: {gains} in {found['steps']} steps, "
+        f"{found['training_seconds']:.0f} s; rollout/trainer log-probs apart by {found['rollout_mismatch']:.1e}, "
+        f"at most {found['rollout_mismatch_max']:.1e}; curves in {run / 'curves.png'}; model in {run / 'model'}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="of one run, e.g. runs/demo_llm/seed_0")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    try:
+        found = report(options.folder)
+    except SlimeError as error:
+        print(f"error [{error.code}]: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(found, indent=1) if options.json else f"{table(found)}\n\n{last_line(options.folder, found)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

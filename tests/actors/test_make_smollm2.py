@@ -1,0 +1,190 @@
+"""The folder of SmolLM2: rows of queries and keys, names, shapes, and the splitting of digits; on a tiny GGUF file."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import rotate_half
+
+from slimefsdp.errors import CheckpointError, ModelError
+from tests.support.refusals import refused
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "make_smollm2.py"
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 2, 8, 32
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["4 2", "a b", "Ġ ab"]  # the first one never applies, since each digit is a word
+TEMPLATE = "{% for message in messages %}{{ '<|im_start|>' + message['content'] + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_smollm2", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def vocabulary() -> list[str]:
+    letters = [*(chr(code) for code in range(33, 127)), "Ġ"]
+    return [*SPECIAL, *letters, *(merge.replace(" ", "") for merge in MERGES)]
+
+
+def llamas_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """As llama.cpp's convert_hf_to_gguf.py permutes q_proj and k_proj."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=len(vocabulary()), hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=64, rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        made = LlamaForCausalLM(config)
+        for parameter in made.parameters():  # norms too
+            torch.nn.init.normal_(parameter, std=0.5)
+    return made
+
+
+@pytest.fixture(scope="module")
+def write_gguf(model: LlamaForCausalLM) -> Callable[..., Path]:
+    """Writes the model as llama.cpp does, with changes."""
+
+    def write(path: Path, *, architecture: str = "llama", pre: str = "smollm", without: str = "") -> Path:
+        writer = gguf.GGUFWriter(path, architecture)
+        writer.add_context_length(64)
+        writer.add_embedding_length(HIDDEN)
+        writer.add_block_count(2)
+        writer.add_feed_forward_length(48)
+        writer.add_head_count(HEADS)
+        writer.add_head_count_kv(KV_HEADS)
+        writer.add_rope_freq_base(5000.0)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
+        writer.add_token_list(vocabulary())
+        writer.add_token_types([3 if token in SPECIAL else 1 for token in vocabulary()])
+        writer.add_token_merges(MERGES)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_pad_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_chat_template(TEMPLATE)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+        for name, weight in model.state_dict().items():
+            if name in ("lm_head.weight", without):
+                continue
+            if "q_proj" in name or "k_proj" in name:
+                weight = llamas_cpp_order(weight, HEADS if "q_proj" in name else KV_HEADS)
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.numpy().astype(np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def folder(make: ModuleType, write_gguf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf")
+    assert make.write_folder(write_gguf(path / "tiny.gguf"), path / "model") > 0
+    return path / "model"
+
+
+def test_the_model_is_the_one_that_the_file_was_made_of(folder: Path, model: LlamaForCausalLM) -> None:
+    written = AutoModelForCausalLM.from_pretrained(folder)
+    state = written.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    assert [name for name, value in model.state_dict().items() if not torch.equal(state[name], value)] == []
+    assert written.lm_head.weight is written.model.embed_tokens.weight
+    tokens = torch.arange(20)[None]
+    assert torch.equal(written(tokens).logits, model(tokens).logits)  # rotary base, eps and head count are right too
+    assert (written.config.bos_token_id, written.config.eos_token_id, written.config.pad_token_id) == (1, 2, 2)
+    assert written.generation_config.eos_token_id == 2
+
+
+def test_scores_of_rotated_queries_and_keys_are_the_same_in_either_order_of_rows(make: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, HIDDEN, generator=generator, dtype=torch.float64)
+    weights = torch.randn(2, HEAD_DIM, HIDDEN, generator=generator, dtype=torch.float64)  # q and k of llama.cpp, a head
+    angles = torch.arange(5.0)[:, None].double() / 10.0 ** torch.arange(HEAD_DIM // 2)  # [positions, pairs]
+
+    def neighbours(weight: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex((hidden @ weight.T).view(5, HEAD_DIM // 2, 2))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
+
+    def halves(weight: torch.Tensor) -> torch.Tensor:
+        x, twice = hidden @ weight.T, torch.cat([angles, angles], dim=1)
+        return x * twice.cos() + rotate_half(x) * twice.sin()
+
+    wanted = neighbours(weights[0]) @ neighbours(weights[1]).T
+    q, k = (make.rotated_in_halves(weight, 1) for weight in weights)
+    torch.testing.assert_close(halves(q) @ halves(k).T, wanted)
+    # and without the new order they are others
+    assert not torch.allclose(halves(weights[0]) @ halves(weights[1]).T, wanted, atol=0.1)
+
+
+def test_every_digit_is_a_token_whatever_the_merges_say(folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def tokens(text: str) -> list[str]:
+        found: list[str] = tokenizer.convert_ids_to_tokens(tokenizer.encode(text, add_special_tokens=False))
+        return found
+
+    assert tokens("42") == ["4", "2"] and "42" in tokenizer.get_vocab()
+    assert tokens("ab ab42") == ["ab", "Ġab", "4", "2"]
+    assert tokens("ab<|im_end|>") == ["ab", "<|im_end|>"]
+    assert tokenizer.decode(tokenizer.encode("ab 42<|im_end|>"), skip_special_tokens=True) == "ab 42"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == (
+        "<|im_start|>ab<|im_end|>"
+    )
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (SPECIAL[1], SPECIAL[2], SPECIAL[2])
+
+
+def test_other_files_are_refused_and_leave_nothing(make: ModuleType, write_gguf: Any, tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    (tmp_path / "text.gguf").write_text("no model at all\n" * 100)
+    lacking = "model.layers.1.mlp.up_proj.weight"
+    for name, changes, values in (
+        ("qwen", {"architecture": "qwen2"}, ("general.architecture", "qwen2")),
+        ("split", {"pre": "llama-bpe"}, ("tokenizer.ggml.pre", "llama-bpe")),
+        ("short", {"without": lacking}, (lacking,)),
+        ("text", None, ("text.gguf",)),
+    ):
+        file = tmp_path / f"{name}.gguf"
+        if changes is not None:
+            write_gguf(file, **changes)
+        with refused(ModelError, "--gguf", *values):
+            make.write_folder(file, target)
+        assert not target.exists() and not [path for path in tmp_path.iterdir() if path.is_dir()]
+    target.mkdir()
+    (target / "mine").touch()
+    with refused(CheckpointError, "path", target):
+        make.write_folder(write_gguf(tmp_path / "good.gguf"), target)
+
+
+def test_the_command_prints_an_error_and_its_exit_status(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, tmp_path / "model", "--gguf", tmp_path / "nothing.gguf"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == ModelError.exit_code and "nothing.gguf" in done.stderr and not done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,194 @@
+"""Tasks of reasoning_gym: distinct problems, files that its scorers judge alike, and what of a response counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reasoning_gym
+
+from actors.cli.main import main
+from actors.environments import reasoning_gym as environment
+from actors.environments.reasoning_gym import answer_in, distinct_problems, scored, solved, well_formed
+from actors.rollout.prompts import read_jsonl
+from actors.rollout.rewards import load_reward
+from slimefsdp.errors import BatchError, ConfigError
+from tests.support.refusals import refused
+
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}  # 10 x 10 x 2 problems
+NAMES = ("chain_sum", "needle_haystack", "word_sorting", "mini_sudoku", "calendar_arithmetic", "countdown")
+
+
+def questions(records: list[dict[str, Any]]) -> set[str]:
+    return {record["question"] for record in records}
+
+
+def record(question: str, answer: str | None, name: str = "chain_sum") -> dict[str, Any]:
+    return {"prompt": question, "question": question, "answer": answer, "metadata": {"source_dataset": name}}
+
+
+# ---------------------------------------------------------------------- problems
+
+
+def test_all_problems_of_a_small_data_set_are_there_once_on_one_side_or_the_other() -> None:
+    train, heldout = distinct_problems("chain_sum", ONE_DIGIT, train=80, heldout=120)
+    assert (len(train), len(heldout)) == (80, 120)
+    wanted = {f"{a} {sign} {b} =" for a in range(10) for b in range(10) for sign in "+-"}
+    assert {question.split(": ")[1] for question in questions(train) | questions(heldout)} == wanted
+    for one in train + heldout:
+        assert eval(one["question"].split(": ")[1].removesuffix("=")) == int(one["answer"])
+
+
+def test_a_data_set_without_so_many_problems_is_refused_with_how_many_it_gave() -> None:
+    with refused(ConfigError, "--train", 200, 81, 120):
+        distinct_problems("chain_sum", ONE_DIGIT, train=81, heldout=120)
+
+
+def test_a_seed_decides_the_problems_and_held_out_ones_stay_when_more_are_trained_on() -> None:
+    def drawn(seed: int, train: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return distinct_problems("chain_sum", {}, train=train, heldout=20, seed=seed)
+
+    assert drawn(0, 30) == drawn(0, 30)
+    assert drawn(0, 700)[1] == drawn(0, 30)[1] and drawn(0, 700)[0][:30] == drawn(0, 30)[0]  # over several chunks
+    # reasoning_gym's own neighbouring seeds share all problems but one
+    ours = [questions(drawn(seed, 30)[0]) for seed in (0, 1)]
+    theirs = [questions(list(reasoning_gym.create_dataset("chain_sum", seed=seed, size=30))) for seed in (0, 1)]
+    assert len(ours[0] & ours[1]) < 5 and len(theirs[0] & theirs[1]) == 29
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_from_the_file_is_scored_as_what_was_drawn(name: str, tmp_path: Path) -> None:
+    assert main(["data", "reasoning-gym", name, str(tmp_path / "d"), "--train", "6", "--heldout", "4"]) == 0
+    sides = [read_jsonl(tmp_path / f"d/{side}.jsonl", field="test") for side in ("train", "heldout")]
+    assert [len(side) for side in sides] == [6, 4] and not questions(list(sides[0])) & questions(list(sides[1]))
+    reward = load_reward("actors.environments.reasoning_gym:scored")
+    theirs = reasoning_gym.get_score_answer_fn(name)
+    for one in (*sides[0], *sides[1]):
+        assert one["metadata"]["source_dataset"] == name
+        for answer in (str(one["answer"]), "no idea"):
+            wanted = theirs(answer, {key: one[key] for key in ("question", "answer", "metadata")})
+            assert reward(one, f"<answer>{answer}</answer>", True)["reward"] == wanted
+        assert reward(one, str(one["answer"]), True)["exact"] == 1.0
+
+
+def test_the_command_takes_settings_of_the_data_set_and_a_last_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"{key}={value}" for key, value in ONE_DIGIT.items()]
+    words = ["data", "reasoning-gym", "chain_sum", str(tmp_path / "d"), *settings]
+    assert main([*words, "--train", "50", "--heldout", "30", "--seed", "3", "--instruction", "Only the number."]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'd'}: 50 problems to train on, 30 to hold out; no question twice\n"
+    train = [json.loads(line) for line in (tmp_path / "d/train.jsonl").read_text().splitlines()]
+    assert (
+        train
+        == distinct_problems("chain_sum", ONE_DIGIT, train=50, heldout=30, seed=3, instruction="Only the number.")[0]
+    )
+    assert all(one["prompt"] == f"{one['question']}\nOnly the number." for one in train)
+
+
+WRONG: dict[str, tuple[list[str], str, str]] = {
+    "no such data set": (["chain_sums", "out"], "NAME", "chain_sums"),
+    "no such setting": (["chain_sum", "out", "max_term=3"], "max_term", "max_term"),
+    "a value that is refused": (["chain_sum", "out", "min_terms=0"], "SETTINGS", "min_terms=0"),
+    "a value of another type": (["chain_sum", "out", "max_terms=many"], "SETTINGS", "max_terms='many'"),
+    "a seed as a setting": (["chain_sum", "out", "seed=3"], "seed", "seed"),
+    "no number of problems": (["chain_sum", "out", "--train", "0"], "--train", "0"),
+    "what JSON does not keep": (["rearc", "out", "--train", "1", "--heldout", "1"], "NAME", "rearc"),
+    "a data set of data sets": (["composite", "out"], "SETTINGS", "composite"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_words_are_typed_errors_and_leave_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, field, value = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", "reasoning-gym", *words]) == ConfigError.exit_code
+    said = capsys.readouterr().err
+    assert f"field: {field}\n" in said and value in said and "hint:" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(environment, "find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name))
+    environment._data_sets.cache_clear()
+    with refused(ConfigError, "reasoning-gym", "reasoning-gym"):
+        distinct_problems("chain_sum", {}, train=1, heldout=1)
+
+
+# ---------------------------------------------------------------------- answers and rewards
+
+
+@pytest.mark.parametrize(
+    ("response", "true_answer", "answer"),
+    [
+        ("4 - 1 = 3.", "3", "3"),
+        ("The answer is -4", "-4", "-4"),
+        ("It is 12, since 3 x 4", "12", "4"),  # the last number, right or wrong
+        ("1,200.5 apples.", "1200.5", "1,200.5"),
+        ("I do not know.", "3", ""),
+        ("First 7, no: <answer> 8 </answer> or 9", "7", "8"),
+        ("<answer>1</answer><answer>2\n3</answer>", "2\n3", "2\n3"),
+        ("Thinking.\n\n**Yes.**", "Yes", "Yes"),
+        ("Ann is a hero.", "Ann is a hero.", "Ann is a hero."),
+        ("Here:\n1 2\n\n3 4", "1 2\n\n3 4", "1 2\n\n3 4"),
+        ("left, right.", None, "left, right"),
+        ("", "Yes", ""),
+    ],
+)
+def test_the_part_of_a_response_that_is_scored(response: str, true_answer: str | None, answer: str) -> None:
+    assert answer_in(response, true_answer) == answer
+
+
+def test_rewards_of_right_wrong_cut_and_wordy_responses() -> None:
+    one = record("4 - 1 =", "3")
+    rewards = {
+        "3": {"reward": 1.0, "exact": 1.0, "mentioned": 1.0},
+        "4 - 1 = 3.": {"reward": 1.0, "exact": 0.0, "mentioned": 1.0},
+        "3 is 4 - 1": {"reward": 0.0, "exact": 0.0, "mentioned": 1.0},
+        "13": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
+        "-3": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
+        "3.5": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
+        "no": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
+    }
+    for response, wanted in rewards.items():
+        assert solved(one, response, True) == wanted, response
+        cut = solved(one, response, False)
+        assert cut == {**wanted, "reward": 0.0, "exact": 0.0}, response
+    # reasoning_gym gives a part for an answer that holds the true one
+    assert scored(one, "13", True)["reward"] == 0.5 and scored(one, "13", False)["reward"] == 0.0
+
+
+def test_the_control_rewards_form_and_reports_what_was_right() -> None:
+    one = record("4 - 1 =", "3")
+    for response, finished, reward, right in (
+        ("It is 3", True, 1.0, 1.0),
+        ("It is 7", True, 1.0, 0.0),
+        ("It is 3", False, 0.0, 0.0),
+        ("It is three", True, 0.0, 0.0),
+    ):
+        scores = well_formed(one, response, finished)
+        assert (scores["reward"], scores["solved"]) == (reward, right), response
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"metadata": None}, {"metadata": {}}, {"metadata": {"source_dataset": "nothing"}}, {"metadata": [1]}],
+)
+def test_a_record_of_another_kind_is_refused(fields: dict[str, Any]) -> None:
+    with refused(BatchError, "metadata", "4 - 1 ="):
+        solved({**record("4 - 1 =", "3"), **fields}, "3", True)
+
+
+def test_a_scorer_that_fails_says_of_which_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(answer: str, entry: dict[str, Any]) -> float:
+        raise RuntimeError("as it likes")
+
+    monkeypatch.setattr(environment, "_scorer", lambda name: broken)
+    with refused(BatchError, "rollout.reward", "chain_sum", "as it likes"):
+        solved(record("4 - 1 =", "3"), "3", True)
