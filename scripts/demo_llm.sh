@@ -6,7 +6,7 @@
 #                            [--engine-python PATH] [section.name=value ...]
 #
 #   --seed N      of the problems and the samples (0)
-#   --steps N     of training (40)
+#   --steps N     of training (30)
 #   --control     the same steps, rewarded for the form of an answer alone, right or wrong
 #   --heldout N   at most so many held-out problems of each family
 #   --model FOLDER         instead of the one that scripts/make_smollm2.py makes
@@ -31,7 +31,7 @@ from_here() {  # a path as the caller means it
   esac
 }
 
-seed=0 steps=40 heldout=120 model="" output=runs/demo_llm engine_python=.venv-vllm/bin/python reward=solved suffix=""
+seed=0 steps=30 heldout=120 model="" output=runs/demo_llm engine_python=.venv-vllm/bin/python reward=solved suffix=""
 settings=()
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -74,7 +74,7 @@ fi
 
 # runs of other lengths and with fewer problems are other runs
 name=seed_$seed
-[ "$steps" = 40 ] || name+=_steps_$steps
+[ "$steps" = 30 ] || name+=_steps_$steps
 [ "$heldout" = 120 ] || name+=_heldout_$heldout
 home=$output/$name$suffix run=$home/grpo
 mkdir -p "$home"
@@ -89,9 +89,12 @@ draw() {  # FAMILY DATA_SET TRAIN HELDOUT SETTING...
 }
 draw chain_sum chain_sum 80 120 min_terms=2 max_terms=2 min_digits=1 max_digits=1
 draw products products 40 60 min_terms=2 max_terms=2 min_digits=1 max_digits=1
-draw chain_sum_2_digits chain_sum 1 60 min_terms=2 max_terms=2 min_digits=2 max_digits=2  # nothing of it is trained on
+draw chain_sum_2_digits chain_sum 1 40 min_terms=2 max_terms=2 min_digits=2 max_digits=2  # nothing of it is trained on
 cat "$home"/data/{chain_sum,products}/train.jsonl >"$home/train.jsonl"
-cat "$home"/data/*/heldout.jsonl >"$home/heldout.jsonl"
+heldout_sets=()
+for family in chain_sum products chain_sum_2_digits; do
+  heldout_sets+=("data.heldout.$family=$home/data/$family/heldout.jsonl")
+done
 
 if [ "$engine_python" != embedded ] && [ -x "$engine_python" ]; then
   engine=(rollout.engine=vllm "rollout.engine_python=$(realpath -s "$engine_python")")
@@ -114,7 +117,7 @@ else
   fi
   "$python" -m actors.cli train configs/demo_llm_grpo.yaml "run.dir=$run" "run.export_dir=$run/model" \
     "run.seed=$seed" "run.steps=$steps" "optim.total_updates=$((steps > 3 ? steps : 3))" "model.path=$model" \
-    "data.train=$home/train.jsonl" "data.heldout=$home/heldout.jsonl" "checkpoint.resume=$resume" \
+    "data.train=$home/train.jsonl" "${heldout_sets[@]}" "checkpoint.resume=$resume" \
     "rollout.reward=actors.environments.reasoning_gym:$reward" "${engine[@]}" ${settings[@]+"${settings[@]}"}
 fi
 "$python" scripts/demo_llm_report.py "$home"

@@ -2,8 +2,8 @@
 
     python scripts/demo_llm_report.py FOLDER [--json]
 
-FOLDER has `data/<family>/heldout.jsonl` and the run in `grpo`. Accuracy is the share of responses at temperature 1 that
-solve their problem, with its 95 % interval over problems.
+FOLDER has the run in `grpo`, each family a held-out set of its own. Accuracy is the share of responses at temperature 1
+that solve their problem, with its 95 % interval over problems.
 """
 
 from __future__ import annotations
@@ -29,27 +29,23 @@ def report(folder: Path) -> dict[str, Any]:
         ConfigError: the folder has no two evaluations.
     """
     run = folder / "grpo"
-    evaluations = sorted((run / "evaluations").glob("step_*.jsonl"))
-    if len(evaluations) < 2:
+    found = {}
+    for heldout_set in sorted(run.glob("evaluations/*")):
+        evaluations = sorted(heldout_set.glob("step_*.jsonl"))
+        if len(evaluations) > 1:
+            sides = {"before": evaluations[0], "after": evaluations[-1]}
+            found[heldout_set.name] = {side: _accuracy(file) for side, file in sides.items()}
+    if not found:
         raise ConfigError(
-            f"{run} has {len(evaluations)} evaluations, and 2 are compared",
+            f"{run} has no two evaluations to compare",
             field="FOLDER",
             hint="name a folder of scripts/demo_llm.sh whose run has ended",
         )
-    family_of = {
-        json.loads(line)["prompt"]: file.parent.name
-        for file in sorted(folder.glob("data/*/heldout.jsonl"))
-        for line in file.read_text().splitlines()
-    }
-    sides = {"before": evaluations[0], "after": evaluations[-1]}
-    found = {side: _by_family(file, family_of) for side, file in sides.items()}
     rows = read_metrics(run / "metrics.jsonl")
     trained = [row for row in rows if "rollout_mismatch" in row]
     steps = [row for row in rows if "seconds/step" in row]
     return {
-        "families": {
-            family: {side: _accuracy(found[side][family]) for side in sides} for family in sorted(found["before"])
-        },
+        "families": found,
         "steps": max(int(row["step"]) for row in rows),
         "updates": len(trained),
         "rollout_mismatch": fmean(row["rollout_mismatch"] for row in trained),
@@ -67,16 +63,12 @@ def _ends(rows: Sequence[dict[str, Any]]) -> tuple[Sequence[dict[str, Any]], Seq
     return rows[:5], rows[-5:]
 
 
-def _by_family(file: Path, family_of: dict[str, str]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The responses of an evaluation by family and prompt."""
-    found: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+def _accuracy(file: Path) -> dict[str, Any]:
+    """Of the responses of one evaluation."""
+    responses: dict[str, list[dict[str, Any]]] = defaultdict(list)  # by prompt
     for line in file.read_text().splitlines():
         row = json.loads(line)
-        found[family_of[row["prompt"]]][row["prompt"]].append(row)
-    return found
-
-
-def _accuracy(responses: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+        responses[row["prompt"]].append(row)
     rows = [row for group in responses.values() for row in group]
     ended = [row for row in rows if row["finished"]]
     share = share_of([fmean(map(_is_solved, group)) for group in responses.values()])

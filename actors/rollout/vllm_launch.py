@@ -59,7 +59,9 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
         *NEEDED,
     ]
     if is_on_cpu(config):
-        arguments.append("--enforce-eager")  # compiling takes minutes
+        # compiling takes minutes; a prompt that is read in parts has its draw taken back by moving the generator of its
+        # seed, which those of a CPU refuse: the server would end
+        arguments += ["--enforce-eager", "--no-enable-chunked-prefill"]
     else:
         arguments += ["--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
     if shares_a_gpu(config):

@@ -178,6 +178,15 @@ def test_every_update_decides_the_tokens_and_their_log_probs(trained: Trained) -
             assert said[0, len(prompt) :].tolist() == sample.tokens
 
 
+def test_more_is_asked_at_once_than_the_server_reads_in_a_step(tied: Trained) -> None:
+    """A prompt that is read in parts would end vLLM on a CPU, where its sample has a seed."""
+    tied.send(9)
+    prompts = [tied.engine.tokenizer.encode(f"sort {number:05d}{'31942' * 16}") for number in range(240)]
+    assert sum(map(len, prompts)) > 20_000
+    samples = drawn(tied.engine, prompts, 2, SamplingParams(2, seed=(4,)))
+    assert greatest_difference(tied.model, prompts, samples[::40], 1.0) < CLOSE
+
+
 def test_a_server_says_what_it_is(tied: Trained) -> None:
     info = tied.info
     assert info.name.startswith("vllm 0.32") and (info.vocab_size, info.dtype) == (320, "float32")
