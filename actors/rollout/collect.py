@@ -37,7 +37,7 @@ Metrics = dict[str, float]
 _TRAINING, EVALUATION, _BASELINE = 1, 2, 3
 # settings that a recorded batch follows from, through the samples or through the weights that were sampled
 _DECIDING: Any = {
-    "algorithm": True, "run": {"seed"}, "data": {"train"}, "rollout": True,
+    "algorithm": True, "run": {"seed"}, "data": {"train", "chat_template_kwargs"}, "rollout": True,
     "environment": {"arguments", "max_turns", "max_tokens", "failure"}, "batch": {"samples_per_update"},
     "advantage": True, "loss": True, "correction": True, "critic": True, "optim": True, "precision": True,
     "reference": {"path", "update_interval_steps"},

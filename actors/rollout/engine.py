@@ -841,7 +841,8 @@ def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) 
     Runs in a process of its own, so that the driver needs no transformers.
     """
     as_task: Any = ray.remote(num_cpus=1, max_retries=0)
-    ref = as_task(encode_records).remote(str(config.model.path), list(records), with_answers=True)
+    options = {"with_answers": True, "template_kwargs": config.data.chat_template_kwargs}
+    ref = as_task(encode_records).remote(str(config.model.path), list(records), **options)
     name, timeout_s = "encode_demonstrations", config.cluster.call_timeout_s
     encoded: list[tuple[list[int], int]] = CallFuture([ref], name=name, timeout_s=timeout_s, first_only=True).result()
     return encoded

@@ -159,7 +159,13 @@ def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
     """Of prompt and answer."""
     with stage(f"counting the tokens of {len(records)} records", is_short=True):
         timeout_s, is_sft = config.cluster.call_timeout_s, config.algorithm == "sft"
-        found = count_tokens(config.model.path, records, with_answers=is_sft, timeout_s=timeout_s)
+        found = count_tokens(
+            config.model.path,
+            records,
+            with_answers=is_sft,
+            timeout_s=timeout_s,
+            template_kwargs=config.data.chat_template_kwargs,
+        )
     return dict(zip(map(id, records), found, strict=True))
 
 

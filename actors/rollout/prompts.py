@@ -216,7 +216,7 @@ def check_answers(records: Sequence[Record], *, field: str) -> None:
             raise ConfigError(f"{place_of(record)}: {found}", field=field, hint=hint)
 
 
-def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
     """Token ids of a prompt, up to where the response begins.
 
     With a chat template, a text becomes one user message, and the opening of the assistant's turn is included. Without
@@ -224,12 +224,14 @@ def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
 
     Args:
         prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
+        template_kwargs: more that the chat template is given, such as enable_thinking.
 
     Raises:
         ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, tools for one
-            that does not write them, or a prompt that encodes to no token.
+            that does not write them, template_kwargs that it does not read, or a prompt that encodes to no token.
     """
     tokens: list[int]
+    _require_read(tokenizer, template_kwargs)
     if tokenizer.chat_template:
         messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
         if tools and "tools" not in str(tokenizer.chat_template):  # it would leave them out without a word
@@ -239,7 +241,8 @@ def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
                 hint="use a model whose chat template does, or say in the prompt itself what the tools are",
             )
         # a dictionary is transformers' default
-        tokens = _templated(tokenizer, messages, "prompt", tools=tools, tokenize=True, return_dict=False)
+        options = {**(template_kwargs or {}), "tools": tools}
+        tokens = _templated(tokenizer, messages, "prompt", tokenize=True, return_dict=False, **options)
     elif isinstance(prompt, str):
         tokens = tokenizer.encode(prompt)
     else:
@@ -253,7 +256,9 @@ def encode_prompt(tokenizer: Any, prompt: Any) -> list[int]:
     return tokens
 
 
-def encode_observation(tokenizer: Any, observation: Any) -> list[int]:
+def encode_observation(
+    tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids that follow the text of a response, up to where the next response begins.
 
     With a chat template they begin with what ends an assistant's turn; a text becomes one user message. Without one a
@@ -261,10 +266,12 @@ def encode_observation(tokenizer: Any, observation: Any) -> list[int]:
 
     Args:
         observation: a text, or a list of chat messages.
+        template_kwargs: as `encode_prompt`.
 
     Raises:
         ConfigError: as `encode_prompt`.
     """
+    _require_read(tokenizer, template_kwargs)
     if not tokenizer.chat_template:
         if isinstance(observation, str):
             tokens: list[int] = tokenizer.encode(observation, add_special_tokens=False)
@@ -277,7 +284,7 @@ def encode_observation(tokenizer: Any, observation: Any) -> list[int]:
     # the template is asked for a turn of known text, so that what was sampled is never tokenised again
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
-    text: str = _templated(tokenizer, [*said, *messages], "observation", tools=None, tokenize=False)
+    text: str = _templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
     _, found, follows = text.rpartition(_SAID)
     if not found:
         raise ConfigError(
@@ -286,6 +293,20 @@ def encode_observation(tokenizer: Any, observation: Any) -> list[int]:
             hint="correct the chat template of the model folder, or have the environment answer in token ids",
         )
     return list(tokenizer.encode(follows, add_special_tokens=False))
+
+
+def _require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
+    """
+    Raises:
+        ConfigError: the chat template, if there is one, does not name one of these, and would pass over it.
+    """
+    for name in template_kwargs or {}:
+        if name not in str(tokenizer.chat_template):
+            raise ConfigError(
+                f"data.chat_template_kwargs has {name}, which the chat template of the tokenizer does not read",
+                field="data.chat_template_kwargs",
+                hint="remove it, or correct its name",
+            )
 
 
 def _templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:

@@ -128,7 +128,7 @@ class Engine(Watched):
         Raises:
             ConfigError: as `encode_prompt`.
         """
-        return [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        return [encode_prompt(self.tokenizer, prompt, self.config.data.chat_template_kwargs) for prompt in prompts]
 
     def encode_observations(self, observations: Sequence[Any]) -> list[list[int]]:
         """Token ids of what an environment answers to a response, with the end of the assistant's turn before it.
@@ -136,7 +136,8 @@ class Engine(Watched):
         Raises:
             ConfigError: as `encode_observation`.
         """
-        return [encode_observation(self.tokenizer, observation) for observation in observations]
+        template_kwargs = self.config.data.chat_template_kwargs
+        return [encode_observation(self.tokenizer, one, template_kwargs) for one in observations]
 
     def generate(self, requests: Sequence[Request]) -> Iterator[list[Sample]]:
         """Yields samples as they end, some at a time and in no order; each sample of each request once.

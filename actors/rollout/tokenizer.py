@@ -71,12 +71,17 @@ def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
 
 
 def encode_records(
-    model_path: str, records: Sequence[Mapping[str, Any]], *, with_answers: bool
+    model_path: str,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    with_answers: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[list[int], int]]:
     """(tokens, response_length) of each record.
 
     Args:
         with_answers: `answer` follows the prompt, with the tokenizer's end token; without, the length is 0.
+        template_kwargs: as `encode_prompt`.
 
     Raises:
         ConfigError: a prompt cannot be encoded, named by its place in the file. ModelError: the tokenizer.
@@ -89,7 +94,7 @@ def encode_records(
     encoded = []
     for record in records:
         try:
-            prompt = encode_prompt(tokenizer, record["prompt"])
+            prompt = encode_prompt(tokenizer, record["prompt"], template_kwargs)
         except ConfigError as error:
             error.message = f"{place_of(record)}: {error.message}"
             raise
@@ -101,7 +106,12 @@ def encode_records(
 
 
 def count_tokens(
-    model_path: Path, records: Sequence[Mapping[str, Any]], *, with_answers: bool, timeout_s: float
+    model_path: Path,
+    records: Sequence[Mapping[str, Any]],
+    *,
+    with_answers: bool,
+    timeout_s: float,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[tuple[int, int]]:
     """(tokens of the prompt, tokens of the answer) of each record, as `encode_records` has them.
 
@@ -114,6 +124,7 @@ def count_tokens(
         "model_path": str(model_path),
         "records": [[{key: record[key] for key in keys}, place] for record, place in zip(records, places, strict=True)],
         "with_answers": with_answers,
+        "template_kwargs": dict(template_kwargs or {}),
     }
     # the package of this file, whatever lies in the present folder
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -160,7 +171,12 @@ def _main() -> None:
     records = [Record(fields, place) for fields, place in asked["records"]]
     answer: dict[str, Any]
     try:
-        encoded = encode_records(asked["model_path"], records, with_answers=asked["with_answers"])
+        encoded = encode_records(
+            asked["model_path"],
+            records,
+            with_answers=asked["with_answers"],
+            template_kwargs=asked["template_kwargs"],
+        )
         answer = {"counts": [(len(tokens) - length, length) for tokens, length in encoded]}
     except SlimeError as error:
         answer = {"error": error.message, "code": error.code, "field": error.field, "hint": error.hint}

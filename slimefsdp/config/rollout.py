@@ -145,6 +145,11 @@ class DataSettings(Settings):
     )
     prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
     answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_keyword_arguments)] = Field(
+        {},
+        description="more that the tokenizer's chat template is given for each prompt, such as {enable_thinking: "
+        "false}; a name that the template does not read is refused",
+    )
     max_prompt_tokens: PositiveInt | None = Field(
         None,
         description="longest prompt, chat template included; null: what leaves room for a response in a pack "

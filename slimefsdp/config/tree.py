@@ -77,7 +77,7 @@ class RunConfig(AlgorithmSettings):
         ]
         kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
         kept |= {f"data.{name}" for name in ("train", "max_prompt_tokens", "overlong_prompts", "allow_changed")}
-        kept |= {"data.prompt_column", "data.answer_column"}
+        kept |= {"data.prompt_column", "data.answer_column", "data.chat_template_kwargs"}
         unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")

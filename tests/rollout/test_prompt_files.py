@@ -59,7 +59,7 @@ def config(folder: Path, **sections: Any) -> RunConfig:
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are counted here; what the process that does it finds is compared below."""
 
-    def counted(path: Path, records: Sequence[Any], *, with_answers: bool, timeout_s: float) -> list[tuple[int, int]]:
+    def counted(path: Path, records: Sequence[Any], *, with_answers: bool, **_: Any) -> list[tuple[int, int]]:
         return [(len(r["prompt"].split()), len(r["answer"].split()) + 1 if with_answers else 0) for r in records]
 
     monkeypatch.setattr(prompt_files, "count_tokens", counted)

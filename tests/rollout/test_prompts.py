@@ -284,3 +284,17 @@ def test_without_a_chat_template_an_observation_follows_as_it_is():
 def test_a_template_that_does_not_say_what_the_assistant_said_is_refused():
     with refused(ConfigError, "observation", "assistant"):
         encode_observation(word_tokenizer("{{ messages[0].content }}"), "sort 52")
+
+
+def test_a_template_is_given_what_it_reads_and_nothing_else():
+    thinks = CHAT + "{% if add_generation_prompt and enable_thinking is false %} now{% endif %}"
+    tokenizer = word_tokenizer(thinks)
+    plain = ids("[user] sort 52 [assistant]")
+    assert encode_prompt(tokenizer, "sort 52") == plain
+    assert encode_prompt(tokenizer, "sort 52", {"enable_thinking": False}) == [*plain, *ids("now")]
+    assert encode_observation(tokenizer, "31", {"enable_thinking": False}) == ids("[user] 31 [assistant] now")
+    for one in (tokenizer, word_tokenizer()):
+        with refused(ConfigError, "data.chat_template_kwargs", "thinking_budget"):
+            encode_prompt(one, "sort 52", {"thinking_budget": 3})
+        with refused(ConfigError, "data.chat_template_kwargs", "thinking_budget"):
+            encode_observation(one, "sort 52", {"thinking_budget": 3})
