@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.make_sort_digits import tokenizer_of, write_model
 
-SFT_RECORDS = 6400  # 100 updates of 64
+SFT_RECORDS = 7680  # 240 updates of 64, each twice
+TRAIN_RECORDS = 2000
 HELDOUT_RECORDS = 128
 CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
 RESULT = "<tool_response>\n{}\n</tool_response>"
@@ -37,8 +38,8 @@ def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
     rng.shuffle(pairs)
     records = [{"prompt": f"{left}*{right}", "answer": str(left * right)} for left, right in pairs]
-    heldout, train = records[:HELDOUT_RECORDS], records[HELDOUT_RECORDS:]
-    sft = [_demonstration(rng, rng.choice(train)) for _ in range(SFT_RECORDS)]
+    heldout, others = records[:HELDOUT_RECORDS], records[HELDOUT_RECORDS:]
+    sft, train = [_demonstration(rng, rng.choice(others)) for _ in range(SFT_RECORDS)], others[:TRAIN_RECORDS]
 
     texts = [CALL.format("0123456789*"), RESULT.format("0123456789")]
     tokenizer = tokenizer_of(texts, r"\d|[\p{L}_]+| ?[^\s\p{L}\p{N}_]+|\s")
