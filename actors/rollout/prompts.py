@@ -256,9 +256,7 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
     return tokens
 
 
-def encode_observation(
-    tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None
-) -> list[int]:
+def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
     """Token ids that follow the text of a response, up to where the next response begins.
 
     With a chat template they begin with what ends an assistant's turn; a text becomes one user message. Without one a
