@@ -57,6 +57,11 @@ PARTS: dict[str, tuple[str, set[str]]] = {
         {*RAY, "numpy"},
     ),
     "help of every command": (HELP, RAY),
+    "finding an environment": (
+        "from actors.rollout.environment import load_environment\n"
+        "load_environment('actors.environments.tools:ToolUse', {'tools': ['python']})(['calculator', 'python'])",
+        RAY,
+    ),
     "finding a filter": ("from actors.rollout.filters import load_filter; load_filter('mixed_groups')", RAY),
 }
 
