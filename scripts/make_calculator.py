@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.make_sort_digits import tokenizer_of, write_model
 
-SFT_RECORDS = 7680  # 240 updates of 64, each twice
+SFT_RECORDS = 6400  # 400 updates of 64, each four times
 TRAIN_RECORDS = 2000
 HELDOUT_RECORDS = 128
 CALL = '<tool_call>{{"name": "calculator", "arguments": {{"expression": "{}"}}}}</tool_call>'
