@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
 import sys
 import types
@@ -19,9 +20,11 @@ from actors.environments.python_snippets import SnippetLimits
 from actors.environments.tool_functions import load_tool
 from actors.environments.tools import ToolUse
 from actors.rollout.environment import RESERVED, checked_prompt, checked_result, load_environment
+from benchmarks import calculator_seeds
 from slimefsdp.config import config_from_dict
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/environments.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/environments.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
@@ -88,3 +91,16 @@ def test_the_arguments_of_tool_use_are_listed_with_their_defaults() -> None:
 def test_the_names_that_are_taken_are_listed() -> None:
     (said,) = re.findall(r"last counts\. (.*?) are taken", PAGE, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", said)) == RESERVED
+
+
+def test_the_figures_of_the_example_are_the_recorded_ones_and_it_learned(tmp_path: Path) -> None:
+    record = json.loads((ROOT / "benchmarks/results/calculator_seeds.json").read_text())
+    assert calculator_seeds.table(record) in PAGE
+    assert record["strategies"] == calculator_seeds.STRATEGIES
+    assert [run["seed"] for run in record["runs"]] == [0, 1, 2]
+    for run in record["runs"]:
+        assert run["before"] < 0.5 < 0.8 < run["after"] and run["largest_rollout_mismatch"] <= 1e-4
+        calls = [point["eval/tool_calls"] for point in run["curve"] if "eval/tool_calls" in point]
+        assert calls[0] < 0.7 and calls[-1] > 0.9, "it asks"
+    calculator_seeds.draw(record["runs"], tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").read_bytes()[:4] == (ROOT / "docs/images/calculator_grpo.png").read_bytes()[:4]
