@@ -11,7 +11,7 @@ and counts seconds and the CPU-seconds of all processes of a run, from the begin
 told that another token ends a response, one that it never learned to say, so that all are as long as they may be;
 rewards differ, so that every group trains. `learning` trains on sums of single digits, rewarded where a response came
 to its end and its last number is right, and records the reward by step. A record that exists keeps what is not measured
-anew.
+anew; `table` prints one as the documents show it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from benchmarks.peers.rl_task import records, token_ids  # noqa: E402
 from benchmarks.record import environment  # noqa: E402
 
 WHAT = "a GRPO step of SmolLM2-135M in float32, from prompts to the engines' new weights; one thread a process"
+RECORD = ROOT / "benchmarks/results/rl_step.json"
 END = "<jupyter_script>"  # the end token of `speed`: of the vocabulary, and in no chat
 PARTS = ("generate", "train", "sync")
 
@@ -60,6 +61,7 @@ OURS: dict[str, list[str]] = {  # settings by system
     "unshared": ["batch.share_prefixes=never"],
     "slimefsdp_vllm": ["rollout.engine=vllm"],
 }
+SYSTEMS = (*OURS, "trl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,44 @@ def keep(file: Path | None, section: str, name: str, found: Mapping[str, Any], a
     file.write_text(json.dumps(record, indent=1) + "\n")
 
 
+SPEED_HEAD = ("prompt + response", "system", "samples a CPU-second", "CPU-seconds a step", "generation", "training",
+              "new weights", "seconds a step", "as fast as TRL, by CPU-seconds")  # fmt: skip
+LEARNING_HEAD = ("seed", "system", "steps", "first quarter", "last quarter", "mean")
+
+
+def speed_rows(record: Mapping[str, Any]) -> list[str]:
+    """The rows of the documents' table of speed."""
+    rows = [table_row(SPEED_HEAD), table_row(["---"] * len(SPEED_HEAD))]
+    for found in record["results"].get("speed", {}).values():
+        shape = found["shape"]
+        for system, one in found["systems"].items():
+            ratio = one.get("times_trl_by_cpu")
+            cpu = [f"{one[f'cpu/{part}']:.1f}" for part in ("step", *PARTS)]
+            rows.append(
+                table_row(
+                    [f"{shape['prompt_tokens']} + {shape['response_tokens']}", f"`{system}`",
+                     f"{one['samples_per_cpu_second']:.2f}", *cpu, f"{one['seconds/step']:.0f}",
+                     f"{ratio['median']:.2f}x" if ratio else ""]
+                )
+            )  # fmt: skip
+    return rows
+
+
+def learning_rows(record: Mapping[str, Any]) -> list[str]:
+    """The rows of the documents' table of rewards."""
+    rows = [table_row(LEARNING_HEAD), table_row(["---"] * len(LEARNING_HEAD))]
+    for seed, found in record["results"].get("learning", {}).items():
+        for system in (name for name in found if name in SYSTEMS):
+            one = found[system]
+            means = [f"{one[name]:.3f}" for name in ("first_quarter", "last_quarter", "mean")]
+            rows.append(table_row([seed, f"`{system}`", str(len(one["curves"]["rollout/reward"])), *means]))
+    return rows
+
+
+def table_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def shown_command(arguments: Sequence[str]) -> str:
     """As it is repeated elsewhere: folders outside of the checkout are named by where the documents have them."""
     usual = {"--model": "models/SmolLM2-135M-Instruct", "--trl-python": ".venv-trl/bin/python",
@@ -324,13 +364,13 @@ def versions(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line a run and writes the record after each part."""
+    """Prints a line a run and writes the record after each part, or prints the tables of a record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("speed", "learning"))
-    parser.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct in float32")
+    parser.add_argument("what", choices=("speed", "learning", "table"))
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct in float32")
     parser.add_argument("--trl-python", type=Path, help="the interpreter of an environment with TRL")
     parser.add_argument("--engine-python", type=Path, help="the interpreter of an environment with vLLM")
-    parser.add_argument("--systems", nargs="+", choices=[*OURS, "trl"], default=["slimefsdp", "trl"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["slimefsdp", "trl"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="that count, of a run")
@@ -339,6 +379,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batch", type=int, default=16, help="samples that TRL trains on at once")
     parser.add_argument("--json", type=Path, help="the record")
     args = parser.parse_args(argv)
+    if args.what == "table":
+        record = json.loads((args.json or RECORD).read_text())
+        print("\n".join([*speed_rows(record), "", *learning_rows(record)]))
+        return 0
+    if args.model is None:
+        parser.error("--model is missing")
     for system, python in (("trl", args.trl_python), ("slimefsdp_vllm", args.engine_python)):
         if system in args.systems and python is None:
             parser.error(f"{system} needs {'--trl-python' if system == 'trl' else '--engine-python'}")
