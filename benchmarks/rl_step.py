@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -298,7 +298,7 @@ def keep(file: Path | None, section: str, name: str, found: Mapping[str, Any], a
     file.write_text(json.dumps(record, indent=1) + "\n")
 
 
-SPEED_HEAD = ("prompt + response", "system", "samples a CPU-second", "CPU-seconds a step", "generation", "training",
+SPEED_HEAD = ("samples x (prompt + response)", "system", "samples a CPU-second", "CPU-seconds a step", "generation", "training",
               "new weights", "seconds a step", "as fast as TRL, by CPU-seconds")  # fmt: skip
 LEARNING_HEAD = ("seed", "system", "steps", "first quarter", "last quarter", "mean")
 
@@ -307,17 +307,13 @@ def speed_rows(record: Mapping[str, Any]) -> list[str]:
     """The rows of the documents' table of speed."""
     rows = [table_row(SPEED_HEAD), table_row(["---"] * len(SPEED_HEAD))]
     for found in record["results"].get("speed", {}).values():
-        shape = found["shape"]
+        shape = Shape(**found["shape"])
+        what = f"{shape.prompts * shape.samples} x ({shape.prompt_tokens} + {shape.response_tokens})"
         for system, one in found["systems"].items():
             ratio = one.get("times_trl_by_cpu")
             cpu = [f"{one[f'cpu/{part}']:.1f}" for part in ("step", *PARTS)]
-            rows.append(
-                table_row(
-                    [f"{shape['prompt_tokens']} + {shape['response_tokens']}", f"`{system}`",
-                     f"{one['samples_per_cpu_second']:.2f}", *cpu, f"{one['seconds/step']:.0f}",
-                     f"{ratio['median']:.2f}x" if ratio else ""]
-                )
-            )  # fmt: skip
+            ends = [f"{one['seconds/step']:.0f}", f"{ratio['median']:.2f}x" if ratio else ""]
+            rows.append(table_row([what, f"`{system}`", f"{one['samples_per_cpu_second']:.2f}", *cpu, *ends]))
     return rows
 
 
@@ -372,6 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine-python", type=Path, help="the interpreter of an environment with vLLM")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["slimefsdp", "trl"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--prompts", type=int, default=8, help="of a step of `speed`, with 8 samples of each")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="that count, of a run")
     parser.add_argument("--skip", type=int, default=1, help="first steps of a run that do not count")
@@ -393,8 +390,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(args, name, getattr(args, name).absolute())
     if args.what == "speed":
         for name in args.shapes:
-            print(f"{name}: {SHAPES[name]}")
-            keep(args.json, "speed", name, speed(SHAPES[name], args), args)
+            shape = replace(SHAPES[name], prompts=args.prompts)
+            print(f"{name}: {shape}")
+            keep(args.json, "speed", name, speed(shape, args), args)
     else:
         for seed in args.seeds:
             keep(args.json, "learning", str(seed), learning(seed, args), args)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from actors.workers.worker_group import WorkerGroup
+from benchmarks.rl_step import RECORD, learning_rows, speed_rows
 from slimefsdp import errors
 from slimefsdp.config import load_config
 from slimefsdp.models.hf_folder import SUPPORTED_MODELS
@@ -304,6 +305,13 @@ def test_the_second_run_of_the_train_step_is_the_recorded_one() -> None:
         f"`skewed` came out at {faster['skewed', 'trl']} of TRL and {faster['skewed', 'slime']} of slime's semantics"
     )
     assert f"{skewed}, `uniform` at {faster['uniform', 'trl']} of TRL." in page
+
+
+def test_the_whole_steps_beside_another_trainer_are_the_recorded_ones() -> None:
+    record = json.loads(RECORD.read_text())
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    for row in [*speed_rows(record), *learning_rows(record)]:
+        assert row in page
 
 
 def test_the_documents_compare_the_train_steps_of_two_commits_as_the_record_says() -> None:
