@@ -185,7 +185,8 @@ def _calculator() -> Tool:
 
 
 _loaded = functools.cache(load_tool)
-_reward_of = functools.cache(functools.partial(load_reward, concurrency=32))
+# a server that is away is asked again for as long; whoever is asked about an answer has environment.timeout_s besides
+_reward_of = functools.cache(functools.partial(load_reward, timeout_s=60.0, concurrency=32))
 
 
 def _refusal(problem: str, hint: str) -> ConfigError:
