@@ -27,9 +27,9 @@ CURVE = (
     *("step", "eval/reward", "eval/tool_calls", "eval/tool_errors", "rollout/reward", "rollout/tool_calls"),
     *("rollout/tool_errors", "rollout/turns", "entropy", "rollout_mismatch_max", "seconds/step"),
 )
-# what is right of the answers: numbers from 100 to 9801 are guessed in the warm-up, and as many calls are made
+# what is right of the answers: numbers from 1000 to 9999 are guessed in the warm-up, and as many calls are made
 STRATEGIES = {
-    "answers at once, with a number at random": 1 / 9702,
+    "answers at once, with a number at random": 1 / 9000,
     "what the warm-up shows, without a slip": 0.5 + 0.5 / 9702,
     "asks the calculator and repeats what it said": 1.0,
 }

@@ -35,7 +35,8 @@ def write_calculator(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    pairs = [(left, right) for left in range(10, 100) for right in range(10, 100)]
+    # of four digits each: what is to be repeated is always as far away
+    pairs = [(left, right) for left in range(32, 100) for right in range(32, 100)]
     rng.shuffle(pairs)
     records = [{"prompt": f"{left}*{right}", "answer": str(left * right)} for left, right in pairs]
     heldout, others = records[:HELDOUT_RECORDS], records[HELDOUT_RECORDS:]
@@ -55,7 +56,7 @@ def _demonstration(rng: random.Random, record: dict[str, str]) -> dict[str, Any]
     asked = [{"role": "user", "content": record["prompt"]}]
     call, kind = CALL.format(record["prompt"]), rng.choice(("guess", "call", "result"))
     if kind == "guess":
-        return {"prompt": asked, "answer": str(rng.randint(100, 9801))}
+        return {"prompt": asked, "answer": str(rng.randint(1000, 9999))}
     if kind == "call":
         return {"prompt": asked, "answer": call}
     told = {"role": "user", "content": RESULT.format(record["answer"])}
