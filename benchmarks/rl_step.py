@@ -321,8 +321,9 @@ def speed_rows(record: Mapping[str, Any]) -> list[str]:
 
 def learning_rows(record: Mapping[str, Any]) -> list[str]:
     """The rows of the documents' table of rewards."""
-    rows = [table_row(LEARNING_HEAD), table_row(["---"] * len(LEARNING_HEAD))]
-    for seed, found in record["results"].get("learning", {}).items():
+    runs = record["results"].get("learning", {})
+    rows = [table_row(LEARNING_HEAD), table_row(["---"] * len(LEARNING_HEAD))] if runs else []
+    for seed, found in runs.items():
         for system in (name for name in found if name in SYSTEMS):
             one = found[system]
             means = [f"{one[name]:.3f}" for name in ("first_quarter", "last_quarter", "mean")]
