@@ -29,7 +29,14 @@ from benchmarks.record import environment  # noqa: E402
 from benchmarks.sort_digits_seeds import with_vllm  # noqa: E402
 
 CURVE = (
-    *("step", "rollout/reward", "rollout/mentioned", "rollout/exact", "rollout/truncated", "rollout/response_length"),
+    *(
+        "step",
+        "rollout/reward",
+        "rollout/mentioned",
+        "rollout/answer_only",
+        "rollout/truncated",
+        "rollout/response_length",
+    ),
     *("entropy", "zero_variance_groups", "rollout_mismatch", "rollout_mismatch_max", "grad_norm", "seconds/step"),
 )
 KINDS = {"solved": (), "well_formed": ("--control",)}

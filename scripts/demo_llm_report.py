@@ -41,7 +41,7 @@ def report(folder: Path) -> dict[str, Any]:
             field="FOLDER",
             hint="name a folder of scripts/demo_llm.sh whose run has ended",
         )
-    rows = read_metrics(run / "metrics.jsonl")
+    rows = read_metrics(run)
     trained = [row for row in rows if "rollout_mismatch" in row]
     steps = [row for row in rows if "seconds/step" in row]
     return {
@@ -52,7 +52,7 @@ def report(folder: Path) -> dict[str, Any]:
         "rollout_mismatch_max": max(row["rollout_mismatch_max"] for row in trained),
         "entropy": [trained[0]["entropy"], trained[-1]["entropy"]],
         "zero_variance_groups": [fmean(row["zero_variance_groups"] for row in part) for part in _ends(trained)],
-        "reward": [fmean(row["rollout/reward"] for row in part) for part in _ends(steps)],
+        "training_reward": [fmean(row["rollout/reward"] for row in part) for part in _ends(steps)],
         "response_length": [steps[0]["rollout/response_length"], steps[-1]["rollout/response_length"]],
         "training_seconds": sum(row["seconds/step"] for row in steps),
     }
@@ -80,7 +80,7 @@ def _accuracy(file: Path) -> dict[str, Any]:
         "finished": len(ended) / len(rows),
         "solved_of_finished": fmean(map(_is_solved, ended)) if ended else None,
         "mentioned": fmean(row["scores"]["mentioned"] for row in rows),
-        "exact": fmean(row["scores"]["exact"] for row in rows),
+        "answer_only": fmean(row["scores"]["answer_only"] for row in rows),
     }
 
 

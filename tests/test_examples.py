@@ -232,6 +232,29 @@ def test_the_demos_figures_are_the_recorded_ones_and_keep_its_promise() -> None:
     assert f"at most {max(run['largest_rollout_mismatch'] for run in record['runs']):.1e} apart" in README
 
 
+def test_the_figures_of_the_demo_with_a_pretrained_model_are_the_recorded_ones() -> None:
+    record = json.loads((ROOT / "benchmarks/results/demo_llm.json").read_text())
+    page = (ROOT / "docs/demo_llm.md").read_text()
+    for run in record["runs"]:
+        apart, most, seconds = run["rollout_mismatch"], run["rollout_mismatch_max"], run["training_seconds"]
+        entropy = ", ".join(f"{value:.2f}" for value in run["entropy"])
+        assert f"| {run['seed']} | `{run['reward']}` | {apart:.1e} | {most:.1e} | {entropy} | {seconds:.0f} s |" in page
+        assert apart <= 1e-5 and most <= 5e-4
+        for family, sides in run["families"].items():
+            shown = " | ".join(
+                f"{side['solved']:.3f} ({side['interval'][0]:.3f} to {side['interval'][1]:.3f})"
+                for side in (sides["before"], sides["after"])
+            )
+            assert f"| {run['seed']} | `{run['reward']}` | `{family}` | {shown} |" in page
+    for run in (run for run in record["runs"] if run["reward"] == "solved"):
+        for family in ("chain_sum", "products"):
+            sides = run["families"][family]
+            assert sides["after"]["interval"][0] > sides["before"]["interval"][1]
+            # more than learning to end explains
+            assert sides["after"]["solved_of_finished"] > sides["before"]["solved_of_finished"] + 0.1
+        assert run["zero_variance_groups"][1] < 0.9 and run["entropy"][1] > 0.05
+
+
 def test_the_algorithms_compared_are_the_recorded_ones_and_all_of_them_learned() -> None:
     runs = json.loads((ROOT / "benchmarks/results/sort_digits_algorithms.json").read_text())["results"]
     assert len(runs) == 7

@@ -10,7 +10,7 @@ Models answer in sentences, so a part of the response is scored (`answer_in`):
 2. else, where the true answer is a number, the last number of the response;
 3. else as many of its last lines as the true answer has, without the emphasis of Markdown and a full stop at the end.
 
-How often the response was the answer and nothing else is beside the reward, as `exact`, and how often the true answer
+How often the response was the answer and nothing else is beside the reward, as `answer_only`, and how often the true answer
 stands anywhere in it, finished or not, as `mentioned`: a gain in form alone raises the first and not the second. How
 many finish at all is what an evaluation finds itself (`eval/finished`).
 
@@ -233,7 +233,7 @@ def _beside(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
     pattern = rf"(?<![\w.-]){re.escape(true_answer or '')}(?!\.?\w)"
     is_mentioned = bool(true_answer) and re.search(pattern, response) is not None
     return {
-        "exact": float(finished and _score(response.strip(), record) >= 1.0),
+        "answer_only": float(finished and _score(response.strip(), record) >= 1.0),
         "mentioned": float(is_mentioned),
     }
 

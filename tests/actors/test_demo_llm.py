@@ -68,7 +68,7 @@ def test_two_steps_of_the_demo_evaluate_train_and_say_so_and_a_second_call_goes_
     last = first.stdout.splitlines()[-1]
     assert last.startswith("SmolLM2-135M-Instruct, held-out solved: ") and "in 2 steps" in last
     assert all(f"`{family}` | 4 |" in first.stdout for family in ("chain_sum", "chain_sum_2_digits", "products"))
-    rows = read_metrics(folder / "grpo/metrics.jsonl")
+    rows = read_metrics(folder / "grpo")
     for family in ("chain_sum", "chain_sum_2_digits", "products"):
         assert [row["step"] for row in rows if f"eval/{family}/pass@1" in row] == [0, 2]
     trained = [row for row in rows if "rollout_mismatch" in row]

@@ -71,7 +71,7 @@ def test_what_is_read_from_the_file_is_scored_as_what_was_drawn(name: str, tmp_p
         for answer in (str(one["answer"]), "no idea"):
             wanted = theirs(answer, {key: one[key] for key in ("question", "answer", "metadata")})
             assert reward(one, f"<answer>{answer}</answer>", True)["reward"] == wanted
-        assert reward(one, str(one["answer"]), True)["exact"] == 1.0
+        assert reward(one, str(one["answer"]), True)["answer_only"] == 1.0
 
 
 def test_the_command_takes_settings_of_the_data_set_and_a_last_line(
@@ -148,18 +148,18 @@ def test_the_part_of_a_response_that_is_scored(response: str, true_answer: str |
 def test_rewards_of_right_wrong_cut_and_wordy_responses() -> None:
     one = record("4 - 1 =", "3")
     rewards = {
-        "3": {"reward": 1.0, "exact": 1.0, "mentioned": 1.0},
-        "4 - 1 = 3.": {"reward": 1.0, "exact": 0.0, "mentioned": 1.0},
-        "3 is 4 - 1": {"reward": 0.0, "exact": 0.0, "mentioned": 1.0},
-        "13": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
-        "-3": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
-        "3.5": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
-        "no": {"reward": 0.0, "exact": 0.0, "mentioned": 0.0},
+        "3": {"reward": 1.0, "answer_only": 1.0, "mentioned": 1.0},
+        "4 - 1 = 3.": {"reward": 1.0, "answer_only": 0.0, "mentioned": 1.0},
+        "3 is 4 - 1": {"reward": 0.0, "answer_only": 0.0, "mentioned": 1.0},
+        "13": {"reward": 0.0, "answer_only": 0.0, "mentioned": 0.0},
+        "-3": {"reward": 0.0, "answer_only": 0.0, "mentioned": 0.0},
+        "3.5": {"reward": 0.0, "answer_only": 0.0, "mentioned": 0.0},
+        "no": {"reward": 0.0, "answer_only": 0.0, "mentioned": 0.0},
     }
     for response, wanted in rewards.items():
         assert solved(one, response, True) == wanted, response
         cut = solved(one, response, False)
-        assert cut == {**wanted, "reward": 0.0, "exact": 0.0}, response
+        assert cut == {**wanted, "reward": 0.0, "answer_only": 0.0}, response
     # reasoning_gym gives a part for an answer that holds the true one
     assert scored(one, "13", True)["reward"] == 0.5 and scored(one, "13", False)["reward"] == 0.0
 
