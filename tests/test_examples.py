@@ -252,6 +252,9 @@ def test_the_figures_of_the_demo_with_a_pretrained_model_are_the_recorded_ones()
             assert sides["after"]["interval"][0] > sides["before"]["interval"][1]
             # more than learning to end explains
             assert sides["after"]["solved_of_finished"] > sides["before"]["solved_of_finished"] + 0.1
+            for side in sides.values():
+                low, high = side["interval"]
+                assert f"{side['solved']:.3f} (" in README and f"{low:.3f} to {high:.3f})" in README
         assert run["zero_variance_groups"][1] < 0.9 and run["entropy"][1] > 0.05
 
 

@@ -10,9 +10,9 @@ Models answer in sentences, so a part of the response is scored (`answer_in`):
 2. else, where the true answer is a number, the last number of the response;
 3. else as many of its last lines as the true answer has, without the emphasis of Markdown and a full stop at the end.
 
-How often the response was the answer and nothing else is beside the reward, as `answer_only`, and how often the true answer
-stands anywhere in it, finished or not, as `mentioned`: a gain in form alone raises the first and not the second. How
-many finish at all is what an evaluation finds itself (`eval/finished`).
+How often the response was the answer and nothing else is beside the reward, as `answer_only`, and how often the true
+answer stands anywhere in it, finished or not, as `mentioned`: a gain in form alone raises the first and not the second.
+How many finish at all is what an evaluation finds itself (`eval/finished`).
 
 Importing this file costs no reasoning_gym.
 """
