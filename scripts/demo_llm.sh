@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A pretrained model learns real tasks: SmolLM2-135M-Instruct, sums and products of reasoning_gym, GRPO. It takes 20
-# minutes on two CPU cores, tells how far it is, and goes on where it was when it is started again.
+# A pretrained model learns real tasks: SmolLM2-135M-Instruct, sums and products of reasoning_gym, GRPO. It takes half an
+# hour on two busy CPU cores, tells how far it is, and goes on where it was when it is started again.
 #
 #   bash scripts/demo_llm.sh [--seed N] [--steps N] [--control] [--heldout N] [--model FOLDER] [--output DIR]
 #                            [--engine-python PATH] [section.name=value ...]
