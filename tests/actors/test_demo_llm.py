@@ -82,7 +82,8 @@ def test_two_steps_of_the_demo_evaluate_train_and_say_so_and_a_second_call_goes_
     assert len(held) == 12 and len(train) == 120 and not held & train
 
     again = demo(*words, cwd=tmp_path)
-    assert again.returncode == 0 and again.stdout == first.stdout and "has ended already" in again.stderr
+    assert again.returncode == 0 and "has ended already" in again.stderr
+    assert again.stdout.startswith("| held-out family |") and first.stdout.endswith(again.stdout)
 
 
 @pytest.mark.parametrize(
