@@ -13,6 +13,7 @@ import pytest
 
 from actors.rollout.collect import Collector
 from actors.rollout.engine import SampledResponse
+from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
@@ -116,7 +117,7 @@ def test_a_step_draws_prompts_and_responses_of_its_stage_and_an_evaluation_is_as
     assert [row["rollout/stage"] for row in metrics] == [1, 1, 2, 2, 3, 3, 3, 3]
     assert [row["rollout/prompt_length"] for row in metrics] == [pytest.approx(np.mean(lengths)) for lengths in drawn]
     assert [row["rollout/prompt_length_max"] for row in metrics] == [max(lengths) for lengths in drawn]
-    one.evaluate(1, VERSION)
+    Evaluator(make(), one).evaluate(1, VERSION)
     assert words(engines.calls[-1][0]) == LENGTHS and engines.calls[-1][1] == LONGEST
 
 

@@ -32,7 +32,7 @@ class Engines:
 
     def generate(
         self, prompts: Sequence[str], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False,
-        each: Callable[[SampledResponse], None], may_mix: bool = False,
+        each: Callable[[SampledResponse], None], may_mix: bool = False, max_new_tokens: int = LONGEST,
     ) -> tuple[int, list[SampledResponse]]:  # fmt: skip
         samples = []
         for index, prompt in enumerate(prompts):

@@ -308,6 +308,8 @@ WAITS_WITHOUT = {
     "actors/cli/calibrate.py: found.get()": "all who could put something there have ended",
     "actors/rollout/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/rollout/child_server.py: server.wait()": "it was killed",
+    "actors/environments/python_snippets.py: process.communicate(code.encode(errors='surrogatepass'))": "in a timeout",
+    "actors/environments/python_snippets.py: process.wait()": "it was killed",
     "slimefsdp/weight_sync/broadcast.py: work.wait()": "gloo's group has a timeout; NCCL's work is complete",
     "slimefsdp/attention/all_gather.py: comm.exchange(outgoing, arriving).wait()": "as comm.py",
     "slimefsdp/attention/all_gather.py: comm.exchange([sent] * comm.size, fetched).wait()": "as comm.py",
