@@ -24,9 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from actors.environments.environment import MOST_CHARACTERS  # noqa: E402
-
 from actors.environments import Environment, StepResult  # noqa: E402
+from actors.rollout.environment import MOST_CHARACTERS  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 
 KINDS = {"plain": 0.96, "raise": 0.015, "giant": 0.01, "wrong": 0.01, "exit": 0.0025, "hang": 0.0025}
