@@ -93,6 +93,23 @@ def test_the_names_that_are_taken_are_listed() -> None:
     assert set(re.findall(r"`(\w+)`", said)) == RESERVED
 
 
+def test_every_one_of_ten_thousand_unruly_episodes_was_accounted_for() -> None:
+    results = json.loads((ROOT / "benchmarks/results/episodes.json").read_text())["results"]
+    assert set(results) == {"Unruly", "UnrulyLater"}
+    for found in results.values():
+        kinds, grown = found["by_kind"], found["mib_grown_in_the_second_half"]
+        assert sum(kinds.values()) == found["episodes"] == 10_000 and min(kinds.values()) > 0
+        assert grown["driver"] < 2 and grown["engine"] < 64
+        cells = [
+            f"{kinds['plain']:,}",
+            f"{kinds['raise']}, {kinds['wrong']}, {kinds['giant']}",
+            f"{kinds['exit']}, {kinds['hang']}",
+            f"{found['episodes_per_second']:.0f}",
+            f"{grown['driver']:+.1f}, {grown['engine']:+.1f} MiB",
+        ]
+        assert f"| {' | '.join(cells)} |" in PAGE
+
+
 def test_the_figures_of_the_example_are_the_recorded_ones_and_it_learned(tmp_path: Path) -> None:
     record = json.loads((ROOT / "benchmarks/results/calculator_seeds.json").read_text())
     assert calculator_seeds.table(record) in PAGE
