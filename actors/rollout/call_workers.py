@@ -170,6 +170,7 @@ class PendingCalls(Generic[CallT, OutcomeT]):
 
     def add(self, call: CallT) -> None:
         """Has one more run; does not wait for it."""
+        self._require_workers()
         self._queue_of(call).append(len(self.calls))
         self.calls.append(call)
         self._advance(0.0)
@@ -178,14 +179,14 @@ class PendingCalls(Generic[CallT, OutcomeT]):
         """Waits for all; the outcomes in the order in which calls were added."""
         self._is_complete = True
         while len(self._outcomes) < len(self.calls):
-            if not self._all._workers:
-                raise StateError(
-                    f"the processes that call {self._all.name} were shut down",
-                    field=self._all.setting,
-                    hint="launch others",
-                )
+            self._require_workers()
             self._advance(SLICE_S)
         return [self._outcomes[place] for place in range(len(self.calls))]
+
+    def _require_workers(self) -> None:
+        if not self._all._workers:
+            problem = f"the processes that call {self._all.name} were shut down"
+            raise StateError(problem, field=self._all.setting, hint="launch others")
 
     def _queue_of(self, call: CallT) -> deque[int]:
         home = self._all._home(call)

@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,8 +246,9 @@ class EnvironmentWorkers(CallWorkers[EpisodeCall, Answer]):
     def forget(self, number: int) -> None:
         """Has the processes close what is left of the episodes of a call of the driver."""
         self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
-        for worker in self._workers:
-            worker.actor.forget.remote(number)
+        with suppress(Exception):  # Ray may be gone, which whoever waits for an answer is told
+            for worker in self._workers:
+                worker.actor.forget.remote(number)
 
     def _actor(self, options: dict[str, Any]) -> Any:
         actor: Any = ray.remote(EnvironmentWorker).options(**options)

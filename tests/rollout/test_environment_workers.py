@@ -15,7 +15,7 @@ from actors.environments import Environment, StepResult
 from actors.rollout.environment import MOST_CHARACTERS, load_environment
 from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record
-from slimefsdp.errors import BatchError, ConfigError, SlimeError
+from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
 from tests.support.refusals import refused
 from tests.support.waiting import wait_until
 
@@ -229,3 +229,12 @@ def test_environments_are_closed_once_when_they_are_done_failed_or_forgotten(lau
 def test_a_name_that_is_no_environment_is_refused(name: str, arguments: Any, field: str, fault: str) -> None:
     with refused(ConfigError, field, fault):
         load_environment(name, arguments)
+
+
+def test_processes_that_were_shut_down_say_so(launch: Any) -> None:
+    workers = launch()
+    pending = workers.pending()
+    workers.shutdown()
+    with refused(StateError, "environment.workers", f"{HERE}:Counting"):
+        pending.add(EpisodeCall((0, 0, 0), _record(0, {}), 0, (), ()))
+    workers.forget(0)
