@@ -329,6 +329,24 @@ def test_the_speed_beside_others_is_the_recorded_one() -> None:
         assert f"| `{workload}` | {' | '.join(shown)} |" in README
 
 
+def test_the_steps_on_a_gpu_are_the_recorded_ones() -> None:
+    page = (ROOT / "docs/performance.md").read_text()
+    cases = json.loads((ROOT / "benchmarks/results/gpu_step.json").read_text())["results"]["cases"]
+    for case in cases:
+        figures = f"| {case['seconds']:.3f} | {case['tokens_per_s']:,.0f} | {case['tflops']:.0f} |"
+        shares = f"{case['mfu_of_measured']:.1%} | {case['mfu_of_stated']:.1%} | {case['peak_gib']:.0f} |"
+        assert f"{figures} {shares}" in page
+    fastest = max(case["tflops"] for case in cases if case["system"] == "slimefsdp")
+    assert f"Qwen3-4B trains at {fastest:.0f} TFLOP/s" in README
+
+
+def test_on_a_gpu_the_transports_end_at_the_same_bits() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/gpu_sort_digits.json").read_text())["runs"]
+    assert {run["weight_transport"] for run in runs} == {"object_store", "broadcast", "disk", "ipc"}
+    for run in runs:
+        assert (run["losses"], run["grad_norms"]) == (runs[0]["losses"], runs[0]["grad_norms"])
+
+
 def test_the_second_run_of_the_train_step_is_the_recorded_one() -> None:
     page = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
     results = json.loads((ROOT / "benchmarks/results/train_step_repeated.json").read_text())["results"]

@@ -21,10 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Half-precision weights are worked through in vocabulary blocks of these sizes in float32: on a CPU the widened weight
-# (a larger block costs page faults), on CUDA one product of the weight gradient (a smaller one costs kernel launches).
-CPU_BLOCK_BYTES = 8 * 2**20
-CUDA_BLOCK_BYTES = 64 * 2**20
+# Half-precision weights are widened on a CPU, in vocabulary blocks of this size in float32: larger ones cost page faults.
+BLOCK_BYTES = 8 * 2**20
+
+# Both logits-sized buffers of a chunk together, by type of device. Each chunk is one more pass over the float32 gradient
+# of the weight: on an H200, 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, 176 ms in chunks of 1 GiB
+# (benchmarks/results/gpu_smoke.json).
+CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 
 
 class HeadInputs(NamedTuple):
@@ -43,7 +46,7 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_grad: bool = False,
-    chunk_bytes: int = 128 * 2**20,
+    chunk_bytes: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each row's target under softmax(softcapped(hidden @ weight.T) / temperature), and its entropy.
@@ -59,7 +62,7 @@ def token_log_probs(
         with_entropy: also return the entropy in nats.
         entropy_grad: let gradients flow through the entropy; otherwise it carries no graph.
         chunk_bytes: bound on the two logits-sized buffers of one chunk; a chunk has at least two rows where there are
-            two, and soft-cap together with entropy_grad takes a third buffer.
+            two, and soft-cap together with entropy_grad takes a third buffer. None: that of CHUNK_BYTES.
         softcap: the final logit soft-cap of Gemma 2: logits = softcap * tanh(logits / softcap), before the temperature.
 
     Returns:
@@ -77,7 +80,7 @@ def token_log_probs_and_kl(
     *,
     temperature: float = 1.0,
     entropy_grad: bool = False,
-    chunk_bytes: int = 128 * 2**20,
+    chunk_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`token_log_probs` and entropy, and each row's KL(model || reference) over the whole vocabulary.
 
@@ -108,12 +111,14 @@ def _apply(
     temperature: float,
     with_entropy: bool,
     entropy_grad: bool,
-    chunk_bytes: int,
+    chunk_bytes: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     hidden, weight, softcap = model
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
     # the same chunks with and without a reference: another number of rows may take another path of the product
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
     rows_per_chunk = chunk_bytes // (weight.shape[0] * _logits_dtype(hidden).itemsize * 2)
     bounds = chunk_bounds(hidden.shape[0], rows_per_chunk)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
@@ -279,7 +284,7 @@ def _write_shifted_logits(model: HeadInputs, start: int, end: int, temperature: 
 def _vocab_blocks(weight: Tensor) -> list[slice]:
     """Slices of the vocabulary whose part of `weight` [vocab, hidden_dim] takes about the block's bytes in float32."""
     vocab, hidden_dim = weight.shape
-    block = max(1, (CUDA_BLOCK_BYTES if weight.is_cuda else CPU_BLOCK_BYTES) // (4 * hidden_dim))
+    block = max(1, BLOCK_BYTES // (4 * hidden_dim))
     return [slice(start, min(start + block, vocab)) for start in range(0, vocab, block)]
 
 
@@ -312,8 +317,6 @@ def _write_hidden_grad(logits_grad: Tensor, weight: Tensor, out: Tensor) -> None
 def _add_weight_grad(logits_grad: Tensor, hidden: Tensor, total: Tensor) -> None:
     """total [vocab, hidden_dim] += logits_grad.T @ hidden, without a second [vocab, hidden_dim] tensor."""
     if hidden.is_cuda and hidden.dtype != total.dtype:
-        narrow = logits_grad.to(hidden.dtype)
-        for block in _vocab_blocks(total):
-            total[block].add_(torch.mm(narrow[:, block].t(), hidden, out_dtype=total.dtype))
+        torch.addmm(total, logits_grad.to(hidden.dtype).t(), hidden, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(logits_grad.t(), hidden.to(total.dtype))

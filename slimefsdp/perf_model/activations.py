@@ -13,9 +13,8 @@ from slimefsdp.model_spec import ModelSpec
 
 Recompute = Literal["none", "full", "selective"]
 
-HEAD_CHUNK_BYTES = (
-    128 * 2**20
-)  # the default of slimefsdp.models.fused_log_probs, both logits-sized buffers of a chunk together
+# of slimefsdp.models.fused_log_probs, both logits-sized buffers of a chunk together
+HEAD_CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 _WIDENED_WEIGHT_BYTES = 8 * 2**20  # a block of a half-precision weight on a CPU
 
 
@@ -95,7 +94,7 @@ class HeadActivations:
         hidden, vocab = model_spec.hidden, model_spec.vocab
         if not rows:
             return cls(kept=tokens * hidden * (wide + compute), forward=0, backward=0)
-        logits = -(-rows // _head_chunks(rows, vocab, wide)) * vocab * wide
+        logits = -(-rows // _head_chunks(rows, vocab, wide, on_cpu=on_cpu)) * vocab * wide
         is_half = compute != wide
         widened = min(_WIDENED_WEIGHT_BYTES, vocab * hidden * wide) if is_half and on_cpu else 0
         buffers = 1 + entropy_grad + full_kl
@@ -109,19 +108,19 @@ class HeadActivations:
         )
 
 
-def recomputed_head_share(model_spec: ModelSpec, *, wide: int, rows: int) -> float:
+def recomputed_head_share(model_spec: ModelSpec, *, wide: int, rows: int, on_cpu: bool) -> float:
     """Of the head's projection, what backward computes again: all chunks but the last, whose logits are kept.
 
     With a final logit soft-cap none are; dimensions do not tell, and this leaves it out.
 
     Args:
-        wide, rows: as `HeadActivations.of_model`.
+        wide, rows, on_cpu: as `HeadActivations.of_model`.
     """
-    return 1 - 1 / _head_chunks(rows, model_spec.vocab, wide) if rows else 0.0
+    return 1 - 1 / _head_chunks(rows, model_spec.vocab, wide, on_cpu=on_cpu) if rows else 0.0
 
 
-def _head_chunks(rows: int, vocab: int, wide: int) -> int:
-    per_chunk = max(1, HEAD_CHUNK_BYTES // (2 * vocab * wide))
+def _head_chunks(rows: int, vocab: int, wide: int, *, on_cpu: bool) -> int:
+    per_chunk = max(1, HEAD_CHUNK_BYTES["cpu" if on_cpu else "cuda"] // (2 * vocab * wide))
     return max(1, min(-(-rows // per_chunk), rows // 2))
 
 

@@ -111,7 +111,7 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     model, sizes = work.model_spec, work.sizes
     recomputed = computing.recomputed_share(model.layers)
     again = recomputed if computing.recompute == "full" else 0.0
-    of_head = recomputed_head_share(model, wide=sizes.wide, rows=work.batch.rows)
+    of_head = recomputed_head_share(model, wide=sizes.wide, rows=work.batch.rows, on_cpu=computing.on_cpu)
     products = work.needed.layers + work.needed.head + of_head * work.forward.head + again * work.forward.layers
     attention = work.needed.attention + (0.5 + again) * work.forward.attention
     layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide)

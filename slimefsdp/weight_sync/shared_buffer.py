@@ -84,7 +84,7 @@ def _gpu_name(index: int) -> str:
 
 
 def _cuda_handle(data: torch.Tensor) -> Handle:
-    # what torch.multiprocessing sends of a tensor, without its pickles; not yet run on a GPU
+    # what torch.multiprocessing sends of a tensor, without its pickles
     device, *parts = data.untyped_storage()._share_cuda_()
     return {
         "gpu": _gpu_name(device),

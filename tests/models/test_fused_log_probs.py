@@ -195,9 +195,8 @@ def test_log_probs_near_zero_keep_absolute_float32_precision():
 
 
 def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients(monkeypatch):
-    monkeypatch.setattr(
-        fused_log_probs, "CPU_BLOCK_BYTES", 300 * 64 * 4
-    )  # seven vocabulary blocks, the last one shorter
+    # seven vocabulary blocks, the last one shorter
+    monkeypatch.setattr(fused_log_probs, "BLOCK_BYTES", 300 * 64 * 4)
     hidden, weight, targets, loss_weights = random_case(70, 64, 2003, torch.bfloat16)
     got = outputs_and_grads(fused_with_entropy_grad, hidden, weight, targets, loss_weights)
     want = outputs_and_grads(naive_log_probs, *as_float64(hidden, weight), targets, loss_weights)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,24 +76,30 @@ def test_recomputed_layers_keep_their_input_alone() -> None:
     assert full < kept_between(layer, 4, TOKENS, "selective", 1) < kept_between(layer, 4, TOKENS, "none", 1)
 
 
-def test_the_head_of_many_rows_holds_two_chunks_of_logits_and_a_gradient_of_its_weight() -> None:
+@pytest.mark.parametrize(("device", "rows"), [("cpu", 8000), ("cuda", 64_000)])
+def test_the_head_of_many_rows_holds_two_chunks_of_logits_and_a_gradient_of_its_weight(device: str, rows: int) -> None:
     model = ModelSpec(64, 4, 4, 2, 32, 160, vocab=32_768)
-    found = HeadActivations.of_model(model, compute=4, wide=4, tokens=8192, rows=8000)
-    assert 0.9 * HEAD_CHUNK_BYTES <= found.forward <= HEAD_CHUNK_BYTES
-    assert found.backward == found.forward // 2 + 8000 * 64 * 4 + 32_768 * 64 * 4
-    half = HeadActivations.of_model(model, compute=2, wide=4, tokens=8192, rows=8000)
-    assert half.backward - half.forward // 2 == 8000 * 64 * 2 + 32_768 * 64 * (4 + 2)
-    critic = HeadActivations.of_model(model, compute=4, wide=4, tokens=8192, rows=0)
+    of_model = partial(HeadActivations.of_model, model, wide=4, tokens=rows + 192, on_cpu=device == "cpu")
+    found = of_model(compute=4, rows=rows)
+    assert 0.9 * HEAD_CHUNK_BYTES[device] <= found.forward <= HEAD_CHUNK_BYTES[device]
+    # the gradient is that of the weight in float32, and once more rounded where the weight is; on a CPU products need
+    # a block of such a weight widened, too
+    assert found.backward == found.forward // 2 + rows * 64 * 4 + 32_768 * 64 * 4
+    half = of_model(compute=2, rows=rows)
+    widened = half.forward - found.forward
+    assert widened == (8 * 2**20 if device == "cpu" else 0)
+    assert half.backward - found.forward // 2 == rows * 64 * 2 + 32_768 * 64 * (4 + 2)
+    critic = of_model(compute=4, rows=0)
     assert critic.forward == critic.backward == 0 < critic.kept
 
 
 def test_the_chunks_are_those_of_the_head() -> None:
-    assert inspect.signature(fused_log_probs.token_log_probs).parameters["chunk_bytes"].default == HEAD_CHUNK_BYTES
+    assert fused_log_probs.CHUNK_BYTES == HEAD_CHUNK_BYTES
 
 
 @pytest.mark.parametrize(("rows", "chunks"), [(1, 1), (2, 1), (512, 1), (513, 2), (8000, 16)])
 def test_a_head_keeps_the_logits_of_one_chunk_of_the_real_ones(rows: int, chunks: int) -> None:
     model = ModelSpec(64, 4, 4, 2, 32, 160, vocab=32_768)
-    assert len(fused_log_probs.chunk_bounds(rows, HEAD_CHUNK_BYTES // (32_768 * 4 * 2))) == chunks
-    assert recomputed_head_share(model, wide=4, rows=rows) == 1 - 1 / chunks
-    assert recomputed_head_share(model, wide=4, rows=0) == 0
+    assert len(fused_log_probs.chunk_bounds(rows, HEAD_CHUNK_BYTES["cpu"] // (32_768 * 4 * 2))) == chunks
+    assert recomputed_head_share(model, wide=4, rows=rows, on_cpu=True) == 1 - 1 / chunks
+    assert recomputed_head_share(model, wide=4, rows=0, on_cpu=True) == 0
