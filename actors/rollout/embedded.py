@@ -270,6 +270,8 @@ class EmbeddedEngine(Engine):
 
     def sleep(self) -> None:
         """As `Engine`."""
+        from slimefsdp.distributed.memory_manager import give_back_free_memory
+
         self.abort()
         with self._before_the_next_token():
             self._receiver.forget()
@@ -279,10 +281,7 @@ class EmbeddedEngine(Engine):
                 storage = parameter.untyped_storage()
                 self._bytes[parameter] = storage.nbytes()
                 storage.resize_(0)
-            if self._is_on_cuda:
-                import torch
-
-                torch.cuda.empty_cache()
+            give_back_free_memory()
 
     def wake_up(self, tags: Sequence[EngineTag] = ENGINE_TAGS) -> None:
         """As `Engine`; it has a cache for what it samples alone."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from actors.cluster.connect import has_nvidia_driver
+from actors.cluster.placement import ALLOCATOR
 from actors.rollout.child_server import ChildServer
 from actors.rollout.server_client import ServerClient
 from actors.startup import stage
@@ -64,8 +65,10 @@ def start_on_loopback(
 
     Args:
         command: without host and port.
+        environment: that of this process, which computes by one thread, has settings that are not for a server.
     """
     port = free_port()
+    environment = {name: value for name, value in environment.items() if name not in ALLOCATOR}
     whole = [*command, "--host", LOOPBACK, "--port", str(port)]
     return ChildServer(whole, environment, logs / f"{kind}_{index}.log", logs), f"http://{LOOPBACK}:{port}"
 

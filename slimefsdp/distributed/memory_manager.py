@@ -6,6 +6,7 @@ The memory behind a part's tensors goes to host buffers and comes back; the tens
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -221,7 +222,7 @@ class StorageOffloader:
         self._asleep = sized  # before anything is freed: whatever happens now, waking up puts it right
         for storage, _ in sized:
             storage.resize_(0)
-        _give_back_cached_memory(sized)
+        give_back_free_memory()
         return MemoryReport(total, 0, self.host_bytes, time.perf_counter() - start)
 
     def wake_up(self) -> MemoryReport:
@@ -243,7 +244,7 @@ class StorageOffloader:
         except Exception:
             for storage, _ in self._asleep:
                 storage.resize_(0)
-            _give_back_cached_memory(self._asleep)
+            give_back_free_memory()
             raise
         self._asleep = []
         return MemoryReport(0, total, self.host_bytes, time.perf_counter() - start)
@@ -320,7 +321,10 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
     return list(storages.values())
 
 
-def _give_back_cached_memory(sized: list[tuple[torch.UntypedStorage, int]]) -> None:
-    """Hands what torch keeps for its next allocations to whoever else is on the device."""
-    if any(storage.device.type == "cuda" for storage, _ in sized):
+def give_back_free_memory() -> None:
+    """Hands what torch and the allocator of the host keep for later to whoever else is on the machine."""
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)

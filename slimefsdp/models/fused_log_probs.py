@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Half-precision weights are widened on a CPU, in vocabulary blocks of this size in float32: larger ones cost page faults.
+# On a CPU half-precision weights are widened in blocks of so many bytes of the vocabulary; larger ones fault in pages.
 BLOCK_BYTES = 8 * 2**20
 
-# Both logits-sized buffers of a chunk together, by type of device. Each chunk is one more pass over the float32 gradient
-# of the weight: on an H200, 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, 176 ms in chunks of 1 GiB
+# Both logits-sized buffers of a chunk together, by type of device. Each chunk is another pass over the weight's float32
+# gradient: on an H200, 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, 176 ms in chunks of 1 GiB
 # (benchmarks/results/gpu_smoke.json).
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 
