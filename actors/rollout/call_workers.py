@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import OutOfMemoryError, RayError
 
 from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.startup import answered, stage
@@ -229,7 +229,9 @@ class PendingCalls(Generic[CallT, OutcomeT]):
             if not places:
                 raise self._all._did_not_come_up(f"({_said(error)})") from error
             self._all._replace(worker)
-            worker.pending._are_lost(places, f"ended its process ({_said(error)})")
+            is_of_memory = isinstance(error, OutOfMemoryError)  # which need not be the fault of what ran there
+            ended = "lost its process, which Ray ended for want of memory on its machine,"
+            worker.pending._are_lost(places, ended if is_of_memory else f"ended its process ({_said(error)})")
             return
         if places:
             for place, outcome in zip(places, found, strict=False):

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import OutOfMemoryError
 
+from actors.rollout import call_workers
 from actors.rollout.prompts import Record
 from actors.rollout.reward_workers import RewardWorkers
 from actors.rollout.rewards import Response, driver_scorer
@@ -86,6 +89,30 @@ def test_workers_return_what_the_function_does_in_order(launch: Any, make_config
         assert len(pids) == 2 and os.getpid() not in pids
         assert there == [{key: value for key, value in one.items() if key != "pid"} for one in here]
     assert workers.score([]) == []
+
+
+def test_a_process_that_the_machine_had_no_memory_for_is_not_told_as_the_functions_fault(
+    launch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = launch("as_told", reward_workers=1)
+    workers.score(responses(""))
+
+    class Ray:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(ray, name)
+
+        def get(self, *arguments: Any, **how: Any) -> Any:
+            raise OutOfMemoryError("Task was killed due to the node running low on memory.")
+
+    monkeypatch.setattr(call_workers, "ray", Ray())
+    pending = workers.pending()
+    pending.add(responses("")[0])
+    while not pending._outcomes:  # the test itself has a time limit
+        pending._advance(0.1)
+    monkeypatch.undo()
+    (outcome,) = pending.finish()
+    assert isinstance(outcome, BatchError) and "want of memory on its machine" in outcome.message
+    assert workers.score(responses(""))[0]["reward"] == 0
 
 
 @pytest.mark.default_tier  # what it starts are two processes without torch
