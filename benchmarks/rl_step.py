@@ -167,9 +167,11 @@ def cpu_of_step(row: Mapping[str, Any], meter: CpuMeter) -> dict[str, float]:
 def ends_never(model: Path, folder: Path) -> Path:
     """A copy of a model folder, its weights as a link, whose end token is one that the model does not say."""
     folder.mkdir()
-    os.link(model / "model.safetensors", folder / "model.safetensors")
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model / name).read_bytes())
+    for file in model.iterdir():
+        if file.suffix == ".safetensors":
+            os.link(file, folder / file.name)
+        else:
+            (folder / file.name).write_bytes(file.read_bytes())
     added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     (token,) = [one["id"] for one in added if one["content"] == END]
     for name, key, value in (
