@@ -104,6 +104,14 @@ else
   say "the embedded engine samples (vLLM would, after bash scripts/setup_vllm.sh)"
 fi
 
+# a folder is of one run: its figures are not those of another model, and training does not change settings half-way
+given=$(printf '%s\n' "model $model" "reward $reward" "${engine[@]}" ${settings[@]+"${settings[@]}"})
+if [ ! -f "$home/arguments" ]; then
+  echo "$given" >"$home/arguments"
+elif [ "$given" != "$(cat "$home/arguments")" ]; then
+  fail "$home is of a run with other arguments ($(tr '\n' ' ' <"$home/arguments")); name another folder with --output"
+fi
+
 if [ -f "$run/model/config.json" ]; then
   say "$run has ended already"
 else

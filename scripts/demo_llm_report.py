@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 from actors.rollout.evaluation import share_of
 from slimefsdp.errors import ConfigError, SlimeError
 from slimefsdp.monitoring.metrics_log import read_metrics
@@ -122,10 +124,16 @@ def last_line(folder: Path, found: dict[str, Any]) -> str:
     )
     run = folder / "grpo"
     return (
-        f"SmolLM2-135M-Instruct, held-out solved: {gains} in {found['steps']} steps, "
+        f"{_model_of(run)}, held-out solved: {gains} in {found['steps']} steps, "
         f"{found['training_seconds']:.0f} s; rollout/trainer log-probs apart by {found['rollout_mismatch']:.1e}, "
         f"at most {found['rollout_mismatch_max']:.1e}; curves in {run / 'curves.png'}; model in {run / 'model'}"
     )
+
+
+def _model_of(run: Path) -> str:
+    """Its name, where the demo made its folder."""
+    folder = Path(yaml.safe_load((run / "settings.yaml").read_text())["model"]["path"]).name
+    return "SmolLM2-135M-Instruct" if folder == "smollm2" else folder
 
 
 def main() -> int:

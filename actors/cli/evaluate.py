@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -204,11 +205,13 @@ def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> l
 def _metric_lines(metrics: Metrics) -> list[str]:
     """Of one held-out set, whose metrics have their names without its own here."""
     width, lines = max(map(len, metrics)), []
+    shares = [name for name in metrics if re.fullmatch(r"(greedy_)?pass@\d+", name)]
+    ends = {f"{name}_{end}" for name in shares for end in ("low", "high")}
     for name, value in metrics.items():
-        if name.endswith(("_low", "_high")) and name.rpartition("_")[0] in metrics:
+        if name in ends:
             continue
         interval = ""
-        if f"{name}_low" in metrics:
+        if name in shares:
             interval = f"   95 % interval {metrics[f'{name}_low']:.3f} to {metrics[f'{name}_high']:.3f}"
         lines.append(f"  {name:<{width}}  {value:.3f}{interval}")
     return lines

@@ -236,9 +236,9 @@ def _eval(options: argparse.Namespace) -> int:
             metrics = evaluated(config, prompts)
         finally:
             disconnect()
-    print(json_text(metrics) if options.json else "\n".join(evaluation_lines(config, prompts, metrics)))
     if options.output is not None:
         keep_metrics(metrics, options.output)
+    print(json_text(metrics) if options.json else "\n".join(evaluation_lines(config, prompts, metrics)))
     return 0
 
 

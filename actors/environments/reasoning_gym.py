@@ -38,7 +38,9 @@ _CHUNK = 500  # problems of one data set of reasoning_gym's; the next ones are o
 # draws in a row without a new problem, for each one found, after which there is none: where all are equally likely, one
 # that is left would have been missed with a probability of e^-20
 _PATIENCE, _AT_LEAST = 20, 1000
-_NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
+# a sign is one where nothing stands before it that it could part from the number, as in 10-5
+_NUMBER = r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+_MINUS = str.maketrans("\u2212\u2013", "--")  # as models write it
 
 
 # ---------------------------------------------------------------------- prompts
@@ -220,8 +222,8 @@ def answer_in(response: str, true_answer: str | None) -> str:
     if tagged:
         return str(tagged[-1]).strip()
     if true_answer is not None and re.fullmatch(_NUMBER, true_answer.strip()):
-        numbers = re.findall(_NUMBER, response)
-        return numbers[-1].rstrip(",") if numbers else ""
+        numbers = re.findall(_NUMBER, response.translate(_MINUS))
+        return numbers[-1] if numbers else ""
     count = len((true_answer or "").splitlines()) or 1
     answer = "\n".join(response.strip().splitlines()[-count:]).strip().strip("*").strip()
     ends_in_stop = true_answer is not None and true_answer.rstrip().endswith(".")

@@ -79,11 +79,11 @@ def load_tool(name: str) -> Tool:
 
 def fault_of(value: Any, schema: Mapping[str, Any], where: str = "arguments") -> str | None:
     """Why a value is not of a schema that this file made; None: it is."""
+    if value is None and schema.get("nullable"):
+        return None
     if "anyOf" in schema:
         faults = [fault_of(value, one, where) for one in schema["anyOf"]]
         return None if None in faults else faults[0]
-    if value is None and schema.get("nullable"):
-        return None
     kind = schema.get("type")
     if kind is not None and not _is_of(value, kind):
         return f"{where} is {short_repr(value)}, not of type {kind}"

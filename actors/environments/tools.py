@@ -82,10 +82,15 @@ class ToolUse(Environment):
             if type(value) is not int or value < 1:
                 raise _refusal(f"{name}={short_repr(value)}", "set it to a whole number above 0")
         self._tools = _tools_of(tools, python)
-        self._reward = _reward_of(reward)
+        self._reward: Any = _reward_of(reward)
         self._is_in_template = described == "template"
         self._max_calls, self._result_characters = max_calls, result_characters
         self._calls = self._errors = 0
+
+    @classmethod
+    def check_arguments(cls, **arguments: Any) -> None:
+        """As `Environment`: an object is an episode, and costs nothing."""
+        cls(**arguments)
 
     async def reset(self, record: Mapping[str, Any], seed: int) -> Prompt:
         """The record's prompt, with the tools where the template writes them."""
@@ -105,11 +110,11 @@ class ToolUse(Environment):
             scores = dict(await scores if inspect.isawaitable(scores) else scores)
             return StepResult(None, scores.pop("reward"), True, {**scores, **self._scores()})
         results = [await self._result(call) for call in calls[: self._max_calls]]
+        self._calls += len(results)
         surplus = len(calls) - len(results)
         if surplus:
             results.append(("", f"error: {surplus} more calls were not run, for there may be {self._max_calls}"))
             self._errors += surplus
-        self._calls += len(calls)
         return StepResult(self._observation(results), scores=self._scores())
 
     async def _result(self, call: ToolCall) -> tuple[str, str]:

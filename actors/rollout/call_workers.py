@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from actors.cluster.ray_errors import end_processes, require_cluster
 from actors.startup import answered, stage
@@ -49,7 +49,7 @@ class CallWorkers(ABC, Generic[CallT, OutcomeT]):
     Args:
         count: of processes.
         name: of the code that they run, for people; `setting` says how many there are.
-        timeout_s: for each call.
+        timeout_s: for each call. more_s: for what else it does before it answers.
         calls_at_once: in one process; None: one after another.
     """
 
@@ -62,10 +62,12 @@ class CallWorkers(ABC, Generic[CallT, OutcomeT]):
         timeout_s: float,
         launch_timeout_s: float,
         calls_at_once: int | None,
+        more_s: float = 0.0,
     ) -> None:
         self.name, self.setting = name, setting
         self._timeout_s, self._launch_timeout_s = timeout_s, launch_timeout_s
         self._calls_at_once = calls_at_once
+        self._more_s = more_s + TURN_S + LATE_S
         self._workers = [Worker(index, *self._started()) for index in range(count)]
         self._lock = threading.Lock()  # of what workers are known to do
 
@@ -122,7 +124,7 @@ class CallWorkers(ABC, Generic[CallT, OutcomeT]):
         if not worker.places:
             return self._launch_timeout_s
         runs = max(self._most_runs(worker, worker.pending.calls[place]) for place in worker.places)
-        return self._timeout_s * runs + TURN_S + LATE_S
+        return self._timeout_s * runs + self._more_s
 
     def _started(self) -> tuple[Any, Any]:
         # no CPU of the cluster's is counted for it: ranks and engines have theirs, and what it runs mostly waits
@@ -273,6 +275,7 @@ class PendingCalls(Generic[CallT, OutcomeT]):
 
 
 def _said(error: RayError) -> str:
-    if getattr(error, "actor_init_failed", False):  # what its constructor raised is the last line
+    # what was raised in it is the last line, below where
+    if getattr(error, "actor_init_failed", False) or isinstance(error, RayTaskError):
         return str(error).strip().splitlines()[-1]
     return next(iter(str(error).splitlines()), type(error).__name__)

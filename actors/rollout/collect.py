@@ -203,10 +203,12 @@ class Collector:
         is_of_these = self.prompts.has_records_of(notes["prompts"])
         noted = self._with_defaults(notes["settings"])
         is_of_weights = self._follows_records if version is None else batch.weight_version == version
-        if not (is_of_these and is_of_weights and noted == self._deciding_settings()):
+        # episodes are as long as packs were then, where nothing else bounds them
+        is_packed = int(batch.lengths.max()) <= self._config.max_pack_tokens
+        if not (is_of_these and is_of_weights and is_packed and noted == self._deciding_settings()):
             warnings.warn(
                 f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights, settings or "
-                "prompts",
+                "prompts, or has a sample that is longer than a pack is now",
                 stacklevel=3,
             )
             return None

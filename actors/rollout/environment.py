@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.rollout.prompts import prompt_fault
-from actors.rollout.rewards import checked_score
+from actors.rollout.rewards import RESERVED, checked_score
 from slimefsdp.config.callables import load_function
 from slimefsdp.errors import ConfigError, short_repr
 
@@ -25,7 +25,7 @@ whatever roles the template knows; or token ids, which follow as they are."""
 
 MOST_CHARACTERS = 1_000_000
 """Of a prompt or an observation; contexts are shorter, and it travels between processes."""
-RESERVED = {"reward", "turns", "ended_by_turns", "ended_by_room"}
+OF_EPISODES = {"reward", "turns", "ended_by_turns", "ended_by_room"}
 """Names of scores that every episode has: its reward, its responses, and whether it was ended for want of more."""
 _EXAMPLE = "my_package.environments:MyEnvironment"
 
@@ -46,6 +46,14 @@ class Environment:
     What it answers must follow from record, seed and responses alone: where its process is lost, another one repeats
     the episode so far. `reset` and `step` may be coroutine functions, and are then, of many episodes, awaited at once.
     """
+
+    @classmethod
+    def check_arguments(cls, **arguments: Any) -> None:
+        """Called before a run starts, in the program that starts it, with `environment.arguments`.
+
+        Raises:
+            ConfigError: a value is none that the class can be made with.
+        """
 
     def reset(self, record: Mapping[str, Any], seed: int) -> Prompt | Awaitable[Prompt]:
         """The beginning of the episode.
@@ -106,6 +114,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
             field="environment.arguments",
             hint="give it arguments that it takes",
         ) from error
+    found.check_arguments(**arguments)
     return found
 
 
@@ -154,7 +163,7 @@ def checked_result(result: Any) -> StepResult:
         if number is None:
             raise EnvironmentFault(f"{short_repr(name)}: {short_repr(value)}, no finite number under a short name")
         scores[name] = number
-    if taken := sorted(RESERVED & result.scores.keys()):
+    if taken := sorted((OF_EPISODES | RESERVED) & result.scores.keys()):
         raise EnvironmentFault(f"a score with the name {taken[0]}, under which something else is logged")
     if result.observation is None:
         if not result.done:

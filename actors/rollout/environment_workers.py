@@ -36,11 +36,12 @@ from actors.rollout.environment import (
 from actors.rollout.prompts import place_of
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of
-from slimefsdp.errors import BatchError, SlimeError, portable
+from slimefsdp.errors import BatchError, SlimeError, portable, short_repr
 
 EpisodeKey = tuple[int, int, int]
 """The call of the driver that the episode is of, its record there, and its number among that record's episodes."""
 _CORRECT = "correct the environment"
+_CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,17 @@ class EnvironmentHost:
             self._runner.run(self._close(key))
 
     async def _all_at_once(self, calls: Sequence[EpisodeCall]) -> list[Answer | SlimeError]:
-        return await asyncio.gather(*map(self._outcome, calls))
+        before: dict[EpisodeKey, asyncio.Task[Answer | SlimeError]] = {}
+        tasks = []
+        for call in calls:  # a response that was drawn anew is asked about again: one after the other
+            task = asyncio.create_task(self._outcome(call, after=before.get(call.key)))
+            before[call.key] = task
+            tasks.append(task)
+        return await asyncio.gather(*tasks)
 
-    async def _outcome(self, call: EpisodeCall) -> Answer | SlimeError:
+    async def _outcome(self, call: EpisodeCall, after: asyncio.Task[Any] | None = None) -> Answer | SlimeError:
+        if after is not None:
+            await asyncio.wait([after])
         try:
             answer = await self._answer(call)
         except SlimeError as error:
@@ -154,8 +163,8 @@ class EnvironmentHost:
             await self._close(call.key)
             environment = await self._returned(call, 0, self._class, **self._arguments)
             episode = self._episodes[call.key] = _Episode(environment)
-            prompt = await self._returned(call, 0, environment.reset, deepcopy(dict(call.record)), call.seed)
-            answer = self._checked(call, 0, lambda: Answer(_digest_of(prompt), prompt=checked_prompt(prompt)))
+            prompt = await self._returned(call, 0, environment.reset, deepcopy(call.record), call.seed)
+            answer = self._checked(call, 0, functools.partial(_prompt_of, prompt))
         for turn in range(len(episode.responses) + 1, call.turn + 1):
             text, finished = call.responses[turn - 1]
             result = await self._returned(call, turn, episode.environment.step, text, finished)
@@ -181,31 +190,30 @@ class EnvironmentHost:
     ) -> Any:
         """What a function of the environment returned; a coroutine function has so long for it."""
         try:
-            async with self._deadline() as deadline:
+            async with _deadline(self._timeout_s) as deadline:
                 found = function(*args, **named)
                 return await found if inspect.isawaitable(found) else found
         except BaseException as error:  # the user's own code may raise anything
             if isinstance(error, TimeoutError) and deadline.expired():
                 raise overdue_episode(self._name, call, turn, self._timeout_s) from None
-            task = asyncio.current_task()
-            is_cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling()
-            if is_cancelled or isinstance(error, SlimeError | KeyboardInterrupt):
+            if isinstance(error, KeyboardInterrupt) or _is_cancelled(error):
                 raise
+            if isinstance(error, SlimeError):  # of a reward function, say, which knows nothing of turns
+                raise failed_episode(f"{self._name}: {error.message}", call, turn, error.hint or _CORRECT) from error
             raise failed_episode(failure_of(self._name, error), call, turn, _CORRECT) from error
-
-    def _deadline(self) -> asyncio.Timeout:
-        return asyncio.timeout(self._timeout_s if math.isfinite(self._timeout_s) else None)
 
     async def _close(self, key: EpisodeKey) -> None:
         episode = self._episodes.pop(key, None)
         if episode is None:
             return
         try:
-            async with self._deadline():
+            async with _deadline(_most_s_to_close(self._timeout_s)):
                 found = episode.environment.close()
                 if inspect.isawaitable(found):
                     await found
-        except Exception as error:  # nothing depends on it
+        except BaseException as error:  # nothing depends on it
+            if isinstance(error, KeyboardInterrupt) or _is_cancelled(error):
+                raise
             print(failure_of(self._name, error), file=sys.stderr, flush=True)
 
 
@@ -230,6 +238,7 @@ class EnvironmentWorkers(CallWorkers[EpisodeCall, Answer]):
             timeout_s=settings.timeout_s,
             launch_timeout_s=config.cluster.launch_timeout_s,
             calls_at_once=settings.concurrency if is_async(environment) else None,
+            more_s=_most_s_to_close(settings.timeout_s),
         )
 
     @classmethod
@@ -245,7 +254,8 @@ class EnvironmentWorkers(CallWorkers[EpisodeCall, Answer]):
 
     def forget(self, number: int) -> None:
         """Has the processes close what is left of the episodes of a call of the driver."""
-        self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
+        with self._lock:  # other episodes go on, on another thread
+            self._kept_by = {key: actor for key, actor in self._kept_by.items() if key[0] != number}
         with suppress(Exception):  # Ray may be gone, which whoever waits for an answer is told
             for worker in self._workers:
                 worker.actor.forget.remote(number)
@@ -272,6 +282,21 @@ class EnvironmentWorkers(CallWorkers[EpisodeCall, Answer]):
         return failed_episode(f"{self.name} {how}", call, call.turn, hint)
 
 
+def _deadline(seconds: float) -> asyncio.Timeout:
+    return asyncio.timeout(seconds if math.isfinite(seconds) else None)
+
+
+def _most_s_to_close(timeout_s: float) -> float:
+    """An answer waits for it where the episode is over with it."""
+    return min(timeout_s, _CLOSE_S)
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether the task itself was cancelled, and not something that it awaited."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 def overdue_episode(name: str, call: EpisodeCall, turn: int, timeout_s: float) -> BatchError:
     """The outcome of a call that did not return."""
     problem = f"{name} did not return within {timeout_s:g} s"
@@ -294,6 +319,14 @@ def _answer_of(result: Any) -> Answer:
     return Answer(_digest_of([found.observation, found.reward, found.done, dict(found.scores)]), result=found)
 
 
+def _prompt_of(given: Any) -> Answer:
+    prompt = checked_prompt(given)
+    return Answer(_digest_of(prompt), prompt=prompt)
+
+
 def _digest_of(said: Any) -> str:
-    text = json.dumps(said, sort_keys=True, default=repr)
+    try:
+        text = json.dumps(said, sort_keys=True, default=repr)
+    except (TypeError, ValueError) as error:  # keys that are no text, or an object that has itself in it
+        raise EnvironmentFault(f"{short_repr(said)}, which is no JSON: {error}") from error
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()

@@ -8,6 +8,7 @@ sampled; what the environment said is put between them and is not trained on.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -206,6 +207,8 @@ class EpisodeRunner:
             assert outcome.prompt is not None
             one.digests.append(outcome.digest)
             prompts.append((one, outcome.prompt))
+            if outcome.prompt != one.record["prompt"]:  # else it is known to whoever reads the episode
+                one.transcript.append(f"[prompt] {_text_of(outcome.prompt)}")
         for one, tokens in self._encoded(self._engines.encode, prompts):
             one.tokens = tokens
             if self._room_of(one) < 1:
@@ -222,8 +225,9 @@ class EpisodeRunner:
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
         """What engines are asked, and whose each sample is, by request and number.
 
-        Episodes of a group that have said nothing share their prompt, and what is drawn then is what is drawn of it
-        without an environment.
+        In the first turn the episodes of a group are one request, with the seed that it has without an environment: one
+        of a single turn trains on the samples that a reward function would. Later turns, and groups that lost an
+        episode at the beginning, have a seed for each episode and turn.
         """
         shared: dict[Any, list[_Episode]] = defaultdict(list)
         for one in going:
@@ -304,6 +308,8 @@ def _text_of(observation: Any) -> str:
         return observation
     if is_token_ids(observation):
         return f"({len(observation)} tokens)"
+    if isinstance(observation, Mapping):
+        return f"{_text_of(observation['messages'])}\n[tools] {json.dumps(observation['tools'], default=repr)}"
     return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in observation)
 
 

@@ -72,12 +72,14 @@ class Evaluator:
             if version is not None:
                 collector.check_version(drawn, version)
             whole = [group.samples for group in groups if not group.failures]
-            ks = settings.pass_at[:1] and (1,) if kind else settings.pass_at
+            ks = settings.pass_at
+            if kind and ks:  # of greedy responses there is one to a prompt
+                ks = (1,)
             for found in (
                 collector.mean_scores(groups, prefix),
                 solved_metrics(whole, ks, settings.solved_reward, prefix),
             ):
-                _require_own_names(metrics, found, metric_prefix(heldout_set))
+                self._require_own_names(metrics, found, metric_prefix(heldout_set))
                 metrics |= found
             if settings.save_samples and self._config.run.dir is not None:
                 folder = self._config.run.dir / EVALUATIONS / heldout_set
@@ -94,7 +96,7 @@ class Evaluator:
     def columns(self) -> list[Column]:
         """One for each held-out set, in the table of a run's progress."""
         return [
-            Column(f"eval/{name}" if name else "held-out", f"{self._prefix(name)}exact")
+            Column(f"eval/{name}" if name else "held-out", [self._prefix(name) + score for score in self._headline])
             for name in self._collector.heldout
         ]
 
@@ -108,25 +110,31 @@ class Evaluator:
         parts = []
         for name, records in self._collector.heldout.items():
             prefix = self._prefix(name)
-            score = "exact" if any(f"{prefix}exact" in row for row in rows) else "reward"
+            score = next((one for one in self._headline if any(prefix + one in row for row in rows)), "reward")
             values = [value for row in rows if (value := row.get(f"{prefix}{score}")) is not None]
             if len(values) > 1:
                 change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
                 parts.append(f"{change} ({len(records)} prompts" + (f" x {samples} samples)" if samples else ")"))
         return f"held-out {'sampled' if samples else 'greedy'} {', '.join(parts)}" if parts else ""
 
+    def _require_own_names(self, metrics: Metrics, more: Metrics, prefix: str) -> None:
+        if taken := sorted(name.removeprefix(prefix) for name in metrics.keys() & more.keys()):
+            field = self._config.rewards_by
+            raise BatchError(
+                f"{self._config.value_of(field)} returned the name {taken[0]}, which an evaluation gives to what it "
+                "finds itself",
+                field=field,
+                hint="return it under another name",
+            )
+
+    @property
+    def _headline(self) -> Sequence[str]:
+        """The score that a held-out set is known by, the first that there is. Not all episodes may have the others."""
+        return ("reward",) if self._config.rollout.environment is not None else ("exact", "reward")
+
     def _prefix(self, heldout_set: str) -> str:
         """Of the metrics that a run is known by: of sampled responses, or of greedy ones where they are alone."""
         return metric_prefix(heldout_set) + ("" if self._config.evaluation.samples_per_prompt else "greedy_")
-
-
-def _require_own_names(metrics: Metrics, more: Metrics, prefix: str) -> None:
-    if taken := sorted(name.removeprefix(prefix) for name in metrics.keys() & more.keys()):
-        raise BatchError(
-            f"the reward function returned the name {taken[0]}, which an evaluation gives to what it finds itself",
-            field="rollout.reward",
-            hint="return it under another name",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,9 @@ def _limits(config: RunConfig) -> list[_Limit]:
 
 
 def _limits_of_heldout(config: RunConfig) -> list[_Limit]:
-    """Its records are in no pack."""
+    """Its records are in no pack; but an episode is never longer than one."""
+    if config.rollout.environment is not None:
+        return _limits(config)
     limits = [limit for limit in _limits(config) if not limit.is_of_packs]
     if config.rollout.engine_python is not None:
         source = f"the length of a pack ({config.max_pack_tokens}), for which engines' servers are started"
@@ -267,6 +269,9 @@ def _fault(config: RunConfig, prompt: int, response: int, limits: Sequence[_Limi
     longest = config.data.max_prompt_tokens
     if longest is not None and prompt > longest:
         return f"{prompt} tokens of prompt, and data.max_prompt_tokens={longest}", "raise data.max_prompt_tokens"
+    of_episode = None if config.rollout.environment is None else config.environment.max_tokens
+    if of_episode is not None and prompt >= of_episode:
+        return f"{prompt} tokens of prompt, and environment.max_tokens={of_episode}", "raise environment.max_tokens"
     tightest = min(limits, key=lambda limit: limit.tokens, default=None)
     if tightest is None or prompt + response <= tightest.tokens:
         return None

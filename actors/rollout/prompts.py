@@ -280,10 +280,13 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
             hint="use a chat model's tokenizer, or have the environment answer in text",
         )
     # the template is asked for a turn of known text, so that what was sampled is never tokenised again
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SAID}]
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+    known = _SAID
+    while known in repr(messages):  # an environment may say anything
+        known += "."
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": known}]
     text: str = _templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
-    _, found, follows = text.rpartition(_SAID)
+    _, found, follows = text.rpartition(known)
     if not found:
         raise ConfigError(
             "the chat template leaves out what the assistant said",

@@ -246,6 +246,9 @@ def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores
         if number is None:
             problem = f"{name} returned {short_repr(key)}: {short_repr(value)}"
             raise failed_reward(problem, record, "return finite numbers only, under short names")
+        if key in RESERVED:
+            problem = f"{name} returned a score called {key}, under which something else is logged"
+            raise failed_reward(problem, record, "return it under another name")
         numbers[key] = number
     return numbers
 
@@ -289,6 +292,13 @@ def _asking(url: str, timeout_s: float, concurrency: int) -> Callable[..., Await
         return await asyncio.get_running_loop().run_in_executor(threads, asked, record, response, finished)
 
     return ask
+
+
+RESERVED = {
+    *("response_length", "response_length_max", "prompt_length", "prompt_length_max", "truncated", "overlong_penalty"),
+    *("stage", "rounds", "groups_dropped", "baseline_reward", "reward_failures"),
+}
+"""Names under which a run logs something else of its rollouts; no score has one of them."""
 
 
 def checked_score(name: Any, value: Any) -> float | None:

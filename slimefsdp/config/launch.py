@@ -42,6 +42,7 @@ def check_ready_to_train(config: RunConfig) -> None:
         )
     _check_estimator(config)
     _check_effects(config)
+    _check_is_evaluated(config)
     if config.loss.policy == "dpo":
         _check_pairs(config)
 
@@ -100,6 +101,17 @@ def _check_effects(config: RunConfig) -> None:
             field="loss.max_kl",
             hint="remove it, or lower batch.samples_per_update or raise loss.epochs",
         )
+
+
+def _check_is_evaluated(config: RunConfig) -> None:
+    evaluation = config.evaluation
+    for name in ("pass_at", "greedy"):
+        if getattr(evaluation, name) and evaluation.interval_steps is None:
+            raise ConfigError(
+                f"evaluation.{name}={short_text(getattr(evaluation, name))} does nothing without evaluations",
+                field=f"evaluation.{name}",
+                hint="set evaluation.interval_steps, or remove it",
+            )
 
 
 def _check_pairs(config: RunConfig) -> None:

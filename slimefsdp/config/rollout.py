@@ -67,6 +67,13 @@ def _keyword_arguments(value: Any) -> dict[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
+def _template_arguments(value: Any) -> dict[str, Any]:
+    if "tools" in _keyword_arguments(value):
+        hint = "have an environment return them with its prompts, as actors.environments.tools:ToolUse does"
+        raise broken_rule("must not have tools, which belong to a prompt", hint)
+    return value  # type: ignore[no-any-return]
+
+
 def _whole_numbers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
         raise broken_rule("must be a list of whole numbers", "write it like [1, 8]")
@@ -145,10 +152,10 @@ class DataSettings(Settings):
     )
     prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
     answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_keyword_arguments)] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
         {},
         description="more that the tokenizer's chat template is given for each prompt, such as {enable_thinking: "
-        "false}; a name that the template does not read is refused",
+        "false}; a name that the template does not read is refused, and tools are: an environment brings them",
     )
     max_prompt_tokens: PositiveInt | None = Field(
         None,

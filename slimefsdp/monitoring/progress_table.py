@@ -18,15 +18,20 @@ _STEPS_OF_ETA = 20
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One metric of the table: its heading, its name in the loop's metrics, and how it is best written."""
+    """One metric of the table: its heading, its names in the loop's metrics, and how it is best written."""
 
     title: str
-    metric: str
+    metric: str | Sequence[str]  # of several the first that a row has
     spec: str = ".3f"
 
     @property
     def width(self) -> int:
         return max(_MIN_WIDTH, len(self.title))
+
+    def value(self, metrics: Mapping[str, float]) -> float | None:
+        """Of one row."""
+        names = (self.metric,) if isinstance(self.metric, str) else self.metric
+        return next((metrics[name] for name in names if name in metrics), None)
 
 
 GRPO_COLUMNS = (
@@ -49,7 +54,7 @@ SFT_COLUMNS = (
 
 def grpo_columns(held_out: Sequence[Column]) -> tuple[Column, ...]:
     """`GRPO_COLUMNS` with these in the place of the one of held-out prompts."""
-    place = next(index for index, column in enumerate(GRPO_COLUMNS) if column.metric.startswith("eval/"))
+    place = next(index for index, column in enumerate(GRPO_COLUMNS) if column.title == "held-out")
     return (*GRPO_COLUMNS[:place], *held_out, *GRPO_COLUMNS[place + 1 :])
 
 
@@ -88,7 +93,7 @@ class ProgressTable:
         pace = statistics.median(self._recent_seconds) if self._recent_seconds else math.nan
         cells = [f"{step}/{self._total_steps}".rjust(self._step_width)]
         for column in self._columns:
-            value = metrics.get(column.metric)
+            value = column.value(metrics)
             text = "-" if value is None else number_text(value, column.spec, column.width)
             cells.append(text.rjust(column.width))
         cells.append(duration_text(pace * (self._total_steps - step)).rjust(_MIN_WIDTH))

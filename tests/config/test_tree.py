@@ -1030,6 +1030,19 @@ def test_training_names_each_setting_it_needs(ready):
         assert error.field == key.replace("__", ".") and error.message.startswith(error.field)
 
 
+def test_an_evaluation_that_never_is_is_refused():
+    for name, value in (("pass_at", [1]), ("greedy", True)):
+        error = refusal(check_ready_to_train, settings(**READY_GRPO, **{f"evaluation__{name}": value}))
+        assert error.field == f"evaluation.{name}" and "does nothing" in error.message
+        asked = {f"evaluation__{name}": value, "evaluation__interval_steps": 5, "data__heldout": "h"}
+        check_ready_to_train(settings(**READY_GRPO, **asked))
+
+
+def test_tools_are_of_a_prompt_and_not_of_all():
+    error = refusal(settings, data__chat_template_kwargs={"tools": []})
+    assert error.field == "data.chat_template_kwargs" and "tools" in error.message
+
+
 READY_DPO = {
     **READY_GRPO, "loss__policy": "dpo", "rollout__samples_per_prompt": 2, "rollout__filter": "mixed_groups"
 }  # fmt: skip

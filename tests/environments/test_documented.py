@@ -19,7 +19,8 @@ from actors.environments import StepResult
 from actors.environments.python_snippets import SnippetLimits
 from actors.environments.tool_functions import load_tool
 from actors.environments.tools import ToolUse
-from actors.rollout.environment import RESERVED, checked_prompt, checked_result, load_environment
+from actors.rollout.environment import OF_EPISODES, checked_prompt, checked_result, load_environment
+from actors.rollout.rewards import RESERVED
 from benchmarks import calculator_seeds
 from slimefsdp.config import config_from_dict
 
@@ -90,6 +91,8 @@ def test_the_arguments_of_tool_use_are_listed_with_their_defaults() -> None:
 
 def test_the_names_that_are_taken_are_listed() -> None:
     (said,) = re.findall(r"last counts\. (.*?) are taken", PAGE, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", said)) == OF_EPISODES
+    (said,) = re.findall(r"It cannot be called (.*?), which", (ROOT / "docs/rollouts.md").read_text(), re.DOTALL)
     assert set(re.findall(r"`(\w+)`", said)) == RESERVED
 
 

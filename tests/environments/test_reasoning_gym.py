@@ -131,6 +131,13 @@ def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         ("The answer is -4", "-4", "-4"),
         ("It is 12, since 3 x 4", "12", "4"),  # the last number, right or wrong
         ("1,200.5 apples.", "1200.5", "1,200.5"),
+        ("0 - 5 = \N{MINUS SIGN}5", "-5", "-5"),  # as some models write it
+        ("3 + 2 = \N{MINUS SIGN}5", "5", "-5"),
+        ("x = \N{EN DASH}5", "-5", "-5"),
+        ("10-5", "-5", "5"),  # whose minus is between two numbers
+        ("(3)-5", "5", "5"),
+        ("1,2,5", "5", "5"),
+        ("1,234,567,", "1234567", "1,234,567"),
         ("I do not know.", "3", ""),
         ("First 7, no: <answer> 8 </answer> or 9", "7", "8"),
         ("<answer>1</answer><answer>2\n3</answer>", "2\n3", "2\n3"),

@@ -99,6 +99,23 @@ def test_what_does_not_fit_or_fails_is_told(function: Any, arguments: Any, fault
     assert fault in str(caught.value) and function.__name__ in str(caught.value)
 
 
+def either_or_none(number: int | str | None = None) -> str:
+    """Says what it was given.
+
+    Args:
+        number: or nothing.
+    """
+    return repr(number)
+
+
+def test_one_of_several_types_may_be_null_as_its_schema_says() -> None:
+    tool = Tool.of(either_or_none)
+    assert tool.schema["function"]["parameters"]["properties"]["number"]["nullable"] is True
+    assert [called(either_or_none, {"number": one}) for one in (None, 3, "a")] == ["None", "3", "'a'"]
+    with pytest.raises(ToolError, match="number"):
+        called(either_or_none, {"number": [1]})
+
+
 def test_a_tool_of_ones_own_is_found_by_its_name() -> None:
     tool = load_tool(f"{HERE}:search")
     assert tool.name == "search" and tool.function is search

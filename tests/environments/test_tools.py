@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from actors.environments import StepResult
 from actors.environments.tools import ToolCall, ToolUse, parse_calls, shortened
-from actors.rollout.environment import checked_prompt, checked_result
+from actors.rollout.environment import checked_prompt, checked_result, load_environment
 from actors.rollout.environment_workers import EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record, encode_observation, encode_prompt
 from slimefsdp.errors import ConfigError
@@ -103,7 +103,7 @@ def test_several_calls_are_run_in_their_order_and_no_more_than_allowed() -> None
     assert told(result) == ["2", "A", "4"] and result.scores == {"tool_calls": 3, "tool_errors": 0}
     (result,) = played(response, max_calls=1)
     assert told(result)[0] == "2" and len(told(result)) == 2 and "2 more calls" in told(result)[1]
-    assert result.scores == {"tool_calls": 3, "tool_errors": 2}
+    assert result.scores == {"tool_calls": 1, "tool_errors": 2}
     (result,) = played(response * 1000)
     assert len(told(result)) == 5
 
@@ -223,6 +223,8 @@ def test_a_chat_template_that_leaves_tools_out_is_refused(example: Path) -> None
 def test_arguments_that_make_no_environment_are_refused(arguments: Any, fault: str) -> None:
     with refused(ConfigError, "environment.arguments", fault):
         ToolUse(**arguments)
+    with refused(ConfigError, "environment.arguments", fault):  # before a run starts, too
+        load_environment("actors.environments.tools:ToolUse", arguments)
 
 
 def test_a_reward_that_is_none_is_refused() -> None:

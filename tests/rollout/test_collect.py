@@ -300,6 +300,20 @@ def test_a_setting_that_an_earlier_version_did_not_note_had_its_default(
     assert engines.calls
 
 
+def test_a_batch_with_a_sample_that_no_pack_can_hold_any_more_is_passed_over(make: Any, tmp_path: Path) -> None:
+    recorded = RecordedBatches(tmp_path / "batches")
+    resume = {"checkpoint": {"resume": True}}
+    batch, _ = Collector(make(), Engines(), recorded).collect(0, VERSION, {})
+    assert batch is not None
+    longest, engines = int(batch.lengths.max()), Engines()
+    fits, too_small = ({"max_tokens_per_rank": tokens} for tokens in (longest, longest - 1))
+    again, _ = Collector(make(**resume, batch=fits), NoEngines(), recorded).collect(0, VERSION, {})  # type: ignore[arg-type]
+    assert again is not None and again.same_as(batch)
+    with pytest.warns(UserWarning, match="longer than a pack is now"):
+        Collector(make(**resume, batch=too_small), engines, recorded).collect(0, VERSION, {})
+    assert engines.calls
+
+
 def test_a_batch_of_other_records_is_passed_over(make: Any, tmp_path: Path) -> None:
     recorded = RecordedBatches(tmp_path / "batches")
     config = make(checkpoint={"resume": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ class Counting(Environment):
             os._exit(7)
         if response == "raise":
             raise OSError("the world is full")
+        if response == "typed":
+            raise BatchError("no answer", field="answer", hint="give it one")
         if response == "pid":
             return StepResult(str(os.getpid()))
         if response == "end":
@@ -57,11 +60,14 @@ class Counting(Environment):
             "giant": StepResult("x" * (MOST_CHARACTERS + 1)),
             "number": StepResult(3),  # type: ignore[arg-type]
             "messages": StepResult([{"role": "tool"}]),
+            "keys": StepResult([{"role": "tool", "content": "x", (1, 2): 3}]),  # type: ignore[dict-item]
             "reserved": StepResult("x", scores={"turns": 3}),
         }
         return results.get(response) or StepResult(f"{self.start + len(self.said)} {self.said} {finished}")
 
     def close(self) -> None:
+        if self.said[-1:] == ["close"]:
+            sys.exit("closed badly")
         if self.closed is not None:
             with Path(self.closed).open("a") as file:
                 file.write(f"{self.number} ")
@@ -178,7 +184,7 @@ def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(l
     [
         ("tuple", "which is no StepResult"), ("none", "no observation, though"), ("nan", "'reward': nan"),
         ("text reward", "'reward': '1'"), ("maybe", "neither True nor False"), ("giant", f"{MOST_CHARACTERS:,}"),
-        ("number", "is a int"), ("messages", "index 0"), ("reserved", "turns"),
+        ("number", "is a int"), ("messages", "index 0"), ("reserved", "turns"), ("keys", "no JSON"),
     ],
 )  # fmt: skip
 def test_what_an_environment_must_not_return_is_named(launch: Any, told: str, fault: str) -> None:
@@ -203,6 +209,34 @@ def test_a_coroutine_has_its_time_and_costs_its_own_episode(launch: Any) -> None
     outcomes = played.say("a", "wait", "b", "raise", "c", "end")
     assert [isinstance(one, BatchError) for one in outcomes] == [False, True, False, True, False, False]
     assert "1 s" in outcomes[1].message
+
+
+@pytest.mark.parametrize("name", ["Counting", "CountingLater"])
+def test_an_error_of_its_own_kind_says_where_it_was(launch: Any, name: str) -> None:
+    (outcome,) = Played(launch(name), 1).say("typed")
+    assert outcome.field == "rollout.environment" and outcome.hint == "give it one"
+    assert "no answer in turn 1 of episode 0 of train.jsonl:0" in outcome.message
+
+
+@pytest.mark.parametrize("name", ["Counting", "CountingLater"])
+def test_nothing_depends_on_how_it_closes(launch: Any, name: str) -> None:
+    workers = launch(name)
+    played = Played(workers, 2)
+    (before, _) = played.say("pid", "a")
+    assert all(isinstance(one, Answer) for one in played.say("close", "close", is_last=True))
+    (after,) = Played(workers, 1, call=1).say("pid")
+    assert after.result.observation == before.result.observation, "the process is the same"
+
+
+def test_a_response_that_was_drawn_anew_is_a_turn_once(launch: Any) -> None:
+    """Engines that are started anew draw again, and what was drawn before was asked about already."""
+    played = Played(launch("CountingLater"), 1)
+    (call,), (answer,) = played.episodes, played.outcomes
+    said = [
+        EpisodeCall(call.key, call.record, call.seed, ((text, True),), (answer.digest,)) for text in ("a", "b", "b")
+    ]
+    played.outcomes = played._run(said)
+    assert [one.result.observation for one in played.outcomes] == [f"1 {[text]} True" for text in "abb"]
 
 
 def test_environments_are_closed_once_when_they_are_done_failed_or_forgotten(launch: Any, tmp_path: Path) -> None:

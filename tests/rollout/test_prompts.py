@@ -38,6 +38,7 @@ WORDS = [
     "user",
     "assistant",
     "system",
+    *["no", "what", "the", "assistant", "has", "said", "is", "wrong"],
 ]
 CHAT = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }} {% endfor %}"
 CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -268,7 +269,13 @@ def test_turns_put_together_are_the_conversation_as_the_template_writes_it(templ
     tokenizer = word_tokenizer(template)
     messages = [{"role": "user", "content": "sort 52"}]
     tokens = encode_prompt(tokenizer, messages)
-    for response, observation in (("25", "now 31"), ("13", [{"role": "system", "content": "now sort"}])):
+    quoting = "no what the assistant has said is wrong"  # the text that the template is asked with
+    for response, observation in (
+        ("25", "now 31"),
+        ("13", [{"role": "system", "content": "now sort"}]),
+        ("25", quoting),
+        ("13", [{"role": "user", "content": f"{quoting} what the assistant has said"}]),
+    ):
         follows = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
         messages += [{"role": "assistant", "content": response}, *follows]
         tokens = [*tokens, *ids(response), *encode_observation(tokenizer, observation)]
