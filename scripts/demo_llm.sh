@@ -39,10 +39,10 @@ while [ $# -gt 0 ]; do
     --seed | --steps | --heldout)
       [[ "${2:-}" =~ ^[0-9]{1,6}$ ]] || fail "$1 ${2:-} is no number; give one, e.g. $1 3"
       [ "$1" = --seed ] || [ "$2" -gt 0 ] || fail "$1 must be 1 or more"
-      declare "${1#--}=$2"
+      declare "${1#--}=$((10#$2))"
       ;;
     --model | --output)
-      [ -n "${2:-}" ] || fail "$1 needs a folder"
+      case "${2:-}" in "" | --*) fail "$1 needs a folder" ;; esac
       declare "${1#--}=$(from_here "$2")"
       ;;
     --engine-python)

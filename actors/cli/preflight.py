@@ -12,7 +12,7 @@ from pathlib import Path
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
-from actors.rollout.environment import load_environment
+from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
@@ -237,7 +237,8 @@ def check_functions(config: RunConfig) -> None:
     if config.rollout.reward is not None:
         driver_scorer(config.rollout)
     if config.rollout.environment is not None:
-        load_environment(config.rollout.environment, config.environment.arguments)
+        environment = load_environment(config.rollout.environment, config.environment.arguments)
+        check_concurrency(config, environment)
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
     if config.rollout.engine != "embedded":

@@ -13,15 +13,11 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
+from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 from slimefsdp.rpc import Role
-
-# glibc gives large tensors back to the kernel when they are freed; the next is zeroed page by page: an eighth of the
-# CPU-seconds of a step of SmolLM2-135M. So it keeps what it has; who sleeps gives it back (`give_back_free_memory`).
-# One arena, since others cannot hold tensors of more than 64 MiB, and an engine is called by several threads.
-ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 
 
 def reserve(ranks: int, *, gpus_per_rank: int, timeout_s: float, guests: int = 0) -> PlacementGroup:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from actors.environments.calculator import calculator
 from actors.environments.python_snippets import SnippetLimits, python_tool
 from actors.environments.tool_functions import Tool, ToolError, load_tool
-from actors.rollout.environment import Environment, Prompt, StepResult
+from actors.rollout.environment import MOST_CHARACTERS, Environment, Prompt, StepResult
 from actors.rollout.rewards import load_reward
 from slimefsdp.errors import ConfigError, short_repr
 from slimefsdp.io.user_files import parse_json
@@ -81,6 +81,13 @@ class ToolUse(Environment):
         for name, value in (("max_calls", max_calls), ("result_characters", result_characters)):
             if type(value) is not int or value < 1:
                 raise _refusal(f"{name}={short_repr(value)}", "set it to a whole number above 0")
+        if not isinstance(reward, str):
+            raise _refusal(f"reward={short_repr(reward)}", "name a function as module:function, or a URL")
+        if max_calls * result_characters > MOST_CHARACTERS:
+            raise _refusal(
+                f"max_calls x result_characters={max_calls * result_characters:,} is more than an observation may have",
+                f"lower one of them: there may be {MOST_CHARACTERS:,} characters",
+            )
         self._tools = _tools_of(tools, python)
         self._reward: Any = _reward_of(reward)
         self._is_in_template = described == "template"
@@ -163,7 +170,7 @@ def _tools_of(names: Any, python: Mapping[str, Any] | None) -> dict[str, Tool]:
     found: dict[str, Tool] = {}
     for name in names:
         if name == "python":
-            tool = Tool.of(python_tool(_limits_of(python or {})))
+            tool = Tool.of(python_tool(_limits_of({} if python is None else python)))
         elif name == "calculator":
             tool = _calculator()
         elif ":" in name:
@@ -191,7 +198,7 @@ def _calculator() -> Tool:
 
 _loaded = functools.cache(load_tool)
 # a server that is away is asked again for as long; whoever is asked about an answer has environment.timeout_s besides
-_reward_of = functools.cache(functools.partial(load_reward, timeout_s=60.0, concurrency=32))
+_reward_of = functools.cache(functools.partial(load_reward, timeout_s=60.0, concurrency=32, field=_FIELD))
 
 
 def _refusal(problem: str, hint: str) -> ConfigError:

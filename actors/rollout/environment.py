@@ -13,8 +13,9 @@ from typing import Any
 
 from actors.rollout.prompts import prompt_fault
 from actors.rollout.rewards import RESERVED, checked_score
+from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
-from slimefsdp.errors import ConfigError, short_repr
+from slimefsdp.errors import ConfigError, SlimeError, short_repr
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | Mapping[str, Any]
 """A text, a list of chat messages, token ids, or `{"messages": [...], "tools": [...]}` for a chat template that writes
@@ -23,6 +24,8 @@ Observation = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """What follows a response: a text, which is one user message where the tokenizer has a chat template; chat messages, of
 whatever roles the template knows; or token ids, which follow as they are."""
 
+TOOL_USE = "actors.environments.tools:ToolUse"
+"""Our own; it rewards by a function, `exact_match` where none is named."""
 MOST_CHARACTERS = 1_000_000
 """Of a prompt or an observation; contexts are shorter, and it travels between processes."""
 OF_EPISODES = {"reward", "turns", "ended_by_turns", "ended_by_room"}
@@ -114,13 +117,37 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
             field="environment.arguments",
             hint="give it arguments that it takes",
         ) from error
-    found.check_arguments(**arguments)
+    try:
+        found.check_arguments(**arguments)
+    except SlimeError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ConfigError(
+            f"{name} refuses environment.arguments={short_repr(dict(arguments))}: {type(error).__name__}: {error}",
+            field="environment.arguments",
+            hint="correct the arguments",
+        ) from error
     return found
 
 
 def is_async(environment: type[Environment]) -> bool:
     """Whether its episodes are awaited."""
     return any(inspect.iscoroutinefunction(getattr(environment, name)) for name in ("reset", "step"))
+
+
+def check_concurrency(config: RunConfig, environment: type[Environment]) -> None:
+    """
+    Raises:
+        ConfigError: a number of coroutines is set for a class that has none.
+    """
+    settings = config.environment
+    if "concurrency" in settings.model_fields_set and not is_async(environment):
+        raise ConfigError(
+            f"environment.concurrency={settings.concurrency} is of coroutines, and {config.rollout.environment} has "
+            "none",
+            field="environment.concurrency",
+            hint="remove it and raise environment.workers, or write reset or step as a coroutine function",
+        )
 
 
 def is_token_ids(given: Any) -> bool:
@@ -184,7 +211,9 @@ def _check_text(given: Any, what: str, *, may_be_text: bool) -> None:
     else:
         fault = "is a text beside tools" if isinstance(given, str) and not may_be_text else prompt_fault(given)
         if fault:
-            raise EnvironmentFault(f"a {what} that {fault}")
+            raise EnvironmentFault(f"{'an' if what == 'observation' else 'a'} {what} that {fault}")
         size = len(given) if isinstance(given, str) else sum(len(one.get("content") or "") for one in given)
     if size > MOST_CHARACTERS:
-        raise EnvironmentFault(f"a {what} of {size:,} characters, more than {MOST_CHARACTERS:,}")
+        raise EnvironmentFault(
+            f"{'an' if what == 'observation' else 'a'} {what} of {size:,} characters, more than {MOST_CHARACTERS:,}"
+        )

@@ -28,6 +28,7 @@ from actors.rollout.environment import (
     EnvironmentFault,
     Prompt,
     StepResult,
+    check_concurrency,
     checked_prompt,
     checked_result,
     is_async,
@@ -161,7 +162,7 @@ class EnvironmentHost:
         episode = self._episodes.get(call.key)
         if episode is None or list(call.responses[:-1]) != episode.responses:
             await self._close(call.key)
-            environment = await self._returned(call, 0, self._class, **self._arguments)
+            environment = await self._returned(call, 0, self._class, **deepcopy(self._arguments))
             episode = self._episodes[call.key] = _Episode(environment)
             prompt = await self._returned(call, 0, environment.reset, deepcopy(call.record), call.seed)
             answer = self._checked(call, 0, functools.partial(_prompt_of, prompt))
@@ -230,6 +231,7 @@ class EnvironmentWorkers(CallWorkers[EpisodeCall, Answer]):
         self._arguments = settings.arguments
         # also where workers make it: a name that leads nowhere is an error here, and not in each of them
         environment = load_environment(config.rollout.environment, settings.arguments)
+        check_concurrency(config, environment)
         self._kept_by: dict[EpisodeKey, Any] = {}  # the process that has an episode, since it answered last
         super().__init__(
             settings.workers,
@@ -277,7 +279,7 @@ class EnvironmentWorkers(CallWorkers[EpisodeCall, Answer]):
 
     def _lost(self, call: EpisodeCall, how: str | None) -> SlimeError:
         if how is None:
-            return overdue_episode(self.name, call, call.turn, self._timeout_s)
+            return overdue_episode(f"{self.name}, or its close(),", call, call.turn, self._timeout_s)
         hint = f"{_CORRECT}, or look at the memory of its node"
         return failed_episode(f"{self.name} {how}", call, call.turn, hint)
 

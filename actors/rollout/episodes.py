@@ -21,7 +21,7 @@ from actors.rollout.environment import Prompt, is_token_ids
 from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall, EpisodeKey, failed_episode
 from actors.rollout.prompt_files import most_sample_tokens
 from actors.rollout.protocol import Request
-from actors.rollout.rewards import Scores
+from actors.rollout.rewards import MOST, Scores
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ConfigError, SlimeError
 from slimefsdp.sampling.params import VersionSpan
@@ -259,6 +259,10 @@ class EpisodeRunner:
             one.digests.append(outcome.digest)
             one.reward += result.reward
             one.scores |= result.scores
+            if abs(one.reward) > MOST:
+                problem = f"the rewards of {self._workers.name} add up to {one.reward:g}, more than {MOST:g},"
+                one.error = self._failure(one, problem, "scale them down")
+                continue
             if result.done:
                 one.end = "done"
             elif len(one.said) == self._max_turns:
@@ -284,12 +288,14 @@ class EpisodeRunner:
         except (ConfigError, BatchError) as error:
             if len(given) == 1:
                 one = given[0][0]
-                one.error = self._failure(one, f"{self._workers.name} returned what is no context: {error.message}", "")
+                one.error = self._failure(
+                    one, f"{self._workers.name} returned what is no context: {error.message}", error.hint
+                )
                 return []
         middle = len(given) // 2
         return [*self._encoded(encode, given[:middle]), *self._encoded(encode, given[middle:])]
 
-    def _failure(self, one: _Episode, problem: str, hint: str) -> SlimeError:
+    def _failure(self, one: _Episode, problem: str, hint: str | None) -> SlimeError:
         return failed_episode(problem, one.call(one.said, self._max_turns), len(one.said), hint or "correct it")
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from actors.model_folders import recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
+from actors.rollout.environment import TOOL_USE
 from actors.rollout.prompts import Record, check_answers, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
 from actors.rollout.tokenizer import count_tokens
@@ -83,7 +84,7 @@ def read_prompts(config: RunConfig) -> Prompts:
         ConfigError: naming file and line, or data set and row.
     """
     train = read_records(config.data, "train")
-    if config.rollout.reward in READ_ANSWERS or config.algorithm == "sft":
+    if config.algorithm == "sft" or _reads_answers(config):
         check_answers(train, field="data.train")
     return Prompts(train, _read_heldout(config))
 
@@ -104,10 +105,18 @@ def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
     found = {
         name: read_records(config.data, heldout_field(name).removeprefix("data.")) for name in config.data.heldout_sets
     }
-    if config.rollout.reward in READ_ANSWERS and config.evaluation.interval_steps is not None:
+    if _reads_answers(config) and config.evaluation.interval_steps is not None:
         for name, records in found.items():
             check_answers(records, field=heldout_field(name))
     return found
+
+
+def _reads_answers(config: RunConfig) -> bool:
+    """Whether the reward is one of ours that every record must have an `answer` for."""
+    name: object = config.rollout.reward
+    if config.rollout.environment == TOOL_USE:
+        name = config.environment.arguments.get("reward", READ_ANSWERS[0])
+    return name in READ_ANSWERS
 
 
 def _all(sets: Mapping[str, list[Record]]) -> list[Record]:

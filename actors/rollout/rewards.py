@@ -178,7 +178,9 @@ def failed_reward(problem: str, record: Mapping[str, Any], hint: str) -> BatchEr
     return BatchError(f"{problem} for {place_of(record)}", field="rollout.reward", hint=hint)
 
 
-def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1) -> Callable[..., Any]:
+def load_reward(
+    name: str, *, timeout_s: float = math.inf, concurrency: int = 1, field: str = "rollout.reward"
+) -> Callable[..., Any]:
     """The reward function named `module:function`, or what asks a URL; what it returns is checked at each call.
 
     The returned function is async where the named one is. It raises BatchError, naming the record, where that one
@@ -186,6 +188,7 @@ def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1)
 
     Args:
         timeout_s, concurrency: as `RewardScorer`; of a URL.
+        field: the setting that names it.
 
     Raises:
         ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
@@ -194,7 +197,7 @@ def load_reward(name: str, *, timeout_s: float = math.inf, concurrency: int = 1)
     if is_url(name):
         return _checked(_asking(name, timeout_s, concurrency), name)
     example, takes = "actors.rollout.rewards:exact_match", ("record", "response", "finished")
-    function = load_function(name, field="rollout.reward", example=example, takes=takes, may_be_async=True)
+    function = load_function(name, field=field, example=example, takes=takes, may_be_async=True)
     return _checked(function, name)
 
 
@@ -325,7 +328,8 @@ def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Sco
     Raises:
         BatchError: the record has no `answer`.
     """
-    return {"reward": float(finished and response.strip() == _answer(record))}
+    answer = _answer(record)  # of an unfinished response, too: a record without one is a mistake
+    return {"reward": float(finished and response.strip() == answer)}
 
 
 def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> Scores:

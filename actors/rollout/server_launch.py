@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.connect import has_nvidia_driver
-from actors.cluster.placement import ALLOCATOR
 from actors.rollout.child_server import ChildServer
 from actors.rollout.server_client import ServerClient
 from actors.startup import stage

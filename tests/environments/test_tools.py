@@ -218,6 +218,9 @@ def test_a_chat_template_that_leaves_tools_out_is_refused(example: Path) -> None
         ({"tools": ["calculator"], "described": "both"}, "both"),
         ({"tools": ["calculator"], "max_calls": 0}, "max_calls"),
         ({"tools": ["calculator"], "result_characters": "1"}, "result_characters"),
+        ({"tools": ["calculator"], "result_characters": 300_000}, "max_calls x result_characters=1,200,000"),
+        ({"tools": ["calculator", "python"], "python": 0}, "python=0"),
+        ({"tools": ["calculator"], "reward": 5}, "reward=5"), ({"tools": ["calculator"], "reward": ["a"]}, "reward="),
     ],
 )  # fmt: skip
 def test_arguments_that_make_no_environment_are_refused(arguments: Any, fault: str) -> None:
@@ -228,7 +231,7 @@ def test_arguments_that_make_no_environment_are_refused(arguments: Any, fault: s
 
 
 def test_a_reward_that_is_none_is_refused() -> None:
-    with refused(ConfigError, "rollout.reward", "nowhere"):
+    with refused(ConfigError, "environment.arguments", "nowhere"):
         ToolUse(["calculator"], reward=f"{HERE}:nowhere")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.environments import Environment, StepResult
-from actors.rollout.environment import MOST_CHARACTERS, load_environment
+from actors.rollout.environment import MOST_CHARACTERS, check_concurrency, load_environment
 from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
@@ -83,6 +83,19 @@ class CountingLater(Counting):
     async def step(self, response: str, finished: bool) -> StepResult:  # type: ignore[override]
         await asyncio.sleep(600 if response == "wait" else 0.001)
         return super().step(response, finished)
+
+
+class Picky(Counting):
+    """Fails on its arguments in its own way, and writes to them."""
+
+    def __init__(self, level: Any) -> None:
+        super().__init__(start=len(level))
+        level.append("x")
+
+    @classmethod
+    def check_arguments(cls, **arguments: Any) -> None:
+        if not isinstance(arguments["level"], list):
+            raise KeyError(arguments["level"])
 
 
 class Forgetful(Counting):
@@ -218,6 +231,23 @@ def test_an_error_of_its_own_kind_says_where_it_was(launch: Any, name: str) -> N
     assert "no answer in turn 1 of episode 0 of train.jsonl:0" in outcome.message
 
 
+def test_each_episode_has_arguments_of_its_own(launch: Any) -> None:
+    played = Played(launch("Picky", arguments={"level": []}), 3)
+    assert [one.result.observation for one in played.say("a", "a", "a")] == ["1 ['a'] True"] * 3
+
+
+def test_a_number_of_coroutines_is_refused_where_there_are_none(make_config: Any) -> None:
+    for name in ("Counting", "CountingLater"):
+        rollout = {"environment": f"{HERE}:{name}"}
+        config = make_config(rollout=rollout, environment={"concurrency": 7})
+        if name == "Counting":
+            with refused(ConfigError, "environment.concurrency", "has none"):
+                check_concurrency(config, Counting)
+        else:
+            check_concurrency(config, CountingLater)
+        check_concurrency(make_config(rollout=rollout), Counting)
+
+
 @pytest.mark.parametrize("name", ["Counting", "CountingLater"])
 def test_nothing_depends_on_how_it_closes(launch: Any, name: str) -> None:
     workers = launch(name)
@@ -258,6 +288,7 @@ def test_environments_are_closed_once_when_they_are_done_failed_or_forgotten(lau
         (f"{HERE}:HERE", {}, "rollout.environment", "HERE"),
         ("actors.environments:Environment", {}, "rollout.environment", "no environment"),
         (f"{HERE}:Counting", {"level": 3}, "environment.arguments", "level"),
+        (f"{HERE}:Picky", {"level": 3}, "environment.arguments", "KeyError: 3"),
     ],
 )
 def test_a_name_that_is_no_environment_is_refused(name: str, arguments: Any, field: str, fault: str) -> None:

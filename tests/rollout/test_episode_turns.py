@@ -33,7 +33,8 @@ class Talks(Environment):
         self.turn += 1
         if self.turn == self.turns:
             return StepResult(reward=1.0, done=True, scores={"finished": finished})
-        return StepResult(self.says or f"{self.turn}{response}", reward=0.25, scores={"finished": finished})
+        reward = 2e38 if self.says == "much" else 0.25
+        return StepResult(self.says or f"{self.turn}{response}", reward=reward, scores={"finished": finished})
 
 
 class Engines:
@@ -204,6 +205,12 @@ def test_what_cannot_be_encoded_fails_by_itself(folder: Any) -> None:
             assert f"at the beginning of episode {number}" in outcome.message and "template" in outcome.message
     found = played(runner(Engines(), folder, {"says": "bad"}))
     assert all("in turn 1 of episode" in outcome.message for outcome in found.values())
+
+
+def test_rewards_that_add_up_to_more_than_a_batch_can_hold_fail_their_episode(folder: Any) -> None:
+    for outcome in played(runner(Engines(), folder, {"says": "much"})).values():
+        assert isinstance(outcome, BatchError) and outcome.field == "rollout.environment"
+        assert "add up to 4e+38" in outcome.message and "in turn 2 of episode" in outcome.message
 
 
 def test_a_prompt_without_room_for_a_response_is_named(folder: Any) -> None:

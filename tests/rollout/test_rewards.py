@@ -138,6 +138,8 @@ def test_a_function_may_take_more_than_a_reward_is_given(user_module, source):
 def test_exact_match_wants_the_whole_answer_and_an_end():
     record = {"prompt": "p", "answer": 12}
     assert exact_match(record, " 12\n", True) == {"reward": 1.0}
+    with refused(BatchError, "answer"):  # also where nothing could be right
+        exact_match({"prompt": "p"}, "12", False)
     assert exact_match(record, "12", False) == exact_match(record, "012", True) == {"reward": 0.0}
 
 
