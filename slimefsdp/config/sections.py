@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from slimefsdp.errors import short_text
 from slimefsdp.io.hub import reads_like_id
 from slimefsdp.io.user_files import NoPath, path_of, possible
 
@@ -94,6 +95,13 @@ def _name_patterns(value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
         raise broken_rule("must be a list of name patterns", "write it like ['model.embed_tokens.*', '*.mlp.*']")
+    return tuple(value)
+
+
+def _target_patterns(value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, list | tuple) and len(value) > 0
+    if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
+        raise broken_rule("must be a list of words or name patterns", "write it like [attention, '*.down_proj']")
     return tuple(value)
 
 
@@ -222,6 +230,29 @@ class ModelSettings(Settings):
                 "model.activation_checkpointing=selective cannot see inside the layers of model.compile=true; "
                 "use full or none, or remove model.compile"
             )
+        return self
+
+
+class LoraSettings(Settings):
+    """Adapters of low rank, which are trained in place of the policy's parameters (docs/lora.md)."""
+
+    rank: PositiveInt | None = Field(
+        None, description="columns of an adapter's B, rows of its A; null: no adapters, the parameters are trained"
+    )
+    alpha: float = Field(32.0, gt=0, le=LARGEST, description="a module computes W x + (alpha / rank) B A x")
+    targets: Annotated[tuple[str, ...], BeforeValidator(_target_patterns)] = Field(
+        ("attention", "mlp"),
+        description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, or patterns like "
+        "`*.q_proj` of module names",
+    )
+
+    @model_validator(mode="after")
+    def check_lora_rank(self) -> LoraSettings:
+        for name in ("alpha", "targets"):
+            value = getattr(self, name)
+            if self.rank is None and value != type(self).model_fields[name].default:
+                shown = short_text(list(value) if name == "targets" else value)
+                raise ValueError(f"lora.{name}={shown} does nothing without lora.rank; set that, or remove it")
         return self
 
 

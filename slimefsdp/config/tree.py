@@ -24,6 +24,7 @@ from slimefsdp.config.sections import (
     CheckpointSettings,
     ClusterSettings,
     FsdpSettings,
+    LoraSettings,
     MeshSettings,
     ModelSettings,
     OptimSettings,
@@ -41,6 +42,7 @@ class RunConfig(AlgorithmSettings):
 
     run: RunSettings = RunSettings()
     model: ModelSettings
+    lora: LoraSettings = LoraSettings()
     reference: ReferenceSettings = ReferenceSettings()
     mesh: MeshSettings = MeshSettings()
     attention: AttentionSettings = AttentionSettings()
@@ -122,6 +124,43 @@ class RunConfig(AlgorithmSettings):
     def rewards_by(self) -> str:
         """The setting that says what rewards."""
         return "rollout.reward" if self.rollout.environment is None else "rollout.environment"
+
+    @model_validator(mode="after")
+    def check_lora_support(self) -> RunConfig:
+        if self.lora.rank is None:
+            return self
+        adapters = f"adapters of lora.rank={self.lora.rank}"
+        unsupported = {
+            "algorithm": (self.algorithm == "ppo", f"trains a critic, which is not supported beside {adapters}"),
+            "model.frozen": (self.model.frozen is not None, f"freezes parts of what {adapters} freeze as a whole"),
+            "model.compile": (self.model.compile, f"is not supported for layers with {adapters}"),
+            "fsdp.cpu_offload": (self.fsdp.cpu_offload, f"is not supported with {adapters}"),
+            "fsdp.sharding": (self.fsdp.sharding == "auto", f"chooses by an estimate that does not know {adapters}"),
+            "reference.update_interval_steps": (
+                self.reference.update_interval_steps is not None,
+                f"has the reference follow the policy, which is not supported with {adapters}",
+            ),
+            "loss.kl_estimator": (self.loss.kl_estimator == "full", f"is not supported with {adapters}"),
+        }
+        for field, (is_set, problem) in unsupported.items():
+            if is_set:
+                value = self.value_of(field)
+                shown = (
+                    value if isinstance(value, str) else short_text(list(value) if field == "model.frozen" else value)
+                )
+                raise ValueError(f"{field}={shown} {problem}; choose another value, or remove lora.rank")
+        if self.reference_is_policy and _changed(self.reference, ["offload"]):
+            raise ValueError(
+                f"reference.offload={self.reference.offload} moves a model that there is not: with lora.rank="
+                f"{self.lora.rank} the reference is the policy without its adapters; remove it, or set reference.path"
+            )
+        return self
+
+    @property
+    def reference_is_policy(self) -> bool:
+        """Whether the colocated reference is the policy with its adapters off, and no model of its own."""
+        reference = self.reference
+        return self.lora.rank is not None and reference.placement == "colocated" and reference.path is None
 
     @model_validator(mode="after")
     def check_dpo_update_size(self) -> RunConfig:

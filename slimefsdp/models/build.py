@@ -31,6 +31,7 @@ from slimefsdp.errors import ModelError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
 from slimefsdp.models.load_weights import ReadBy, check_tensor_names, read_weights
+from slimefsdp.models.lora import Lora, add_adapters, draw_adapters
 from slimefsdp.models.random_init import draw_weights
 
 AnyModel = TypeVar("AnyModel", bound=DecoderModel)
@@ -48,6 +49,7 @@ def load_model(
     attention_for: Callable[[AttentionShape], Attention] | None = None,
     random_seed: int | None = None,
     frozen: Sequence[str] = (),
+    lora: Lora | None = None,
     read_by: ReadBy = "every_rank",
 ) -> AnyModel:
     """Collective: the folder's model, sharded over the mesh, its weights loaded.
@@ -58,12 +60,13 @@ def load_model(
         attention_for: makes the model's attention, or refuses the model; None: that of one rank a pack.
         random_seed: draw the weights from it instead, the same on every mesh; None: read them.
         frozen: patterns of `DecoderModel.freeze`.
+        lora: adapters, which alone are trained: everything else is frozen, and stored in the dtype that it computes in.
         read_by: first_rank: rank 0 alone opens files of the folder, and sends the others their rows.
 
     Raises:
         ModelError: on every rank alike; the folder cannot be loaded faithfully.
-        ConfigError: as `parallelize` and `DecoderModel.freeze`; or what `how` asks for needs a compiler that some rank
-            lacks.
+        ConfigError: as `parallelize`, `DecoderModel.freeze` and `add_adapters`; or what `how` asks for needs a compiler
+            that some rank lacks.
     """
     built: list[AnyModel] = []
 
@@ -76,6 +79,8 @@ def load_model(
         if random_seed is None:
             check_tensor_names(built[0], folder)
         built[0].freeze(frozen)
+        if lora is not None:
+            add_adapters(built[0], lora, base_dtype=how.compute_dtype)
 
     run_together(build, mesh.group)
     (model,) = built
@@ -87,6 +92,8 @@ def load_model(
     else:
         draw_weights(model, build_model(kind, folder, torch.float32), random_seed)
     _zero_what_no_folder_holds(model, folder)
+    if lora is not None:
+        draw_adapters(model, lora.seed)
     return model
 
 

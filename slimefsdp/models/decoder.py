@@ -27,6 +27,8 @@ from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.model_spec import windowed_layers
 from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
 
+_ADAPTER = (".lora_A", ".lora_B")  # ends of the names of an adapter's matrices
+
 
 class DecoderModel(nn.Module):
     """A decoder and whatever head a subclass reads its hidden states with.
@@ -121,7 +123,19 @@ class DecoderModel(nn.Module):
 
         The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_weight_names).
         """
+        return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(_ADAPTER)]
+
+    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The `named_weights`, and the matrices of adapters (slimefsdp.models.lora) after those that they change."""
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
+
+    def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """What a checkpoint holds: the `named_weights`; of a model with adapters these alone, the rest stays as it was.
+
+        Where nothing has adapters, frozen weights are among them.
+        """
+        adapters = [(name, parameter) for name, parameter in self.all_parameters() if name.endswith(_ADAPTER)]
+        return adapters or self.named_weights()
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
         """Those of `named_weights` that a folder with these tensors fills: all; a head may begin at 0 instead.
@@ -144,8 +158,8 @@ class DecoderModel(nn.Module):
         return dict(config)
 
     def trained_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `named_weights` that have gradients: all but what `freeze` took out."""
-        return [(name, parameter) for name, parameter in self.named_weights() if parameter.requires_grad]
+        """Those of `all_parameters` that have gradients: all but what `freeze` took out, or the adapters alone."""
+        return [(name, parameter) for name, parameter in self.all_parameters() if parameter.requires_grad]
 
 
 def _without_the_only_token(attend: PackAttention) -> PackAttention:

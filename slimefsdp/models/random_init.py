@@ -37,7 +37,7 @@ def draw_weights(model: DecoderModel, template: DecoderModel, seed: int) -> None
         for unit in _units(template, mine.keys()):
             _place(unit, "cpu")
             for name, module in unit.items():
-                torch.default_generator.manual_seed(_seed_of_module(seed, name))
+                torch.default_generator.manual_seed(seed_of_module(seed, name))
                 template.hf._init_weights(module)
             for name, parameter in _own_parameters(unit):
                 if not torch.isfinite(parameter).all():
@@ -87,5 +87,6 @@ def _place(unit: dict[str, nn.Module], device: str) -> None:
             module._parameters[own] = nn.Parameter(blank, requires_grad=False)
 
 
-def _seed_of_module(seed: int, name: str) -> int:
+def seed_of_module(seed: int, name: str) -> int:
+    """For the generator that draws the module of this name."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little", signed=True)

@@ -30,7 +30,7 @@ def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description
     Args:
         axes: of the mesh, with their sizes.
     """
-    names = {id(parameter): name for name, parameter in policy.named_weights()}
+    names = {id(parameter): name for name, parameter in policy.all_parameters()}
     modules_of: dict[int, list[str]] = {}
     groups: dict[int, tuple[Any, bool]] = {}
     for path, module in policy.named_modules():
@@ -55,7 +55,7 @@ def describe_model(policy: DecoderModel, axes: Mapping[str, int]) -> Description
 
 def model_tensors(policy: DecoderModel, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters as `model.*` and buffers as `buffer.*`, each after `prefix`."""
-    yield from ((f"{prefix}model.{name}", parameter) for name, parameter in policy.named_weights())
+    yield from ((f"{prefix}model.{name}", parameter) for name, parameter in policy.all_parameters())
     yield from ((f"{prefix}buffer.{name.removeprefix('hf.')}", buffer) for name, buffer in policy.named_buffers())
 
 
@@ -97,7 +97,8 @@ def compare_replicas(
 
 def _unit(name: str, group: Any, names: Mapping[int, str], *, reshards: bool) -> Unit:
     shards = [entry.sharded_param for entry in group.fsdp_params]
-    master = shards[0].dtype
+    # what is trained has one dtype; what is frozen beside it may be stored in another
+    master = next((shard for shard in shards if shard.requires_grad), shards[0]).dtype
     compute = group.mp_policy.param_dtype or master
     return Unit(
         name=name,

@@ -27,6 +27,7 @@ from slimefsdp.io.hub import HubId, reads_like_id, snapshot
 from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
+from slimefsdp.models.lora import Lora
 from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
@@ -90,6 +91,14 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
         recompute_every=config.model.checkpoint_every_n_layers,
         compile=config.model.compile,
     )
+
+
+def lora_of(config: RunConfig) -> Lora | None:
+    """The adapters of an actor, where it has any."""
+    settings = config.lora
+    if settings.rank is None:
+        return None
+    return Lora(settings.rank, settings.alpha, settings.targets, seed=config.run.seed)
 
 
 def is_host_memory_pinned(config: RunConfig, device: torch.device) -> bool:
@@ -197,7 +206,7 @@ def model_for(
 ) -> AnyModel:
     """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
 
-    What does not train is frozen: model.frozen of an actor, all of a reference.
+    What does not train is frozen: model.frozen of an actor, all but its adapters under lora.rank, all of a reference.
 
     Args:
         kind: PolicyModel or ValueModel.
@@ -205,7 +214,8 @@ def model_for(
 
     Raises:
         ModelError: on every rank alike.
-        ConfigError: fsdp.wrap_layers or model.frozen names nothing in it, or model.compile lacks a compiler.
+        ConfigError: fsdp.wrap_layers, model.frozen or lora.targets names nothing in it, or model.compile lacks a
+            compiler.
     """
     cost = cost_for(config, folder, mesh.group)
     how = parallelism_of(config, mesh.device)
@@ -217,6 +227,7 @@ def model_for(
         attention_for=partial(attention_for, config, mesh, cost),
         random_seed=None if folder.has_weights else config.run.seed,
         frozen=(config.model.frozen or ()) if role == "actor" else (),
+        lora=lora_of(config) if role == "actor" else None,
         read_by=config.model.read,
     )
     return model.requires_grad_(False) if role == "ref" else model

@@ -93,6 +93,12 @@ BAD_OVERRIDES = {
     "model.frozen=[]": ["model.frozen=[]"],
     "model.frozen=[' ']": ["model.frozen=[' ']"],
     "model.frozen=[3]": ["model.frozen=[3]"],
+    "lora.rank=0": ["lora.rank=0", "1"],
+    "lora.alpha=0": ["lora.alpha=0", "0"],
+    "lora.targets=mlp": ["lora.targets='mlp'", "[attention"],
+    "lora.targets=[]": ["lora.targets=[]"],
+    "lora.targets=[' ']": ["lora.targets=[' ']"],
+    "lora.targets=[3]": ["lora.targets=[3]"],
     "profile.updates=3": ["profile.updates=3", "[3, 100]"],
     "profile.updates=[]": ["profile.updates=[]"],
     "profile.updates=[0]": ["profile.updates=[0]", "1"],
@@ -314,6 +320,51 @@ RULES = [
         {"model__activation_checkpointing": "full", "model__compile": True},
         {"model__activation_checkpointing": "selective", "model__compile": True},
         ["model.activation_checkpointing=selective", "model.compile=true"],
+    ),
+    (
+        "check_lora_rank",
+        {"lora__rank": 8, "lora__alpha": 16.0},
+        {"lora__alpha": 16.0},
+        ["lora.alpha=16", "lora.rank"],
+    ),
+    (
+        "check_lora_rank",
+        {"lora__rank": 8, "lora__targets": ["*.q_proj"]},
+        {"lora__targets": ["*.q_proj"]},
+        ["lora.targets=['*.q_proj']", "lora.rank"],
+    ),
+    *(
+        (
+            "check_lora_support",
+            {name: value},
+            {"lora__rank": 8, name: value},
+            [f"{name.replace('__', '.')}=", "lora.rank=8"],
+        )
+        for name, value in {
+            "algorithm": "ppo",
+            "model__frozen": ["*.mlp.*"],
+            "model__compile": True,
+            "fsdp__cpu_offload": True,
+            "fsdp__sharding": "auto",
+        }.items()
+    ),
+    (
+        "check_lora_support",
+        {"loss__kl_estimator": "full", "loss__kl_coefficient": 0.1},
+        {"loss__kl_estimator": "full", "loss__kl_coefficient": 0.1, "lora__rank": 8},
+        ["loss.kl_estimator=full", "lora.rank=8"],
+    ),
+    (
+        "check_lora_support",
+        {"reference__update_interval_steps": 2, "loss__kl_coefficient": 0.1},
+        {"reference__update_interval_steps": 2, "loss__kl_coefficient": 0.1, "lora__rank": 8},
+        ["reference.update_interval_steps=2", "lora.rank=8"],
+    ),
+    (
+        "check_lora_support",
+        {"lora__rank": 8, "reference__offload": "none", "reference__path": "x"},
+        {"lora__rank": 8, "reference__offload": "none"},
+        ["reference.offload=none", "lora.rank=8", "reference.path"],
     ),
     (
         "check_fsdp_wrapping",

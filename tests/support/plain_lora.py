@@ -1,0 +1,101 @@
+"""A plain step on adapters of peft, and the same adapters in a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.models.load_weights import local_rows
+from slimefsdp.trainer import Trainer
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import PlainStep
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Weights = dict[str, torch.Tensor]
+
+
+def some_b(name: str, shape: torch.Size) -> torch.Tensor:
+    """A B that is not 0, by its name alone: at 0, nothing reaches A."""
+    generator = torch.Generator().manual_seed(len(name) + sum(name.encode()))
+    return torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2
+
+
+@torch.no_grad()
+def fill_b(trainer: Trainer) -> None:
+    """Gives every B of a trainer its `some_b`."""
+    for name, parameter in trainer.policy.all_parameters():
+        if name.endswith("lora_B"):
+            start, end = local_rows(parameter)
+            local_shard(parameter).copy_(some_b(name, parameter.shape)[start:end])
+
+
+class PeftStep(PlainStep):
+    """`PlainStep` of a model under peft's adapters.
+
+    Args:
+        adapters: A and B of every target, under this library's names.
+        targets: what peft calls them.
+    """
+
+    def __init__(self, path: Path, config: RunConfig, dtype: torch.dtype, adapters: Weights, targets: list[str]):
+        super().__init__(path, config, dtype)
+        lora = LoraConfig(r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=targets, lora_dropout=0.0)
+        self.model = get_peft_model(self.model, lora, autocast_adapter_dtype=False)
+        self.adapters = {
+            name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        assert self.adapters.keys() == adapters.keys()
+        with torch.no_grad():
+            for name, parameter in self.adapters.items():
+                assert parameter.dtype == dtype and parameter.shape == adapters[name].shape
+                parameter.copy_(adapters[name])
+        trained, optim = list(self.adapters.values()), config.optim
+        if optim.name == "sgd":
+            self.optimizer = torch.optim.SGD(trained, lr=optim.lr, momentum=optim.betas[0])
+        else:
+            self.optimizer = torch.optim.AdamW(trained, optim.lr, optim.betas, optim.eps, weight_decay=0.0)
+
+    def gradients(self) -> Weights:
+        return {name: parameter.grad.clone() for name, parameter in self.adapters.items()}
+
+    def weights(self) -> Weights:
+        return {name: parameter.detach().clone() for name, parameter in self.adapters.items()}
+
+    def merged(self) -> Weights:
+        """The weights of the model without adapters that computes the same; of no more use afterwards."""
+        model: Any = self.model.merge_and_unload()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def adapters_of(trainer: Trainer) -> Weights:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in trainer.policy.trained_weights()}
+
+
+def lora_gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[Weights, Weights, list[str]]:
+    """Of one rank: the adapters at first, their gradients, and what else has one."""
+    with KeepFloat64():
+        trainer = Trainer(config, device=torch.device("cpu"))
+        fill_b(trainer)
+        start = adapters_of(trainer)
+        trainer.forward_backward(batch)
+    gradients = {name: p.grad.full_tensor() for name, p in trainer.policy.trained_weights()}
+    others = [name for name, p in trainer.policy.all_parameters() if p.grad is not None and name not in gradients]
+    return start, gradients, others
+
+
+def plain_gradients(
+    path: Path, config: RunConfig, batch: RolloutBatch, adapters: Weights, targets: list[str] = ALL
+) -> Weights:
+    with KeepFloat64():
+        plain = PeftStep(path, config, torch.float64, adapters, targets)
+        plain.backward(batch, np.arange(batch.num_samples))
+    return plain.gradients()
