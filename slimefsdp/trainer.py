@@ -28,6 +28,7 @@ from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
 from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.lora import merged_rows
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
@@ -332,6 +333,8 @@ class Trainer:
     def update_weights(self, receivers: Sequence[Receiver]) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
+        Adapters are added to what they change, so that a receiver knows nothing of them.
+
         Raises:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
@@ -345,6 +348,7 @@ class Trainer:
             group=self.mesh.group,
             shard_group=self.mesh.shard_group,
             source=self._frozen_source,
+            computed=merged_rows(self.policy),
         )
 
     @rpc
@@ -372,7 +376,7 @@ class Trainer:
         with self._state.reference.resting():
             folder = self._state.checkpoints.save(
                 step,
-                self.policy.named_weights() + self._state.reference.saved_weights(),
+                self.policy.saved_weights() + self._state.reference.saved_weights(),
                 self.updater,
                 reference_follows=self._state.reference.follows,
                 kl_coefficient=self._state.kl_coefficient,
@@ -410,7 +414,7 @@ class Trainer:
             info = self._state.checkpoints.load(
                 step,
                 lambda info: (
-                    self.policy.named_weights() + self._state.reference.weights_to_load(info["reference_follows"])
+                    self.policy.saved_weights() + self._state.reference.weights_to_load(info["reference_follows"])
                 ),
                 self.updater,
             )
@@ -424,6 +428,8 @@ class Trainer:
     @rpc
     def export_hf(self, path: str | Path, dtype: str | None = None) -> Path:
         """Writes the weights as a folder for `AutoModelForCausalLM`, of a critic for `AutoModelForTokenClassification`.
+
+        Adapters are added to what they change.
 
         Args:
             dtype: of the tensors, e.g. `bfloat16`; None: the master dtype.

@@ -216,4 +216,5 @@ def _choose_by_size(module: nn.Module, candidates: set[nn.Module], least: int, c
 
 
 def _class_name(module: nn.Module) -> str:
-    return type(module).__name__
+    # a linear module with an adapter (slimefsdp.models.lora) is named as it was, and as it is in a reference
+    return "Linear" if hasattr(module, "lora_A") else type(module).__name__

@@ -34,6 +34,7 @@ from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.lora import merged_rows
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import LoadReport
 from slimefsdp.rpc import Role
@@ -236,6 +237,8 @@ def export_model(
 ) -> None:
     """Collective: writes the full weights as a Hugging Face folder; rank 0 writes, and holds a bucket at a time.
 
+    Adapters are added to what they change.
+
     Args:
         folder: the model's own, whose configuration and tokenizer it gets.
         dtype: of the master weights, in which they travel to rank 0.
@@ -250,7 +253,8 @@ def export_model(
     folder = replace(folder, config=model.exported_config(folder.config))
     named = model.named_weights()
     specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
-    buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES)
+    computed = merged_rows(model)
+    buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES, computed=computed)
 
     def write() -> None:
         with io_reported(target, "export_hf"):

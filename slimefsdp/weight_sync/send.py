@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 
 from slimefsdp.distributed.consensus import gathered, run_on_first
 from slimefsdp.results import SyncReport
-from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket, full_weights
+from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket, Computed, full_weights
 from slimefsdp.weight_sync.receive import Manifest, Receiver
 
 
@@ -28,6 +29,7 @@ def stream_weights(
     group: dist.ProcessGroup,
     shard_group: dist.ProcessGroup,
     source: str | None = None,
+    computed: Computed = MappingProxyType({}),
 ) -> SyncReport:
     """Collective: begins, feeds and commits one update on every receiver; only rank 0's receivers are used.
 
@@ -40,20 +42,23 @@ def stream_weights(
         group: all ranks; where they hold several copies of the model, that of rank 0 is sent.
         dtype: what travels.
         source: what the frozen parameters are called, as long as they are what they are; None: all are sent.
+        computed: as of `full_weights`; none of these counts as frozen.
 
     Raises:
         SyncError: or whatever a receiver raised, on every rank; no receiver has committed unless all took every bucket.
     """
     start = time.perf_counter()
     manifest: Manifest = {name: tuple(parameter.shape) for name, parameter in named}
-    frozen = [name for name, parameter in named if not parameter.requires_grad]
+    frozen = [name for name, parameter in named if not parameter.requires_grad and name not in computed]
     copies = not all(getattr(receiver, "keeps_nothing", False) for receiver in receivers)
     # several ranks: rank 0 holds what it gathered beside the two that it sends by turns, and gloo gathers into a copy
     bucket_bytes = DEFAULT_BUCKET_BYTES // (1 if dist.get_world_size(shard_group) == 1 else 4)
     while True:
         kept = frozenset(frozen if frozen and source and _have_frozen(receivers, source, group) else ())
         sent = [(name, parameter) for name, parameter in named if name not in kept]
-        buckets = full_weights(sent, shard_group, dtype=dtype, bucket_bytes=bucket_bytes, copies=copies)
+        buckets = full_weights(
+            sent, shard_group, dtype=dtype, bucket_bytes=bucket_bytes, copies=copies, computed=computed
+        )
         try:
             run_on_first(lambda: _send(receivers, version, manifest, kept, buckets), group, buckets)  # noqa: B023
             break

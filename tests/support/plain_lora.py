@@ -13,6 +13,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.models.load_weights import local_rows
+from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep
@@ -99,3 +100,37 @@ def plain_gradients(
         plain = PeftStep(path, config, torch.float64, adapters, targets)
         plain.backward(batch, np.arange(batch.num_samples))
     return plain.gradients()
+
+
+def lora_training(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    """Of one rank: a train step of several updates, and what is left of it."""
+    with KeepFloat64():
+        trainer = Trainer(config, device=torch.device("cpu"))
+        fill_b(trainer)
+        start, base = adapters_of(trainer), base_of(trainer)
+        metrics = trainer.train_step(batch)
+    norms = trainer.gradient_health().group_norms
+    return {
+        "start": start,
+        "end": adapters_of(trainer),
+        "metrics": metrics,
+        "norms": norms,
+        "base moved": [name for name, weight in base_of(trainer).items() if not torch.equal(weight, base[name])],
+        "in sync": trainer.check_sync().is_in_sync,
+        "description": trainer.describe(),
+    }
+
+
+def base_of(trainer: Trainer) -> Weights:
+    return {name: parameter.full_tensor().detach().clone() for name, parameter in trainer.policy.named_weights()}
+
+
+def plain_training(
+    path: Path, config: RunConfig, batch: RolloutBatch, adapters: Weights, targets: list[str] = ALL
+) -> PeftStep:
+    plan = plan_training(config, batch)
+    assert len(plan.updates) >= 3
+    with KeepFloat64():
+        plain = PeftStep(path, config, torch.float64, adapters, targets)
+        plain.train(batch, plan)
+    return plain

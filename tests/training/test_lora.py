@@ -10,7 +10,7 @@ import torch
 
 from slimefsdp.config import RunConfig
 from tests.support.comparisons import largest_difference
-from tests.support.plain_lora import ALL, lora_gradients, plain_gradients
+from tests.support.plain_lora import ALL, lora_gradients, lora_training, plain_gradients, plain_training
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
@@ -40,3 +40,80 @@ def test_gradients_equal_those_of_peft_in_float64(tiny_folder: TinyFolder, ranks
     assert min(g.abs().max().item() for g in plain.values()) > 1e-4
     assert largest_difference(ours, plain) <= 1e-12
     assert others == []
+
+
+MESHES = {
+    "one rank": (1, 1, 1),
+    "dp 2": (1, 2, 1),
+    "cp 2": (1, 1, 2),
+    "dp 2 x cp 2": (1, 2, 2),
+    "two copies": (2, 1, 1),
+    "two copies of two shards": (2, 2, 1),
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {"sgd": {"name": "sgd"}, "adamw": {"name": "adamw", "lr": 0.01, "eps": 1e-4}}
+
+
+def axes(mesh: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("dp_replicate", "dp", "cp"), mesh, strict=True))
+
+
+def compare_training(ranks: RankPool, folder: Path, config: RunConfig, targets: list[str] = ALL) -> None:
+    """Every rank's adapters after a step, which are peft's after the same updates."""
+    batch = make_batch(folder)
+    found = ranks.run(config.ranks, lora_training, config, batch)
+    start = found[0]["start"]
+    plain = plain_training(folder, config, batch, start, targets).weights()
+    for ours in found:
+        assert largest_difference(ours["start"], start) == 0  # drawn alike, however they are sharded
+        assert largest_difference(ours["end"], plain) <= 1e-12
+        assert ours["base moved"] == [] and ours["in sync"] and ours["metrics"]["updates"] >= 3
+        assert set(ours["norms"]) == {"layer_0", "layer_1"}
+        assert {name for unit in ours["description"].units for name in unit.parameters} >= plain.keys()
+    assert largest_difference(plain, start) > 1e-2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_adapters_after_several_updates_are_those_of_peft_on_any_mesh(
+    folder: Path, ranks: RankPool, mesh: str, optimizer: str
+) -> None:
+    compare_training(ranks, folder, lora_settings(folder, mesh=axes(MESHES[mesh]), optim=OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.parametrize("model", list(MODELS)[1:])
+def test_adapters_of_other_architectures_are_those_of_peft(
+    tiny_folder: TinyFolder, ranks: RankPool, model: str
+) -> None:
+    kind, changes, targets = MODELS[model]
+    folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
+    compare_training(ranks, folder, lora_settings(folder, mesh={"dp": 2}, optim=OPTIMIZERS["adamw"]), targets)
+
+
+SPREAD: dict[str, dict[str, Any]] = {
+    "recomputed": {"model": {"activation_checkpointing": "full"}, "mesh": {"dp": 2}},
+    "partly recomputed": {"model": {"activation_checkpointing": "selective"}, "mesh": {"cp": 2}},
+    "shared prompts": {"batch": {"share_prefixes": "always"}, "mesh": {"dp": 2}},
+    "keep_parameters": {"fsdp": {"sharding": "keep_parameters"}, "mesh": {"dp": 2}},
+    "optimizer": {"fsdp": {"sharding": "optimizer"}, "mesh": {"dp": 2, "cp": 2}},
+    "replicate": {"fsdp": {"sharding": "replicate"}, "mesh": {"dp": 2}},
+    "small units": {"fsdp": {"wrap_layers": ["Qwen3MLP", "Linear"]}, "mesh": {"dp": 2}},
+    "clipped": {"optim": {"max_grad_norm": 0.01, "lr": 5.0}, "mesh": {"dp": 2}},
+}
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_adapters_are_those_of_peft_however_the_model_is_spread_and_stored(
+    folder: Path, ranks: RankPool, spread: str
+) -> None:
+    sections = {name: dict(values) for name, values in SPREAD[spread].items()}
+    sections["model"] = {"path": str(folder), **sections.get("model", {})}
+    compare_training(ranks, folder, lora_settings(folder, **sections))
+
+
+@pytest.mark.parametrize(
+    ("targets", "theirs"),
+    [(["attention"], ALL[:4]), (["mlp"], ALL[4:]), (["*.q_proj", "*.1.*.down_proj"], r".*q_proj|.*\.1\..*down_proj")],
+    ids=str,
+)
+def test_chosen_targets_are_those_of_peft(folder: Path, ranks: RankPool, targets: list[str], theirs: Any) -> None:
+    compare_training(ranks, folder, lora_settings(folder, mesh={"dp": 2}, lora={"targets": targets}), theirs)
