@@ -88,6 +88,12 @@ def plan_command(options: argparse.Namespace) -> int:
             not fit. ResourceError: nothing fits the memory of the device that was named.
     """
     config = with_model_folders(load_config(options.config, options.overrides), with_weights=False)
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank}: there is no estimate of adapters yet",
+            field="lora.rank",
+            hint="plan without it; adapters take less memory and time than that",
+        )
     config = _with_ranks(config, options.ranks)
     _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
     folder = read_model_folder(config.model.path, with_weights=False)

@@ -136,11 +136,6 @@ class RunConfig(AlgorithmSettings):
             "model.compile": (self.model.compile, f"is not supported for layers with {adapters}"),
             "fsdp.cpu_offload": (self.fsdp.cpu_offload, f"is not supported with {adapters}"),
             "fsdp.sharding": (self.fsdp.sharding == "auto", f"chooses by an estimate that does not know {adapters}"),
-            "reference.update_interval_steps": (
-                self.reference.update_interval_steps is not None,
-                f"has the reference follow the policy, which is not supported with {adapters}",
-            ),
-            "loss.kl_estimator": (self.loss.kl_estimator == "full", f"is not supported with {adapters}"),
         }
         for field, (is_set, problem) in unsupported.items():
             if is_set:
@@ -149,10 +144,11 @@ class RunConfig(AlgorithmSettings):
                     value if isinstance(value, str) else short_text(list(value) if field == "model.frozen" else value)
                 )
                 raise ValueError(f"{field}={shown} {problem}; choose another value, or remove lora.rank")
-        if self.reference_is_policy and _changed(self.reference, ["offload"]):
+        for name in _changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
             raise ValueError(
-                f"reference.offload={self.reference.offload} moves a model that there is not: with lora.rank="
-                f"{self.lora.rank} the reference is the policy without its adapters; remove it, or set reference.path"
+                f"reference.{name}={getattr(self.reference, name)} is for a reference with weights of its own, and "
+                f"with lora.rank={self.lora.rank} it is the policy without its adapters; remove it, or set "
+                "reference.path"
             )
         return self
 

@@ -50,6 +50,7 @@ def computing_of(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> C
 def colocated_models_of(config: RunConfig, reference: ModelSpec | None, critic: ModelSpec | None) -> ColocatedModels:
     """The models in the policy's processes."""
     has_reference = config.needs_reference and config.reference.placement == "colocated"
+    has_reference = has_reference and not config.reference_is_policy
     has_critic = config.algorithm == "ppo" and config.critic.placement == "colocated"
     return ColocatedModels(
         reference=reference if has_reference else None,

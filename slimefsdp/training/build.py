@@ -38,7 +38,7 @@ from slimefsdp.perf_model.step_time import ColocatedModels
 from slimefsdp.preparation.plan import cost_model_of, model_spec_of
 from slimefsdp.rpc import Role
 from slimefsdp.training.metrics import Throughput
-from slimefsdp.training.reference_model import ColocatedReference
+from slimefsdp.training.reference_model import ColocatedReference, PolicyWithoutAdapters, Reference
 
 _CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which its products repeat
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
@@ -266,8 +266,12 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
 
 def reference_for(
     config: RunConfig, policy_folder: ModelFolder, policy: nn.Module, mesh: Mesh, memory_manager: MemoryManager
-) -> ColocatedReference:
+) -> Reference:
     """The colocated reference of a policy, not loaded yet."""
+    if config.reference_is_policy and isinstance(policy, PolicyModel):
+        if config.kl_estimator == "full":
+            register_fsdp_forward_method(policy, "head_inputs")
+        return PolicyWithoutAdapters(policy, memory_manager)
 
     def load() -> PolicyModel:
         if config.reference.placement == "group":

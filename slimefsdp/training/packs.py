@@ -39,6 +39,7 @@ from slimefsdp.distributed.torch_errors import is_out_of_memory
 from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
+from slimefsdp.models.lora import adapters_off
 from slimefsdp.training.metrics import MetricSums
 
 if TYPE_CHECKING:  # a name for mypy only: the step alone runs where pydantic is not installed
@@ -158,7 +159,7 @@ def accumulate_gradients(
     shared: SharedPrefixes | None = None,
     temperature: float = 1.0,
     entropy_grad: bool = False,
-    reference: PolicyModel | None = None,
+    reference: DecoderModel | None = None,
     loss_scale: float = 1.0,
     sum_once: bool = False,
 ) -> None:
@@ -174,7 +175,8 @@ def accumulate_gradients(
         sums: receives this rank's metrics.
         shared: of the plan that the packs are of.
         temperature, entropy_grad: of a policy, as in its forward.
-        reference: whose KL over the whole vocabulary is a further output of the model; awake, and of its architecture.
+        reference: the KL to this policy over the whole vocabulary is a further output of the model; awake, and of its
+            architecture, or the model itself, which then counts without its adapters.
         loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
         sum_once: over the ranks at the last micro-batch alone; see `gradients_summed_once`.
     """
@@ -188,7 +190,8 @@ def accumulate_gradients(
                     begin(index == len(packs) - 1)
                 with at_work_on(len(micro_batch.share.tokens)):
                     if reference is not None:
-                        with torch.no_grad():
+                        assert isinstance(reference, PolicyModel)
+                        with torch.no_grad(), adapters_off(reference):
                             ref_inputs = reference.head_inputs(micro_batch.share, micro_batch.attend)
                     outputs = evaluate(
                         model, micro_batch, mesh,

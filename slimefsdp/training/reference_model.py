@@ -1,9 +1,13 @@
-"""The frozen model in the actor's own processes: loaded when first needed, moved out of the way between uses."""
+"""The frozen model in the actor's own processes: loaded when first needed, moved out of the way between uses.
+
+Under adapters it is the policy itself, with them off.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,6 +17,78 @@ from slimefsdp.distributed.fsdp import reshard
 from slimefsdp.distributed.memory_manager import MemoryManager
 from slimefsdp.errors import SlimeError, StateError
 from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.lora import adapters_off, merged_rows
+
+
+class Reference(Protocol):
+    """What a rank asks of its reference model."""
+
+    model: PolicyModel | None
+    follows: bool
+
+    def load(self) -> None: ...
+    def awake(self) -> AbstractContextManager[PolicyModel]: ...
+    def resting(self) -> AbstractContextManager[None]: ...
+    def rest(self) -> None: ...
+    def follow(self, policy: PolicyModel) -> None: ...
+    def saved_weights(self) -> list[tuple[str, nn.Parameter]]: ...
+    def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]: ...
+    def loaded(self, follows: bool) -> None: ...
+
+
+class PolicyWithoutAdapters:
+    """The policy with its adapters off, as the reference: it has no weights of its own, so there is nothing to move.
+
+    Args:
+        memory_manager: of the rank; its tag `parameters` stands for the policy.
+    """
+
+    def __init__(self, policy: PolicyModel, memory_manager: MemoryManager) -> None:
+        self.model: PolicyModel | None = None  # none of its own
+        self.follows = False
+        self._policy = policy
+        self._memory_manager = memory_manager
+
+    def load(self) -> None:
+        """It is there."""
+
+    @contextmanager
+    def awake(self) -> Iterator[PolicyModel]:
+        """Collective: the policy on the device, its adapters off inside."""
+        self._memory_manager.wake_up(("parameters",))
+        with adapters_off(self._policy):
+            yield self._policy
+
+    def resting(self) -> AbstractContextManager[None]:
+        """Nothing has to be put to rest."""
+        return nullcontext()
+
+    def rest(self) -> None:
+        """Nothing has to be put to rest."""
+
+    def follow(self, policy: PolicyModel) -> None:
+        """Refuses to.
+
+        Raises:
+            StateError: the reference is what the adapters began beside.
+        """
+        raise StateError(
+            "update_ref() on a reference that is the policy without its adapters",
+            field="reference.path",
+            hint="set it, for a reference with weights of its own",
+        )
+
+    def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
+        """None."""
+        return []
+
+    def weights_to_load(self, follows: bool) -> list[tuple[str, nn.Parameter]]:
+        """None: a checkpoint whose reference followed is of a run without adapters, which is refused before."""
+        assert not follows
+        return []
+
+    def loaded(self, follows: bool) -> None:
+        """Nothing changes."""
 
 
 class ColocatedReference:
@@ -74,7 +150,7 @@ class ColocatedReference:
             self._memory_manager.sleep(("reference",))
 
     def follow(self, policy: PolicyModel) -> None:
-        """Collective: takes the weights of a policy that is awake, shard to shard.
+        """Collective: takes the weights of a policy that is awake, shard to shard, adapters added to what they change.
 
         Raises:
             StateError: there is no model yet, or it is of another architecture.
@@ -87,11 +163,13 @@ class ColocatedReference:
                 field="reference.path",
                 hint="leave reference.path out, or name a model of the policy's own configuration",
             )
+        merged = merged_rows(policy)
         with self.awake() as reference, torch.no_grad():
-            for frozen, trained in zip(reference.parameters(), policy.parameters(), strict=True):
+            weights = zip(reference.named_weights(), policy.named_weights(), strict=True)
+            for (name, frozen), (_, trained) in weights:
                 assert isinstance(frozen, DTensor) and isinstance(trained, DTensor)
                 # sharded alike, wherever the shards lie
-                frozen.to_local().copy_(trained.to_local())
+                frozen.to_local().copy_(merged[name]() if name in merged else trained.to_local())
         self.follows = True
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:

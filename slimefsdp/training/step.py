@@ -37,7 +37,7 @@ from slimefsdp.rpc import Role
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
 from slimefsdp.training.packs import accumulate_gradients, objective_for, outputs_of_packs
-from slimefsdp.training.reference_model import ColocatedReference
+from slimefsdp.training.reference_model import Reference
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class RankState:
     mesh: Mesh
     model: DecoderModel
     memory_manager: MemoryManager
-    reference: ColocatedReference
+    reference: Reference
     kl_coefficient: float  # moves under loss.kl_target
     updater: OptimizerStep = field(init=False)  # this and what follows: of a role that trains
     checkpoints: Checkpoints = field(init=False)
@@ -168,7 +168,8 @@ def forward_backward(state: RankState, work: PreparedBatch, update: int, inputs:
         shared=plan.shared,
         temperature=config.rollout.temperature,
         entropy_grad=config.loss.entropy_coefficient != 0,
-        reference=state.reference.model if _reads_hidden_states(config, loss) else None,
+        # under adapters the reference is the policy, which computes the pack a second time
+        reference=(state.reference.model or state.model) if _reads_hidden_states(config, loss) else None,
         loss_scale=state.updater.loss_scale,
         sum_once=config.fsdp.sharding == "optimizer",
     )
@@ -255,7 +256,9 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
 
 def reference_beside(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:
     """The reference on the device while gradients are added, where the loss reads its hidden states."""
-    return state.reference.awake() if _reads_hidden_states(state.config, work.loss) else nullcontext()
+    if state.config.reference_is_policy or not _reads_hidden_states(state.config, work.loss):
+        return nullcontext()
+    return state.reference.awake()
 
 
 def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:

@@ -350,15 +350,9 @@ RULES = [
     ),
     (
         "check_lora_support",
-        {"loss__kl_estimator": "full", "loss__kl_coefficient": 0.1},
-        {"loss__kl_estimator": "full", "loss__kl_coefficient": 0.1, "lora__rank": 8},
-        ["loss.kl_estimator=full", "lora.rank=8"],
-    ),
-    (
-        "check_lora_support",
-        {"reference__update_interval_steps": 2, "loss__kl_coefficient": 0.1},
-        {"reference__update_interval_steps": 2, "loss__kl_coefficient": 0.1, "lora__rank": 8},
-        ["reference.update_interval_steps=2", "lora.rank=8"],
+        {"reference__update_interval_steps": 2, "loss__kl_coefficient": 1.0, "lora__rank": 8, "reference__path": "x"},
+        {"reference__update_interval_steps": 2, "loss__kl_coefficient": 1.0, "lora__rank": 8},
+        ["reference.update_interval_steps=2", "lora.rank=8", "reference.path"],
     ),
     (
         "check_lora_support",

@@ -17,6 +17,7 @@ from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep
+from tests.support.trainers import error_of
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Weights = dict[str, torch.Tensor]
@@ -134,3 +135,25 @@ def plain_training(
         plain = PeftStep(path, config, torch.float64, adapters, targets)
         plain.train(batch, plan)
     return plain
+
+
+def life_of_adapters(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    """Of one rank: steps, what the reference says before and after them, and the bytes that it has."""
+    trainer = Trainer(config, device=torch.device("cpu"))
+    before = trainer.compute_log_probs(batch).log_probs
+    said = [trainer.compute_log_probs(batch, "ref").log_probs]
+    metrics = [trainer.train_step(batch) for _ in range(3)]
+    held = trainer.memory().reference
+    trainer.sleep()
+    said.append(trainer.compute_log_probs(batch, "ref").log_probs)
+    after = trainer.compute_log_probs(batch).log_probs
+    return {
+        "before": before,
+        "after": after,
+        "reference": said,
+        "metrics": metrics,
+        "reference bytes": held,
+        "adapters": adapters_of(trainer),
+        "update_ref": error_of(trainer.update_ref),
+        "reference at last": trainer.compute_log_probs(batch, "ref").log_probs,
+    }

@@ -5,15 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from slimefsdp.config import RunConfig
+from slimefsdp.errors import StateError
 from tests.support.comparisons import largest_difference
-from tests.support.plain_lora import ALL, lora_gradients, lora_training, plain_gradients, plain_training
+from tests.support.plain_lora import (
+    ALL,
+    life_of_adapters,
+    lora_gradients,
+    lora_training,
+    plain_gradients,
+    plain_training,
+)
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
+from tests.support.trainers import fresh_batch
 
 CPU = torch.device("cpu")
 
@@ -117,3 +127,42 @@ def test_adapters_are_those_of_peft_however_the_model_is_spread_and_stored(
 )
 def test_chosen_targets_are_those_of_peft(folder: Path, ranks: RankPool, targets: list[str], theirs: Any) -> None:
     compare_training(ranks, folder, lora_settings(folder, mesh={"dp": 2}, lora={"targets": targets}), theirs)
+
+
+# ---------------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("estimator", ["k3", "full"])
+@pytest.mark.parametrize("mesh", ["one rank", "dp 2 x cp 2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_is_the_policy_without_adapters_and_no_second_copy(
+    folder: Path, ranks: RankPool, mesh: str, dtype: str, estimator: str
+) -> None:
+    # one update a step: the first is at the weights that old log-probs are recomputed with
+    sections: dict[str, Any] = {
+        "mesh": axes(MESHES[mesh]),
+        "precision": {"compute_dtype": dtype},
+        "loss": {"kl_estimator": estimator, "epochs": 1, "old_log_probs": "recompute", "kl_coefficient": 0.1},
+        "batch": {"samples_per_update": None},
+        "optim": {"name": "adamw", "lr": 0.05},
+    }
+    batch = fresh_batch()
+    config = lora_settings(folder, **sections)
+    # a copy of its own has masters in float32, and computes the same of them
+    with_copy = lora_settings(folder, **sections, reference={"path": str(folder), "offload": "none"})
+    lives = ranks.run(config.ranks, life_of_adapters, config, batch)
+    others = ranks.run(config.ranks, life_of_adapters, with_copy, batch)
+    for life, other in zip(lives, others, strict=True):
+        kl = [values["kl_ref"] for values in life["metrics"]]
+        assert kl[0] == 0.0 and min(kl[1:]) > 1e-4
+        assert life["metrics"][0]["ratio"] == 1.0 and life["metrics"][0]["ratio_deviation_max"] == 0.0
+        for said in life["reference"]:
+            assert np.array_equal(said, life["before"])
+        assert not np.array_equal(life["after"], life["before"])
+        assert life["reference bytes"] == 0 < other["reference bytes"]
+        assert kl == [values["kl_ref"] for values in other["metrics"]]
+        assert largest_difference(life["adapters"], other["adapters"]) == 0
+        assert isinstance(life["update_ref"], StateError) and other["update_ref"] is None
+        assert np.array_equal(life["reference at last"], life["before"])
+        apart = np.abs(other["reference at last"] - other["after"]).max()  # merged, it rounds elsewhere
+        assert apart < (1e-4 if dtype == "float32" else 0.3) and apart < np.abs(life["after"] - life["before"]).max()
