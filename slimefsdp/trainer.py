@@ -92,7 +92,7 @@ class Trainer:
             return
         self._state.updater = build.updater_for(config, role, model)
         memory_manager.optimizer = self.updater.optimizer
-        self._state.checkpoints = Checkpoints(config, role, folder, mesh)
+        self._state.checkpoints = Checkpoints(config, role, folder, mesh, model)
         self._state.throughput = build.throughput_for(config, folder, model, mesh)
         self._state.profiler = build.profiler_for(config, role, mesh)
         if role == "actor" and config.needs_reference and config.reference.placement == "colocated":

@@ -98,7 +98,7 @@ def check_identity(saved: Mapping[str, Any], own: Mapping[str, Any], file: Path)
             raise CheckpointError(
                 f"{name} is {there} in {file}, but {here} in this run",
                 field=name,
-                hint="load a checkpoint of the same model, master dtype, optimiser and frozen parameters",
+                hint="load a checkpoint of the same model, master dtype, optimiser, frozen parameters and adapters",
                 call="load",
             )
 

@@ -136,8 +136,8 @@ def checkpoint_to_hugging_face(
         dtype: a name in `EXPORT_DTYPES`; None: that of the master weights.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, it does not hold that model, or `target` is taken. ModelError:
-            `like` is no model folder.
+        CheckpointError: there is no whole checkpoint, it holds another model or adapters alone, or `target` is taken.
+            ModelError: `like` is no model folder.
     """
     folder, manifest, skipped = find_checkpoint(source)
     for error in skipped:
@@ -151,6 +151,13 @@ def checkpoint_to_hugging_face(
         like = Path(path)
     model = read_model_folder(like, field="--like", with_weights=False)
     check_info(manifest.info, folder / MANIFEST)
+    if "lora.rank" in manifest.info["identity"]:
+        raise CheckpointError(
+            f"{folder} holds the adapters of lora.rank={manifest.info['identity']['lora.rank']} alone, and not the "
+            "model that they change",
+            field="lora.rank",
+            hint="load it in a run and call export_hf, or let the run write run.export_dir",
+        )
     _require_same_model(manifest.info["identity"].get("config.json", {}), model, folder / MANIFEST, note)
     policy, saved = build_policy(model, torch.float32), SavedWeights(folder)
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}

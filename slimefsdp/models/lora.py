@@ -10,12 +10,14 @@ whatever dtype they are stored.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -26,6 +28,7 @@ from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.load_weights import local_rows
 from slimefsdp.models.random_init import seed_of_module
 
+_WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
 # a word of lora.targets -> what transformers' decoder layers call that part
 _PARTS = {"attention": ("self_attn", "attn"), "mlp": ("mlp",)}
 
@@ -119,6 +122,26 @@ def adapted_modules(model: DecoderModel) -> list[tuple[str, LoraLinear]]:
 def merged_rows(model: DecoderModel) -> dict[str, Callable[[], torch.Tensor]]:
     """Names of the weights that adapters change -> this rank's rows of the sum; see `LoraLinear.merged_rows`."""
     return {f"{name}.weight": module.merged_rows for name, module in adapted_modules(model)}
+
+
+@torch.no_grad()
+def base_digest(model: DecoderModel, group: dist.ProcessGroup) -> str:
+    """Collective: of the bits of all weights but the adapters, the same on every mesh.
+
+    Each weight counts by the sum of its bits as whole numbers, in which no order and no split shows.
+
+    Args:
+        group: the ranks that share a copy of the model.
+    """
+    named = model.named_weights()
+    sums = []
+    for _, parameter in named:
+        rows = local_shard(parameter).contiguous()
+        sums.append(rows.view(_WHOLE_NUMBERS[rows.itemsize]).sum(dtype=torch.int64))
+    total = torch.stack(sums)
+    dist.all_reduce(total, group=group)
+    content = [(name, str(one.dtype), value) for (name, one), value in zip(named, total.tolist(), strict=True)]
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 @contextmanager

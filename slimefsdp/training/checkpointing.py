@@ -34,7 +34,7 @@ from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.models.lora import merged_rows
+from slimefsdp.models.lora import base_digest, merged_rows
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.results import LoadReport
 from slimefsdp.rpc import Role
@@ -63,9 +63,10 @@ class Checkpoints:
     Args:
         role: a critic's are in a folder of their own.
         folder: the model's.
+        model: its weights awake, and as they are in that folder.
     """
 
-    def __init__(self, config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh, model: DecoderModel) -> None:
         self.restored: LoadReport | None = None  # of the last load
         self._config = config
         self._role = role
@@ -79,6 +80,15 @@ class Checkpoints:
             "optim.name": config.optim.name,
             "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
         }
+        if config.lora.rank is not None:  # other runs have no such entries, as the first versions had none
+            self._identity |= {
+                "lora.rank": config.lora.rank,
+                "lora.alpha": config.lora.alpha,
+                "lora.targets": sorted(config.lora.targets),
+                # the weights that these adapters are beside are in no checkpoint, and must be found as they were
+                "precision.compute_dtype": config.precision.compute_dtype,  # in which they are stored
+                "model.path": f"a folder of weights {base_digest(model, mesh.shard_group)}",
+            }
         self._background: BackgroundSave | None = None
         if config.checkpoint.async_save:
             timeout = timedelta(seconds=config.cluster.call_timeout_s)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -15,9 +17,12 @@ from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.models.load_weights import local_rows
 from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.build import compute_dtype
+from slimefsdp.weight_sync.gather import Bucket
+from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep
-from tests.support.trainers import error_of
+from tests.support.trainers import error_of, hex_losses
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Weights = dict[str, torch.Tensor]
@@ -157,3 +162,78 @@ def life_of_adapters(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[
         "update_ref": error_of(trainer.update_ref),
         "reference at last": trainer.compute_log_probs(batch, "ref").log_probs,
     }
+
+
+class Taker(WeightReceiver):
+    """Has the frozen weights of any sender from its first update on, and says which tensors came."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(list(model.named_parameters()))
+        self.came: list[str] = []
+        self.is_filled = False
+
+    def has_frozen(self, source: str) -> bool:
+        return self.is_filled
+
+    def begin(self, version: int, manifest: Manifest, kept: Any = ()) -> None:
+        super().begin(version, manifest, kept)
+        self.came = []
+
+    def receive(self, bucket: Bucket) -> None:
+        super().receive(bucket)
+        self.came += [name for name, _ in bucket]
+
+    def commit(self, version: int) -> None:
+        super().commit(version)
+        self.is_filled = True
+
+
+def merged_weights(rank: int, config: RunConfig, batch: RolloutBatch, export: Path) -> dict[str, Any]:
+    """Of one rank: adapters after a step, and what an engine and an export get of them."""
+    dtype = compute_dtype(config)
+    engine = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
+    for parameter in engine.parameters():
+        parameter.data = torch.zeros_like(parameter, dtype=dtype)
+    receiver = Taker(engine)
+    with KeepFloat64():
+        trainer = Trainer(config, device=torch.device("cpu"))
+        fill_b(trainer)
+        start = adapters_of(trainer)
+        trainer.update_weights([receiver])
+        first = sorted(receiver.came)
+        trainer.train_step(batch)
+    report = trainer.update_weights([receiver])
+    trainer.export_hf(export)
+    return {
+        "start": start,
+        "adapters": adapters_of(trainer),
+        "base": base_of(trainer),
+        "scale": config.lora.alpha / (config.lora.rank or 1),
+        "engine": {name: parameter.detach().clone() for name, parameter in engine.named_parameters()},
+        "came first": first,
+        "came": sorted(receiver.came),
+        "bytes": report.bytes,
+    }
+
+
+def save_run(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[str, Any]:
+    """Of one rank: a checkpoint after the first batch, and what training says and has after all."""
+    trainer = Trainer(config, device=torch.device("cpu"))
+    trainer.train_step(batches[0])
+    folder = trainer.save(1, {"step": 1})
+    trainer.finish_save()
+    losses = hex_losses([trainer.train_step(batch) for batch in batches[1:]])
+    return {"folder": folder, "losses": losses, "adapters": adapters_of(trainer)}
+
+
+def load_run(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[str, Any]:
+    """Of one rank: the error of loading that checkpoint, or how training goes on."""
+    trainer = Trainer(config, device=torch.device("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of generators that belong to another mesh
+        error = error_of(trainer.load)
+    if error is not None:
+        return {"error": error}
+    said = trainer.compute_log_probs(batches[1], "ref").log_probs
+    losses = hex_losses([trainer.train_step(batch) for batch in batches[1:]])
+    return {"error": None, "losses": losses, "adapters": adapters_of(trainer), "reference": said}

@@ -8,17 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import StateError
+from slimefsdp.convert.convert import checkpoint_to_hugging_face
+from slimefsdp.errors import CheckpointError, StateError
 from tests.support.comparisons import largest_difference
 from tests.support.plain_lora import (
     ALL,
     life_of_adapters,
+    load_run,
     lora_gradients,
     lora_training,
+    merged_weights,
     plain_gradients,
     plain_training,
+    save_run,
 )
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
@@ -166,3 +172,99 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_copy(
         assert np.array_equal(life["reference at last"], life["before"])
         apart = np.abs(other["reference at last"] - other["after"]).max()  # merged, it rounds elsewhere
         assert apart < (1e-4 if dtype == "float32" else 0.3) and apart < np.abs(life["after"] - life["before"]).max()
+
+
+# ---------------------------------------------------------------------- weights that leave
+
+
+@pytest.mark.parametrize("mesh", ["one rank", "dp 2", "dp 2 x cp 2", "two copies of two shards"])
+@pytest.mark.parametrize("model", MODELS)
+def test_engines_and_exports_get_what_peft_merges(
+    tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, model: str, mesh: str
+) -> None:
+    kind, changes, targets = MODELS[model]
+    folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
+    config, batch = lora_settings(folder, mesh=axes(MESHES[mesh])), make_batch(folder)
+    found = ranks.run(config.ranks, merged_weights, config, batch, tmp_path / "export")[0]
+    plain = plain_training(folder, config, batch, found["start"], targets)
+    merged = plain.merged()
+    assert largest_difference(found["engine"], merged) <= 1e-12
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
+    assert largest_difference(dict(exported.named_parameters()), found["engine"]) == 0
+    changed = [name for name in found["base"] if any(name.endswith(f"{target}.weight") for target in targets)]
+    assert found["came first"] == sorted(merged) and found["came"] == sorted(changed) != sorted(merged)
+    assert found["bytes"] == 8 * sum(merged[name].numel() for name in changed)
+    apart = [name for name, weight in merged.items() if not torch.equal(weight, found["base"][name])]
+    assert sorted(apart) == sorted(changed)
+
+
+def test_what_is_merged_is_rounded_once(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+    # one rank, so that the product is computed as it is here
+    config = lora_settings(folder, precision={"compute_dtype": "bfloat16"})
+    found = ranks.run(1, merged_weights, config, make_batch(folder), tmp_path / "export")[0]
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    for name, base in found["base"].items():
+        assert base.dtype == found["engine"][name].dtype == torch.bfloat16
+        expected = base.float()
+        if (a := found["adapters"].get(name.replace("weight", "lora_A"))) is not None:
+            b = found["adapters"][name.replace("weight", "lora_B")]
+            assert a.dtype == b.dtype == torch.float32
+            expected = torch.addmm(expected, b, a, alpha=found["scale"])
+        assert torch.equal(exported[name], expected) and exported[name].dtype == torch.float32
+        assert torch.equal(found["engine"][name], expected.bfloat16())
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("spread", ["one rank", "dp 2", "two copies of two shards", "saved in the background"])
+def test_a_checkpoint_holds_the_adapters_and_moves_between_meshes(
+    folder: Path, ranks: RankPool, tmp_path: Path, spread: str, dtype: str
+) -> None:
+    sections: dict[str, Any] = {
+        "run": {"dir": str(tmp_path)},
+        "mesh": axes(MESHES.get(spread, MESHES["dp 2"])),
+        "optim": OPTIMIZERS["adamw"],
+        "precision": {"compute_dtype": dtype},
+        "checkpoint": {"async_save": spread not in MESHES},
+    }
+    config, batches = lora_settings(folder, **sections), [fresh_batch(seed) for seed in range(3)]
+    straight = ranks.run(config.ranks, save_run, config, batches)[0]
+    held = {name for file in straight["folder"].glob("*.safetensors") for name in load_file(file)}
+    adapters = set(straight["adapters"])
+    assert {name for name in held if name.startswith("model.")} == {f"model.{name}" for name in adapters}
+    moments = {f"optimizer.{name}.{key}" for name in adapters for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert held == moments | {f"model.{name}" for name in adapters}
+    again = ranks.run(config.ranks, load_run, config, batches)[0]
+    assert again["losses"] == straight["losses"]
+    assert largest_difference(again["adapters"], straight["adapters"]) == 0
+    elsewhere = lora_settings(folder, **{**sections, "mesh": axes(MESHES["cp 2"])})
+    moved = ranks.run(2, load_run, elsewhere, batches)[0]
+    losses = [[float.fromhex(loss) for loss in life["losses"]] for life in (moved, straight)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9 if dtype == "float64" else 0.05)
+
+
+def test_a_checkpoint_of_other_adapters_or_none_or_other_weights_is_refused_by_name(
+    folder: Path, tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {"run": {"dir": str(tmp_path)}, "mesh": {"dp": 2}}
+    config, batches = lora_settings(folder, **sections), [fresh_batch()]
+    saved = ranks.run(2, save_run, config, batches)[0]
+    other_weights = tiny_folder(vocab_size=97, intermediate_size=55, seed=1)
+    others = {
+        "lora.rank": lora_settings(folder, **sections, lora={"rank": 2}),
+        "lora.alpha": lora_settings(folder, **sections, lora={"alpha": 8.0}),
+        "lora.targets": lora_settings(folder, **sections, lora={"targets": ["mlp"]}),
+        "precision.compute_dtype": lora_settings(folder, **sections, precision={"compute_dtype": "float32"}),
+        "model.path": lora_settings(other_weights, **sections),
+    }
+    others["master_dtype"] = others.pop("precision.compute_dtype")
+    for field, other in others.items():
+        for life in ranks.run(2, load_run, other, batches):
+            assert isinstance(life["error"], CheckpointError) and life["error"].field == field, field
+    (error,) = {repr(life["error"]) for life in ranks.run(2, load_run, settings(folder, **sections), batches)}
+    assert "lora.rank" in error
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint_to_hugging_face(saved["folder"], tmp_path / "hf", None, dtype=None, note=lambda text: None)
+    assert caught.value.field == "lora.rank" and not (tmp_path / "hf").exists()
