@@ -11,9 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from slimefsdp.config import RunConfig
+from actors.rollout.prompts import read_jsonl
+from actors.rollout.tokenizer import encode_records
+from slimefsdp.config import RunConfig, load_config
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
-from slimefsdp.errors import CheckpointError, StateError
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import CheckpointError, ConfigError, SlimeError, StateError
+from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
 from tests.support.plain_lora import (
     ALL,
@@ -29,7 +33,7 @@ from tests.support.plain_lora import (
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
-from tests.support.trainers import fresh_batch
+from tests.support.trainers import error_of, fresh_batch
 
 CPU = torch.device("cpu")
 
@@ -249,6 +253,7 @@ def test_a_checkpoint_of_other_adapters_or_none_or_other_weights_is_refused_by_n
     folder: Path, tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path
 ) -> None:
     sections: dict[str, Any] = {"run": {"dir": str(tmp_path)}, "mesh": {"dp": 2}}
+    sections["precision"] = {"compute_dtype": "float32"}
     config, batches = lora_settings(folder, **sections), [fresh_batch()]
     saved = ranks.run(2, save_run, config, batches)[0]
     other_weights = tiny_folder(vocab_size=97, intermediate_size=55, seed=1)
@@ -256,10 +261,9 @@ def test_a_checkpoint_of_other_adapters_or_none_or_other_weights_is_refused_by_n
         "lora.rank": lora_settings(folder, **sections, lora={"rank": 2}),
         "lora.alpha": lora_settings(folder, **sections, lora={"alpha": 8.0}),
         "lora.targets": lora_settings(folder, **sections, lora={"targets": ["mlp"]}),
-        "precision.compute_dtype": lora_settings(folder, **sections, precision={"compute_dtype": "float32"}),
+        "precision.compute_dtype": lora_settings(folder, **{**sections, "precision": {"compute_dtype": "bfloat16"}}),
         "model.path": lora_settings(other_weights, **sections),
     }
-    others["master_dtype"] = others.pop("precision.compute_dtype")
     for field, other in others.items():
         for life in ranks.run(2, load_run, other, batches):
             assert isinstance(life["error"], CheckpointError) and life["error"].field == field, field
@@ -268,3 +272,70 @@ def test_a_checkpoint_of_other_adapters_or_none_or_other_weights_is_refused_by_n
     with pytest.raises(CheckpointError) as caught:
         checkpoint_to_hugging_face(saved["folder"], tmp_path / "hf", None, dtype=None, note=lambda text: None)
     assert caught.value.field == "lora.rank" and not (tmp_path / "hf").exists()
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def refusal(rank: int, config: RunConfig) -> list[SlimeError | None]:
+    return [error_of(lambda: Trainer(config, device=CPU))]
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, list[str]]] = {
+    "nothing": (
+        "qwen3",
+        {},
+        {"targets": ["*.q_projj"]},
+        "lora.targets",
+        ["'*.q_projj'", "model.layers.0.self_attn.q_pro"],
+    ),
+    "a rank above a side": ("qwen3", {}, {"rank": 33}, "lora.rank", ["33", "q_proj", "64 x 32", "at most 32"]),
+    "a tied head": (
+        "qwen3",
+        {"tie_word_embeddings": True},
+        {"targets": ["lm_head"]},
+        "lora.targets",
+        ["lm_head", "head"],
+    ),
+    "a head": ("qwen3", {}, {"targets": ["attention", "*head"]}, "lora.targets", ["lm_head", "outside"]),
+    "an embedding": ("qwen3", {}, {"targets": ["*embed*"]}, "lora.targets", ["model.embed_tokens", "outside"]),
+    "a norm": ("qwen3", {}, {"targets": ["*.self_attn.*"]}, "lora.targets", ["q_norm", "Qwen3RMSNorm"]),
+    "experts": ("qwen3_moe", {}, {}, "lora.targets", ["'mlp'", "mlp.experts", "stack of experts"]),
+    "a router": ("qwen3_moe", {}, {"targets": ["*.mlp.gate"]}, "lora.targets", ["mlp.gate", "Qwen3MoeTopKRouter"]),
+    "Conv1D": ("gpt2", {}, {}, "lora.targets", ["'attention'", "transformer.h.0.attn.c_attn", "Conv1D"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_have_no_adapter_is_refused_by_all_before_weights_are_read(
+    tiny_folder: TinyFolder, ranks: RankPool, case: str
+) -> None:
+    kind, changes, lora, field, named = REFUSED[case]
+    config = lora_settings(tiny_folder(kind, **changes), lora=lora, mesh={"dp": 2})
+    for (error,) in ranks.run(2, refusal, config):
+        assert isinstance(error, ConfigError) and error.field == field and error.hint
+        assert all(part in str(error) for part in named), str(error)
+
+
+def test_attention_alone_has_adapters_in_a_mixture_of_experts(tiny_folder: TinyFolder, ranks: RankPool) -> None:
+    folder = tiny_folder("qwen3_moe", vocab_size=97)
+    compare_training(ranks, folder, lora_settings(folder, mesh={"dp": 2}, lora={"targets": ["attention"]}), ALL[:4])
+
+
+# ---------------------------------------------------------------------- the example
+
+
+def losses_of(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> list[float]:
+    trainer = Trainer(config, device=CPU)
+    return [trainer.train_step(batch)["loss"] for batch in batches]
+
+
+def test_adapters_learn_the_sort_digits_example(example: Path, ranks: RankPool, tmp_path: Path) -> None:
+    overrides = ["lora.rank=8", f"model.path={example / 'model'}", f"run.dir={tmp_path}", "optim.warmup_updates=1"]
+    config = load_config(Path(__file__).parents[2] / "configs" / "sort_digits_sft.yaml", overrides)
+    records = read_jsonl(example / "sft.jsonl", field="data.train")[:256]
+    encoded = encode_records(str(config.model.path), records, with_answers=True, template_kwargs=None)
+    samples = [{"tokens": tokens, "response_length": length} for tokens, length in encoded]
+    batches = [RolloutBatch.from_samples(samples[start : start + 64]) for start in range(0, 256, 64)]
+    losses = ranks.run(config.ranks, losses_of, config, batches * 3)[0]
+    assert np.mean(losses[-4:]) < 0.9 * losses[0] and max(losses[2:]) < losses[0]
