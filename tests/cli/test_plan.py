@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actors.cli.main import main
 from slimefsdp.batching.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ResourceError, byte_text
+from slimefsdp.errors import ConfigError, ResourceError, byte_text
 from tests.support.refusals import assert_refusal
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -67,6 +67,12 @@ def test_a_device_that_is_advised_for_a_tiny_model_is_in_its_unit_and_fits(
     assert "recommended: " in capsys.readouterr().out
     with pytest.raises(ResourceError):  # the advice is no more than is needed
         main(["--debug", "plan", str(config), "--memory-gb", f"{0.8 * enough / 1e9:.9f}"])
+
+
+def test_adapters_are_refused_for_there_is_no_estimate_of_them(config: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        main(["--debug", "plan", str(config), "lora.rank=4"])
+    assert_refusal(caught.value, ConfigError, "lora.rank", "lora.rank=4")
 
 
 def rates(folder: Path, **changes: Any) -> list[str]:

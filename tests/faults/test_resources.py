@@ -103,10 +103,13 @@ def test_where_no_micro_batch_is_at_work_nothing_is_said_of_its_tokens(tiny_fold
     assert not torch.distributed.is_initialized(), "a rank may have no memory before it has joined the others"
     model = tiny_folder(vocab_size=97)
     config = settings(model, fsdp={"sharding": "replicate"}, mesh={"dp": 2})
-    for known in (None, json.loads((model / "config.json").read_text())):
-        error = memory_error(MemoryError(), config, "actor", known, CPU)
+    known = json.loads((model / "config.json").read_text())
+    adapters = settings(model, fsdp={"sharding": "replicate"}, mesh={"dp": 2}, lora={"rank": 4})
+    # there is an estimate where the model is known, and of no adapters
+    for ours, model_config, has_estimate in ((config, None, False), (config, known, True), (adapters, known, False)):
+        error = memory_error(MemoryError(), ours, "actor", model_config, CPU)
         assert error.field == "mesh.dp" and "tokens" not in str(error)
-        assert ("fsdp.sharding=full (-" in str(error.hint)) == (known is not None)
+        assert ("fsdp.sharding=full (-" in str(error.hint)) == has_estimate
         assert error.hint
 
 

@@ -63,9 +63,9 @@ def test_gradients_equal_those_of_peft_in_float64(tiny_folder: TinyFolder, ranks
 
 
 MESHES = {
-    "one rank": (1, 1, 1),
     "dp 2": (1, 2, 1),
     "cp 2": (1, 1, 2),
+    "one rank": (1, 1, 1),
     "dp 2 x cp 2": (1, 2, 2),
     "two copies": (2, 1, 1),
     "two copies of two shards": (2, 2, 1),
