@@ -417,8 +417,6 @@ class AlgorithmSettings(Settings):
         return self.loss.kl_coefficient > 0 and self.loss.kl_in == "reward"
 
     def value_of(self, field: str) -> Any:
-        """The value of `section.name`, or of a name at the top level."""
-        value: Any = self
-        for name in field.split("."):
-            value = getattr(value, name)
-        return value
+        """The value of `section.name`."""
+        section, name = field.split(".")
+        return getattr(getattr(self, section), name)

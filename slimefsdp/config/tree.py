@@ -130,20 +130,17 @@ class RunConfig(AlgorithmSettings):
         if self.lora.rank is None:
             return self
         adapters = f"adapters of lora.rank={self.lora.rank}"
-        unsupported = {
-            "algorithm": (self.algorithm == "ppo", f"trains a critic, which is not supported beside {adapters}"),
-            "model.frozen": (self.model.frozen is not None, f"freezes parts of what {adapters} freeze as a whole"),
-            "model.compile": (self.model.compile, f"is not supported for layers with {adapters}"),
-            "fsdp.cpu_offload": (self.fsdp.cpu_offload, f"is not supported with {adapters}"),
-            "fsdp.sharding": (self.fsdp.sharding == "auto", f"chooses by an estimate that does not know {adapters}"),
-        }
-        for field, (is_set, problem) in unsupported.items():
+        frozen, sharding = self.model.frozen, self.fsdp.sharding
+        unsupported = [
+            (self.algorithm == "ppo", f"algorithm=ppo trains a critic, which is not supported beside {adapters}"),
+            (frozen, f"model.frozen={short_text(list(frozen or ()))} freezes parts of what {adapters} freeze whole"),
+            (self.model.compile, f"model.compile=true is not supported for layers with {adapters}"),
+            (self.fsdp.cpu_offload, f"fsdp.cpu_offload=true is not supported with {adapters}"),
+            (sharding == "auto", f"fsdp.sharding=auto chooses by an estimate that does not know {adapters}"),
+        ]
+        for is_set, problem in unsupported:
             if is_set:
-                value = self.value_of(field)
-                shown = (
-                    value if isinstance(value, str) else short_text(list(value) if field == "model.frozen" else value)
-                )
-                raise ValueError(f"{field}={shown} {problem}; choose another value, or remove lora.rank")
+                raise ValueError(f"{problem}; choose another value, or remove lora.rank")
         for name in _changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
             raise ValueError(
                 f"reference.{name}={getattr(self.reference, name)} is for a reference with weights of its own, and "
