@@ -95,10 +95,11 @@ class Evaluator:
 
     def columns(self) -> list[Column]:
         """One for each held-out set, in the table of a run's progress."""
-        return [
-            Column(f"eval/{name}" if name else "held-out", [self._prefix(name) + score for score in self._headline])
-            for name in self._collector.heldout
-        ]
+        columns = []
+        for name in self._collector.heldout:
+            metric, instead = (self._prefix(name) + score for score in self._known_by)
+            columns.append(Column(f"eval/{name}" if name else "held-out", metric, instead=instead))
+        return columns
 
     def summary(self, rows: Sequence[Mapping[str, float | None]]) -> str:
         """What was found of each held-out set first and last; nothing where none was evaluated twice.
@@ -110,7 +111,8 @@ class Evaluator:
         parts = []
         for name, records in self._collector.heldout.items():
             prefix = self._prefix(name)
-            score = next((one for one in self._headline if any(prefix + one in row for row in rows)), "reward")
+            first, otherwise = self._known_by
+            score = first if any(prefix + first in row for row in rows) else otherwise
             values = [value for row in rows if (value := row.get(f"{prefix}{score}")) is not None]
             if len(values) > 1:
                 change = f"{score}{f' of {name}' if name else ''} {values[0]:.3f} -> {values[-1]:.3f}"
@@ -128,9 +130,10 @@ class Evaluator:
             )
 
     @property
-    def _headline(self) -> Sequence[str]:
-        """The score that a held-out set is known by, the first that there is. Not all episodes may have the others."""
-        return ("reward",) if self._config.rollout.environment is not None else ("exact", "reward")
+    def _known_by(self) -> tuple[str, str]:
+        """The score that a held-out set is known by, and what it is where none has that."""
+        # an episode that was ended for want of turns has no score of a reward function, and counts all the same
+        return ("exact" if self._config.rollout.environment is None else "reward", "reward")
 
     def _prefix(self, heldout_set: str) -> str:
         """Of the metrics that a run is known by: of sampled responses, or of greedy ones where they are alone."""

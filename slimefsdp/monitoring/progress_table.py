@@ -18,11 +18,12 @@ _STEPS_OF_ETA = 20
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One metric of the table: its heading, its names in the loop's metrics, and how it is best written."""
+    """One metric of the table: its heading, its name in the loop's metrics, and how it is best written."""
 
     title: str
-    metric: str | Sequence[str]  # of several the first that a row has
+    metric: str
     spec: str = ".3f"
+    instead: str | None = None  # shown of a row without the metric
 
     @property
     def width(self) -> int:
@@ -30,14 +31,15 @@ class Column:
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
         """Of one row."""
-        names = (self.metric,) if isinstance(self.metric, str) else self.metric
-        return next((metrics[name] for name in names if name in metrics), None)
+        if self.metric in metrics or self.instead is None:
+            return metrics.get(self.metric)
+        return metrics.get(self.instead)
 
 
 GRPO_COLUMNS = (
     Column("reward", "rollout/reward"),
     Column("exact", "rollout/exact"),
-    Column("held-out", "eval/exact"),
+    Column("held-out", "eval/exact", instead="eval/reward"),
     Column("loss", "loss", ".4f"),
     Column("entropy", "entropy"),
     Column("grad norm", "grad_norm"),
@@ -54,7 +56,7 @@ SFT_COLUMNS = (
 
 def grpo_columns(held_out: Sequence[Column]) -> tuple[Column, ...]:
     """`GRPO_COLUMNS` with these in the place of the one of held-out prompts."""
-    place = next(index for index, column in enumerate(GRPO_COLUMNS) if column.title == "held-out")
+    place = next(index for index, column in enumerate(GRPO_COLUMNS) if column.metric.startswith("eval/"))
     return (*GRPO_COLUMNS[:place], *held_out, *GRPO_COLUMNS[place + 1 :])
 
 
