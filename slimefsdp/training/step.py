@@ -168,8 +168,7 @@ def forward_backward(state: RankState, work: PreparedBatch, update: int, inputs:
         shared=plan.shared,
         temperature=config.rollout.temperature,
         entropy_grad=config.loss.entropy_coefficient != 0,
-        # under adapters the reference is the policy, which computes the pack a second time
-        reference=(state.reference.model or state.model) if _reads_hidden_states(config, loss) else None,
+        reference=_model_of_reference(state) if _reads_hidden_states(config, loss) else None,
         loss_scale=state.updater.loss_scale,
         sum_once=config.fsdp.sharding == "optimizer",
     )
@@ -259,6 +258,11 @@ def reference_beside(state: RankState, work: PreparedBatch) -> AbstractContextMa
     if state.config.reference_is_policy or not _reads_hidden_states(state.config, work.loss):
         return nullcontext()
     return state.reference.awake()
+
+
+def _model_of_reference(state: RankState) -> DecoderModel | None:
+    """Under adapters the policy itself, which computes each pack a second time with them off."""
+    return state.model if state.config.reference_is_policy else state.reference.model
 
 
 def _reads_hidden_states(config: RunConfig, loss: LossName | None) -> bool:
