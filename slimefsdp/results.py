@@ -25,6 +25,14 @@ class LogProbs:
     entropy: np.ndarray  # float32 [R], nats
 
 
+@dataclass(frozen=True, eq=False)
+class ForwardBackward:
+    """What a `forward_backward` says that was asked for log-probs."""
+
+    metrics: dict[str, float]
+    log_probs: LogProbs  # of the very pass that was differentiated; 0 of tokens outside the loss mask
+
+
 @dataclass(frozen=True)
 class FailedReceiver:
     """One that did not take part in a weight update to its end."""

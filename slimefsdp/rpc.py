@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
-from typing import Concatenate, Literal, ParamSpec, Protocol, TypeVar, get_args
+from typing import Concatenate, Literal, NoReturn, ParamSpec, Protocol, TypeVar, get_args
 
 from slimefsdp import heartbeat
-from slimefsdp.errors import ConfigError, StateError, SyncError
+from slimefsdp.errors import ConfigError, StateError, SyncError, short_repr
 
 Role = Literal["actor", "ref", "critic"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -40,6 +42,49 @@ ROLES_OF_CALLS: dict[str, tuple[Role, ...]] = {
 """Call -> the roles that answer it."""
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """What one optimiser update does otherwise than the settings of `optim` say; None: as they say.
+
+    Raises:
+        ConfigError: a value is not in its range.
+    """
+
+    lr: float | None = None  # 0 or more, in place of the schedule's; its place in the schedule advances all the same
+    betas: tuple[float, float] | None = None  # each in [0, 1); of SGD the first one is the momentum
+    eps: float | None = None  # above 0, of AdamW
+    weight_decay: float | None = None  # 0 or more; none on norms, biases and embeddings
+    max_grad_norm: float | None = None  # 0 or more, 0: gradients are not clipped
+
+    def __post_init__(self) -> None:
+        rules = {
+            "lr": "a finite number of 0 or more",
+            "betas": "two numbers in [0, 1)",
+            "eps": "a finite number above 0",
+            "weight_decay": "a finite number of 0 or more",
+            "max_grad_norm": "a finite number of 0 or more",
+        }
+        for name, rule in rules.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            numbers = value if name == "betas" else [value]
+            if not isinstance(numbers, list | tuple) or len(numbers) != (2 if name == "betas" else 1):
+                self._refuse(name, rule)
+            for one in numbers:
+                # whole numbers may be larger than any float; NaN is in no range
+                is_number = isinstance(one, int | float) and not isinstance(one, bool)
+                is_in_range = is_number and 0 <= one <= sys.float_info.max
+                if not is_in_range or (name == "eps" and one == 0) or (name == "betas" and one >= 1):
+                    self._refuse(name, rule)
+        if self.betas is not None:
+            object.__setattr__(self, "betas", tuple(self.betas))
+
+    def _refuse(self, name: str, rule: str) -> NoReturn:
+        problem = f"{name}={short_repr(getattr(self, name))} of an optimiser update is not {rule}"
+        raise ConfigError(problem, field=name, hint="leave it out, and the settings of optim hold")
+
+
 def require_loss(loss: str, role: str) -> None:
     """Whether `forward_backward` takes the loss on a role.
 
@@ -49,6 +94,28 @@ def require_loss(loss: str, role: str) -> None:
     if loss not in LOSSES[role]:
         problem = f"loss={loss!r} is not a loss of role {role!r}"
         raise ConfigError(problem, field="loss", hint=f"use {' or '.join(LOSSES[role])}")
+
+
+def require_log_probs(with_log_probs: object, role: str) -> None:
+    """Whether `forward_backward` can return log-probs.
+
+    Raises:
+        ConfigError: a critic has none, or it is no bool.
+    """
+    if not isinstance(with_log_probs, bool) or (with_log_probs and role == "critic"):
+        problem = f"with_log_probs={short_repr(with_log_probs)} on a group of role {role!r}"
+        raise ConfigError(problem, field="with_log_probs", hint="give true or false, and to a policy alone")
+
+
+def require_update_settings(settings: object) -> None:
+    """Whether `optimizer_step` can use what it was given.
+
+    Raises:
+        ConfigError: it is no `UpdateSettings`.
+    """
+    if settings is not None and not isinstance(settings, UpdateSettings):
+        problem = f"settings={short_repr(settings)} is a {type(settings).__name__}"
+        raise ConfigError(problem, field="settings", hint="give slimefsdp.rpc.UpdateSettings, or leave it out")
 
 
 def require_role(call: str, role: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import (
     TAGS,
     Description,
+    ForwardBackward,
     GradientHealth,
     Health,
     LoadReport,
@@ -45,7 +46,17 @@ from slimefsdp.results import (
     SyncReport,
     Tag,
 )
-from slimefsdp.rpc import ROLES, CallLock, Role, require_receivers, require_role, rpc
+from slimefsdp.rpc import (
+    ROLES,
+    CallLock,
+    Role,
+    UpdateSettings,
+    require_log_probs,
+    require_receivers,
+    require_role,
+    require_update_settings,
+    rpc,
+)
 from slimefsdp.training import build, step
 from slimefsdp.training.checkpointing import Checkpoints, export_model
 from slimefsdp.training.packs import check_policy_loss
@@ -220,39 +231,55 @@ class Trainer:
 
     @rpc
     def forward_backward(
-        self, batch: RolloutBatch | PreparedBatch, loss: LossName = "policy", denominator: float | None = None
-    ) -> dict[str, float]:
-        """Adds the gradients of one batch as (part of) one update; nothing is dropped.
+        self,
+        batch: RolloutBatch | PreparedBatch,
+        loss: LossName = "policy",
+        denominator: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        with_log_probs: bool = False,
+    ) -> dict[str, float] | ForwardBackward:
+        """Adds the gradients of one batch as (part of) one update; nothing is dropped. Returns its metrics.
 
         Args:
             loss: `policy` (needs advantages or what they are computed from) or `sft`; of a critic `value`.
             batch: as in `compute_log_probs`; without `old_log_probs` the current ones serve, and the ratio is 1.
             denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
                 denominator (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
+            settings: of `loss`, for this call alone: see `RunConfig.with_loss`.
+            with_log_probs: returns what this very pass said of each token beside the metrics, of a policy.
 
         Raises:
             BatchError: the batch does not fit the settings; no gradient was added.
+            ConfigError: no such loss, or `settings` that a call cannot choose.
         """
+        require_log_probs(with_log_probs, self.role)
         work = self._prepared(
             batch,
-            (loss, denominator),
-            lambda planner, given: planner.for_gradients(given, loss, denominator),
-            has_more=(loss, denominator) != ("policy", None),
+            (loss, denominator, settings),
+            lambda planner, given: planner.for_gradients(given, loss, denominator, settings),
+            has_more=(loss, denominator, settings) != ("policy", None, None),
         )
         state = self._state
         state.memory_manager.wake_up(("parameters",))
         inputs = step.token_inputs(state, work)
         with step.reference_beside(state, work):
-            return step.forward_backward(state, work, 0, inputs)
+            if not with_log_probs:
+                return step.forward_backward(state, work, 0, inputs)
+            return step.forward_backward_with_log_probs(state, work, inputs)
 
     @rpc
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, settings: UpdateSettings | None = None) -> dict[str, float]:
         """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
+
+        Args:
+            settings: of this update alone, in place of those of `optim`.
 
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
+            ConfigError: `settings` are none.
         """
-        return step.optimizer_step(self._state)
+        require_update_settings(settings)
+        return step.optimizer_step(self._state, settings)
 
     @rpc
     def zero_grad(self) -> None:
@@ -364,13 +391,24 @@ class Trainer:
         self._state.reference.follow(self.policy)
 
     @rpc
-    def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        loop_state: dict[str, Any] | None = None,
+        name: str | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
 
         With `checkpoint.async_save` it returns at once, and holds this moment all the same: `finish_save` waits for it.
 
+        Args:
+            name: keeps it beside the numbered ones, until somebody removes its folder.
+            overwrite: in place of one that has the name already.
+
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not; or
+                the name cannot be one, or is taken.
         """
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
         with self._state.reference.resting():
@@ -381,6 +419,8 @@ class Trainer:
                 reference_follows=self._state.reference.follows,
                 kl_coefficient=self._state.kl_coefficient,
                 loop_state=loop_state,
+                name=name,
+                overwrite=overwrite,
             )
             if self._state.reference.follows:
                 self._state.checkpoints.wait_for_copy()  # of the reference, which goes to rest
@@ -401,8 +441,11 @@ class Trainer:
         return self._state.checkpoints.restored
 
     @rpc
-    def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
+    def load(self, step: int | Literal["latest"] = "latest", name: str | None = None) -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
+
+        Args:
+            name: of the one that was saved under it.
 
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
@@ -417,6 +460,7 @@ class Trainer:
                     self.policy.saved_weights() + self._state.reference.weights_to_load(info["reference_follows"])
                 ),
                 self.updater,
+                name=name,
             )
             reference.loaded(info["reference_follows"])
             saved = info.get("kl_coefficient")  # None: of an earlier version

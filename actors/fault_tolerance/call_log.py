@@ -49,6 +49,7 @@ class Call:
     value: Any = None
     restored: CallFuture | None = None  # of a load: asked right behind it, what it has loaded
     overwrites: bool = False  # of a save: there was a checkpoint of its step
+    is_first_of_name: bool = False  # of a save under a name: there was no checkpoint of that name
     # of a save: what is under its step is what it wrote; not while it is to be made again behind an earlier checkpoint
     is_written: bool = False
     # of a save, with a reference group of its own, which no checkpoint holds: it equals the policy;
@@ -64,6 +65,12 @@ class Call:
     def changes_state(self) -> bool:
         """Whether what comes behind it depends on it."""
         return self.name in _CHANGES_STATE
+
+    @property
+    def under_name(self) -> str | None:
+        """Of a save or a load: the name of a checkpoint that is kept beside the numbered ones."""
+        behind = {"save": 2, "load": 1}.get(self.name, len(self.request.args))
+        return next(iter(self.request.args[behind : behind + 1]), None)
 
     @property
     def step(self) -> int:
@@ -105,12 +112,13 @@ class CallLog:
     def marks(self) -> Iterator[Call]:
         """The actor's saves that one can begin again at, newest first.
 
-        Not one of a step that was begun again later: what of that step is on the disk may be either. Nor one between
-        a forward_backward and its optimizer_step, whose gradients no checkpoint holds, nor one without the critic's.
+        Not one under a name, which a program may overwrite or remove when it likes. Not one of a step that was begun
+        again later: what of that step is on the disk may be either. Nor one between a forward_backward and its
+        optimizer_step, whose gradients no checkpoint holds, nor one without the critic's.
         """
         steps: set[int] = set()
         for call in reversed(self._calls):
-            if (call.name, call.role) != ("save", "actor"):
+            if (call.name, call.role) != ("save", "actor") or call.under_name is not None:
                 continue
             is_whole = call.is_written and not self._has_gradients(call)
             if is_whole and call.step not in steps and (not self.has_critic or "critic" in self.starts(call)):
@@ -119,7 +127,9 @@ class CallLog:
 
     def starts(self, mark: Call) -> dict[Role, Call]:
         """By role, the save of a mark's step behind which its calls count."""
-        saves = [call for call in self._calls if (call.name, call.role) == ("save", "critic")]
+        saves = [
+            call for call in self._calls if (call.name, call.role) == ("save", "critic") and call.under_name is None
+        ]
         newest = next((call for call in reversed(saves) if call.step == mark.step), None)
         if newest is None or not newest.is_written or self._has_gradients(newest):
             return {"actor": mark}
@@ -157,7 +167,7 @@ class CallLog:
 # ---------------------------------------------------------------------- batches on the disk
 
 _OF_PLAN = ("num_dropped", "num_skipped_updates", "num_first_epoch_updates", "max_pack_tokens")
-_OF_CALL = ("loss", "gae_lambda", "kl_coefficient", "denominator")
+_OF_CALL = ("loss", "gae_lambda", "kl_coefficient", "denominator", "loss_settings")
 
 
 class _UnnamedFile:

@@ -140,6 +140,7 @@ class Supervisor:
         self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
         self._final: Exception | None = None  # why there is no group any more
         self._reference_is_current: bool | None = None  # as that of a save
+        self._names: set[tuple[Role, str | None]] = set()  # under which a checkpoint was saved, or is about to be
         self._dispatcher = Dispatcher()
         self._is_shut_down = False
         self._actor: WorkerGroup | None = None
@@ -234,7 +235,8 @@ class Supervisor:
                     call.value, call.is_written = value, call.name == "save"
                     call.is_done = True  # last: other threads look at it without the lock
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
-                        call.request, call.restored = replace(call.request, args=(loaded.step,)), None
+                        args = (loaded.step, *call.request.args[1:])
+                        call.request, call.restored = replace(call.request, args=args), None
                     if not call.changes_state:
                         self._call_log.remove(call)
                     elif call.name == "save":
@@ -273,6 +275,8 @@ class Supervisor:
 
     def _start_on_ranks(self, call: Call) -> None:
         group, request = self.group(call.role), call.request
+        if call.is_first_of_name and call.launch:  # what is there now it has written itself, before ranks were lost
+            request = replace(request, args=(*request.args[:3], True))
         if call.has_batch and isinstance(request.args[0], SpilledBatch):
             request = replace(request, args=(store(request.args[0].read(), "batch"), *request.args[1:]))
         if call.has_batch:
@@ -290,9 +294,14 @@ class Supervisor:
 
     def _note(self, call: Call) -> None:
         """Keeps what a recovery must know of a new call beside its arguments."""
-        if call.name == "save":
-            folder = self._config.run.dir
-            store = None if folder is None else CheckpointStore.of_run(folder, call.role)
+        folder, name = self._config.run.dir, call.under_name
+        store = None if folder is None else CheckpointStore.of_run(folder, call.role)
+        if call.name == "save" and name is not None:
+            self._refuse_to_overwrite_loaded(call)
+            is_on_disk = store is not None and bool(store.named(name).steps())
+            call.is_first_of_name = not is_on_disk and (call.role, name) not in self._names
+            self._names.add((call.role, name))
+        elif call.name == "save":
             call.overwrites = store is not None and call.step in store.steps()
         if call.role != "actor" or self._config.reference.placement != "group":
             return
@@ -301,6 +310,16 @@ class Supervisor:
         elif (call.name in TRAINING or call.name == "load") and self._reference_is_current:
             self._reference_is_current = False
         call.reference_is_current = self._reference_is_current
+
+    def _refuse_to_overwrite_loaded(self, call: Call) -> None:
+        """A load that may have to be made again must find what it found."""
+        loaded = {other.under_name for other in self._call_log if other.name == "load" and other.role == call.role}
+        if call.under_name in loaded:
+            raise StateError(
+                f"save under the name {call.under_name!r}, which was loaded since the last checkpoint",
+                field="name",
+                hint="choose another name",
+            )
 
     def _spill(self) -> None:
         """Moves batches from the object store to the disk, but for the newest; ranks are at work meanwhile.
@@ -336,6 +355,8 @@ class Supervisor:
                 return True
             if call.name == "update_ref":
                 self._reference_is_current = False
+            if call.is_first_of_name:
+                self._names.discard((call.role, call.under_name))
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
             # a training step that stopped on the way is part of the state; what ended ranks must not be made again
             if not is_of_all_ranks and call.name == "forward_backward":

@@ -8,22 +8,24 @@ becomes of it in the meantime, and calls run in the order in which they were mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 
 from slimefsdp.algorithms.registry import LossName
 from slimefsdp.batching.plan import Plan
 from slimefsdp.checkpoint.compatibility import check_loop_state
+from slimefsdp.checkpoint.store import require_name
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.preparation.prepared import BatchPlanner, Planning
 from slimefsdp.results import (
     TAGS,
     Description,
+    ForwardBackward,
     GradientHealth,
     LoadReport,
     LogProbs,
@@ -33,7 +35,7 @@ from slimefsdp.results import (
     SyncReport,
     Tag,
 )
-from slimefsdp.rpc import require_receivers
+from slimefsdp.rpc import Role, UpdateSettings, require_log_probs, require_receivers, require_update_settings
 
 Result = TypeVar("Result", covariant=True)
 
@@ -70,6 +72,8 @@ class RankRequest:
 
 class GroupCalls:
     """The methods of a handle on a group; a subclass says how a request reaches the ranks."""
+
+    role: Role
 
     def _start(self, request: RankRequest) -> Future[Any]:
         raise NotImplementedError
@@ -149,9 +153,35 @@ class GroupCalls:
             )
         )
 
+    @overload
     def forward_backward(
-        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
-    ) -> dict[str, float]:
+        self,
+        batch: RolloutBatch,
+        loss: LossName = "policy",
+        denominator: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        with_log_probs: Literal[False] = False,
+    ) -> dict[str, float]: ...
+
+    @overload
+    def forward_backward(
+        self,
+        batch: RolloutBatch,
+        loss: LossName = "policy",
+        denominator: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        with_log_probs: Literal[True],
+    ) -> ForwardBackward: ...
+
+    def forward_backward(
+        self,
+        batch: RolloutBatch,
+        loss: LossName = "policy",
+        denominator: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        with_log_probs: bool = False,
+    ) -> dict[str, float] | ForwardBackward:
         """Adds the gradients of one batch as (part of) one update; nothing is dropped. Returns its metrics.
 
         Args:
@@ -159,32 +189,53 @@ class GroupCalls:
             batch: without `old_log_probs` the current ones serve, and the ratio is 1.
             denominator: what the loss is divided by; default: this call's own count. Halves called with the whole's
                 denominator (`slimefsdp.algorithms.reduction.update_denominator`) equal one call with the whole.
+            settings: of `loss`, for this call alone, such as {"policy": "cispo", "clip_high": 0.3}: the policy loss and
+                its parameters, `reduction`, `constant_length` and `entropy_coefficient`.
+            with_log_probs: returns a `ForwardBackward`: the metrics, and the log-probs of this very pass in the order
+                of the batch.
 
         Raises:
-            BatchError: the batch does not fit the settings; no gradient was added. ConfigError: no such loss.
+            BatchError: the batch does not fit the settings; no gradient was added. ConfigError: no such loss, or
+                `settings` that one call cannot choose.
         """
-        return self.forward_backward_async(batch, loss, denominator).result()
+        return self.forward_backward_async(batch, loss, denominator, settings, with_log_probs).result()
 
     def forward_backward_async(
-        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
-    ) -> Future[dict[str, float]]:
+        self,
+        batch: RolloutBatch,
+        loss: LossName = "policy",
+        denominator: float | None = None,
+        settings: Mapping[str, Any] | None = None,
+        with_log_probs: bool = False,
+    ) -> Future[dict[str, float] | ForwardBackward]:
         """As `forward_backward`, returning a future."""
-        own = _copied(batch)
+        require_log_probs(with_log_probs, self.role)
+        own, own_settings = _copied(batch), deepcopy(settings)
         return self._start(
-            RankRequest("forward_backward", check=lambda planner: planner.for_gradients(own, loss, denominator))
+            RankRequest(
+                "forward_backward",
+                ("policy", None, None, True) if with_log_probs else (),
+                check=lambda planner: planner.for_gradients(own, loss, denominator, own_settings),
+            )
         )
 
-    def optimizer_step(self) -> dict[str, float]:
+    def optimizer_step(self, settings: UpdateSettings | None = None) -> dict[str, float]:
         """One optimiser update with the gradients gathered so far; clips by global norm, skips a non-finite one.
+
+        Args:
+            settings: of this update alone, in place of those of `optim`: learning rate, betas, eps, weight decay and
+                the norm that gradients are clipped to.
 
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
+            ConfigError: `settings` are none.
         """
-        return self.optimizer_step_async().result()
+        return self.optimizer_step_async(settings).result()
 
-    def optimizer_step_async(self) -> Future[dict[str, float]]:
+    def optimizer_step_async(self, settings: UpdateSettings | None = None) -> Future[dict[str, float]]:
         """As `optimizer_step`, returning a future."""
-        return self._start(RankRequest("optimizer_step"))
+        require_update_settings(settings)
+        return self._start(RankRequest("optimizer_step", () if settings is None else (settings,)))
 
     def zero_grad(self) -> None:
         """Drops the gradients that forward_backward has gathered; idempotent."""
@@ -298,23 +349,42 @@ class GroupCalls:
         """As `update_ref`, returning a future."""
         return self._start(RankRequest("update_ref"))
 
-    def save(self, step: int, loop_state: dict[str, Any] | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        loop_state: dict[str, Any] | None = None,
+        name: str | None = None,
+        overwrite: bool = False,
+    ) -> Path:
         """Writes a checkpoint of everything that training continues from; committed whole or not at all.
 
         With `checkpoint.async_save` it returns at once, and holds this moment all the same: `finish_save` waits for it.
 
         Args:
             loop_state: JSON of the caller's own, which `load` returns.
+            name: keeps it beside the numbered ones, until somebody removes its folder: it is not among the
+                `checkpoint.keep_last`, and no `latest`.
+            overwrite: in place of one that has the name already.
 
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not.
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not; or
+                the name cannot be one, or is taken.
         """
-        return self.save_async(step, loop_state).result()
+        return self.save_async(step, loop_state, name, overwrite).result()
 
-    def save_async(self, step: int, loop_state: dict[str, Any] | None = None) -> Future[Path]:
+    def save_async(
+        self,
+        step: int,
+        loop_state: dict[str, Any] | None = None,
+        name: str | None = None,
+        overwrite: bool = False,
+    ) -> Future[Path]:
         """As `save`, returning a future."""
         check_loop_state(loop_state)  # what is nested too deep, or is no data, could not even be sent to the ranks
-        return self._start(RankRequest("save", (step, deepcopy(loop_state))))
+        if name is not None:
+            require_name(name)
+        more = () if name is None and not overwrite else (name, overwrite)
+        return self._start(RankRequest("save", (step, deepcopy(loop_state), *more)))
 
     def finish_save(self) -> Path | None:
         """Waits until the save in the background is on disk; returns its folder, None if there was none.
@@ -328,17 +398,22 @@ class GroupCalls:
         """As `finish_save`, returning a future."""
         return self._start(RankRequest("finish_save"))
 
-    def load(self, step: int | Literal["latest"] = "latest") -> dict[str, Any]:
+    def load(self, step: int | Literal["latest"] = "latest", name: str | None = None) -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
+
+        Args:
+            name: of the one that was saved under it.
 
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
-        return self.load_async(step).result()
+        return self.load_async(step, name).result()
 
-    def load_async(self, step: int | Literal["latest"] = "latest") -> Future[dict[str, Any]]:
+    def load_async(self, step: int | Literal["latest"] = "latest", name: str | None = None) -> Future[dict[str, Any]]:
         """As `load`, returning a future."""
-        return self._start(RankRequest("load", (step,)))
+        if name is not None:
+            require_name(name)
+        return self._start(RankRequest("load", (step,) if name is None else (step, name)))
 
     def restored(self) -> LoadReport | None:
         """What the last `load` took and passed over; None before the first one."""

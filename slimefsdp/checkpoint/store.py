@@ -3,6 +3,7 @@
 Layout under the store's root (one writing run per root, one save at a time):
 
     step_00000012/            a committed checkpoint: its files and manifest.json
+    named/NAME/               a store of one checkpoint, which is kept under a name
     .tmp_step_00000012/       being written, or left by a writer that died; never read
     .replaced_step_00000012/  the earlier save of a step while the new one takes its place; read if the step is gone
     latest                    the name of the folder that was committed last
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from slimefsdp.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest, write_manifest
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, short_repr
 from slimefsdp.io.checksummed_files import damaged, io_reported, sync, write_synced
 from slimefsdp.io.file_lock import FolderLock
 
 LATEST = "latest"
 _TMP, _REPLACED = ".tmp_", ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
+_NAMED = "named"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # every place at which a writer may die with something else on disk than at the place before, in order
 POINTS = (
     "begin",
@@ -69,13 +72,32 @@ class CheckpointStore:
         """Those of a role in a run's folder."""
         return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")
 
+    def named(self, name: str) -> Self:
+        """The store of the one checkpoint that is kept under a name.
+
+        CheckpointError if that can be no name of a folder.
+        """
+        require_name(name)
+        return type(self)(self.root / _NAMED / name)
+
+    def require_empty(self, name: str) -> None:
+        """CheckpointError if there is a checkpoint under this store's name."""
+        if self._folders():
+            raise CheckpointError(
+                f"there is a checkpoint of the name {name!r} in {self.root}",
+                field="name",
+                hint="choose another name, remove that folder, or save with overwrite=True",
+                call="save",
+            )
+
     def begin(self, step: int) -> Path:
         """Clear what dead writers left, and make the empty folder that every rank writes step `step` into."""
         temporary = self.temporary_path(step)
         self.lock()
         at_point("begin")
         with io_reported(temporary, "save"):
-            for parent in (self.root.parent, self.root.parent.parent):  # which may be new, as run.dir is
+            # which may be new, as run.dir is, and the folders of a name
+            for parent in self.root.parents[: 4 if self.root.parent.name == _NAMED else 2]:
                 sync(parent)
             if (self.root / LATEST).is_dir():
                 raise damaged(self.root / LATEST, "is a folder")
@@ -260,6 +282,21 @@ def first_verified(
         hint="point it at the folder of an earlier run, or start a new run in an empty folder",
         call="load",
     )
+
+
+def require_name(name: object) -> None:
+    """Whether a checkpoint can be kept under a name, as a folder is.
+
+    Raises:
+        CheckpointError: it has no letter or digit first, another character than letters, digits, `.`, `_` and `-`, or
+            more than 100 of them.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise CheckpointError(
+            f"name={short_repr(name)} cannot be the name of a checkpoint",
+            field="name",
+            hint="use at most 100 letters, digits, and `.`, `_` or `-` behind the first one",
+        )
 
 
 def remove(path: Path) -> None:

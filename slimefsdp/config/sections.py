@@ -407,7 +407,7 @@ class OptimSettings(Settings):
     warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
     total_updates: PositiveInt = Field(description="where the schedule ends")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
-    max_grad_norm: float = Field(1.0, gt=0, description="global-norm clipping")
+    max_grad_norm: float = Field(1.0, ge=0, description="global-norm clipping; 0: none")
     max_skipped_updates: PositiveInt = Field(3, description="stop after this many non-finite gradient norms in a row")
     log_layer_norms: bool = Field(False, description="metrics also have the gradient norm of each layer")
 

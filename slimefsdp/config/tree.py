@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, model_validator
 
+from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
 from slimefsdp.config.loader import apply_override, read_yaml_mapping
 from slimefsdp.config.messages import config_error
@@ -388,6 +389,38 @@ class RunConfig(AlgorithmSettings):
         found = {field: self.value_of(field) for field in ("model.path", "reference.path", "critic.path")}
         return {field: path for field, path in found.items() if path is not None}
 
+    def with_loss(self, settings: Mapping[str, Any]) -> RunConfig:
+        """These settings with another loss, as one call of `forward_backward` may have it.
+
+        With a policy loss its parameters are those given beside it, or their defaults.
+
+        Args:
+            settings: names of `loss` that say how each token counts, and none that a step, a plan or a reference
+                model follows from.
+
+        Raises:
+            ConfigError: another name, or a value that the settings would not take.
+        """
+        if not isinstance(settings, Mapping):
+            problem = f"settings={short_repr(settings)} are not names of loss and their values"
+            raise ConfigError(problem, field="settings", hint='write them like {"policy": "cispo", "clip_high": 0.3}')
+        for name in settings:
+            if name not in _LOSS_OF_A_CALL:
+                problem = f"settings has {short_repr(name)}, which is not what one call can choose"
+                raise ConfigError(problem, field="settings", hint=f"choose of {', '.join(_LOSS_OF_A_CALL)}")
+        policy = settings.get("policy", self.loss.policy)
+        choices = [name for name in POLICY_LOSSES if name not in PAIRWISE]
+        if policy not in (*choices, self.loss.policy):
+            problem = f"policy={short_repr(policy)} is not what one call can choose"
+            raise ConfigError(
+                problem, field="settings", hint=f"use {', '.join(choices)}, or set loss.policy for the whole run"
+            )
+        tree = self.model_dump(exclude_unset=True)
+        kept = tree.get("loss", {})
+        if "policy" in settings:
+            kept = {name: value for name, value in kept.items() if name not in _OF_POLICY}
+        return config_from_dict({**tree, "loss": {**kept, **settings}})
+
     def with_model_paths(self, paths: Mapping[str, Path]) -> RunConfig:
         """These settings with other models, named as in `model_paths`."""
         changed: dict[str, Any] = {}
@@ -402,6 +435,10 @@ class RunConfig(AlgorithmSettings):
         if path is None:
             return self.model.path, "model.path"
         return path, "reference.path" if role == "ref" else "critic.path"
+
+
+_OF_POLICY = ("clip_low", "clip_high", "dual_clip", "sapo_temperature_positive", "sapo_temperature_negative")
+_LOSS_OF_A_CALL = ("policy", *_OF_POLICY, "reduction", "constant_length", "entropy_coefficient")
 
 
 def _changed(section: BaseModel, names: Iterable[str]) -> list[str]:

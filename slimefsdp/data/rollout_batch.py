@@ -80,6 +80,7 @@ class RolloutBatch:
     token_rewards: Float32 | None = None  # [R]
     baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
     weight_versions: Int64 | None = None  # [R] which weights drew each token, where they are not all the same
+    loss_weights: Float32 | None = None  # [R] what the loss of a token is multiplied by, of any sign; None is all 1
     temperature: float | None = None  # the sampling temperature
     weight_version: int | None = None  # which weights sampled it; the oldest, where tokens are of several
 
@@ -231,9 +232,9 @@ class RolloutBatch:
         """One batch from one mapping or object per sample.
 
         Needed: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts as
-        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `rollout_log_probs`, `advantages`, `returns`,
-        `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each with one entry per response token. Further
-        keys of a mapping are refused, further attributes of an object are not looked at.
+        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `rollout_log_probs`,
+        `advantages`, `returns`, `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each with one entry per
+        response token. Further keys of a mapping are refused, further attributes of an object are not looked at.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 

@@ -34,8 +34,8 @@ def build_optimizer(
     """
     named = list(named_parameters)
     groups = [
-        {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay},
-        {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0},
+        {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay, "decays": True},
+        {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0, "decays": False},
     ]
     if implementation == "auto":
         implementation = "fused" if name == "adamw" else "foreach"

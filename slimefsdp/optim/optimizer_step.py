@@ -21,16 +21,17 @@ from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import StateError
 from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
+from slimefsdp.rpc import UpdateSettings
 
 
 class OptimizerStep:
     """Takes optimiser updates and counts them.
 
     Args:
-        optimizer: over the parameters.
+        optimizer: over the parameters, from `build_optimizer`.
         named_parameters: those that are trained, whose gradients are clipped together, in model order.
         schedule: update number, counted from 0, to learning rate.
-        max_grad_norm: the global L2 norm that gradients are scaled down to.
+        max_grad_norm: the global L2 norm that gradients are scaled down to; 0: they are left as they are.
         max_skipped: this many non-finite norms in a row are an error.
         loss_scaling: of float16; None: losses are not scaled.
         with_layer_norms: put the norm of each layer group into the metrics of an update.
@@ -54,6 +55,7 @@ class OptimizerStep:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._schedule = schedule
+        self._built = [dict(one) for one in optimizer.param_groups]  # with the settings that hold where none are given
         self._max_grad_norm = max_grad_norm
         self._max_skipped = max_skipped
         self._loss_scaling = loss_scaling
@@ -74,11 +76,14 @@ class OptimizerStep:
         """The learning rate of the next update."""
         return self._schedule(self.updates_taken)
 
-    def step(self, group: dist.ProcessGroup) -> dict[str, float]:
+    def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
         """Collective: one update with the gradients gathered so far; they are gone afterwards. Returns its metrics.
 
         A skipped update changes no weight and does not advance the schedule. While the loss scale can still be lowered,
         a norm that is not finite counts as the scale's fault, and towards no limit.
+
+        Args:
+            settings: of this update alone.
 
         Raises:
             StateError: there are no gradients, or too many updates in a row were skipped.
@@ -86,15 +91,17 @@ class OptimizerStep:
         if not self.has_gradients:
             message = "optimizer_step() without gradients"
             raise StateError(message, field="optimizer_step", hint="call forward_backward first")
-        lr, loss_scale = self.next_lr, self.loss_scale
+        own = settings or UpdateSettings()
+        lr, loss_scale = self.next_lr if own.lr is None else own.lr, self.loss_scale
         squares = squared_norms(self._parameters, group)
         self.health = gradient_health(self._names, squares, loss_scale=loss_scale, update=self.updates_taken)
         norm, is_skipped = self.health.norm, self.health.is_skipped
         if not is_skipped:
             # unscaled and clipped in one pass; the scale is a power of two, so the order rounds nothing
-            scale_gradients(self._parameters, min(1.0, self._max_grad_norm / max(norm, 1e-300)) / loss_scale)
-            for parameter_group in self.optimizer.param_groups:
-                parameter_group["lr"] = lr
+            most = self._max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
+            scale_gradients(self._parameters, (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale)
+            for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
+                parameter_group.update(_of_group(built, own), lr=lr)
             update_shards(self.optimizer)
             self.updates_taken += 1
             self.skipped_in_a_row = 0
@@ -148,6 +155,14 @@ class OptimizerStep:
                 f"update {self.updates_taken} was skipped: gradients are not finite, first in {culprit}{scaling}",
                 stacklevel=3,
             )
+
+
+def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]:
+    """What a group of parameters is updated with: what it was built with, where `settings` do not say otherwise."""
+    given = {"betas": settings.betas, "eps": settings.eps}
+    given["momentum"] = None if settings.betas is None else settings.betas[0]  # of SGD, which has neither of the others
+    given["weight_decay"] = settings.weight_decay if built.get("decays", True) else None
+    return {name: built[name] if value is None else value for name, value in given.items() if name in built}
 
 
 # ---------------------------------------------------------------------- the loss scale of float16

@@ -157,6 +157,8 @@ def loss_weights(
 ) -> np.ndarray:
     """The loss weight of every response token in an update of `samples`; float64 [R], 0 outside it.
 
+    The reduction's, times the batch's own where it has any: those are in no denominator.
+
     Args:
         samples: all that count in the update (`Plan.counted_of`), computed or not.
     """
@@ -164,7 +166,7 @@ def loss_weights(
         raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
     in_update = np.zeros(batch.num_samples, dtype=bool)
     in_update[samples] = True
-    return token_weights(
+    weights = token_weights(
         batch.mask & in_update[batch.sample_ids],
         batch.sample_ids,
         batch.num_samples,
@@ -173,6 +175,7 @@ def loss_weights(
         denominator=denominator,
         group_ids=batch.group_ids,
     )
+    return weights if batch.loss_weights is None else weights * batch.loss_weights
 
 
 def batch_metrics(

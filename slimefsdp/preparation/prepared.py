@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,11 @@ class PreparedBatch:
     gae_lambda: float | None = None  # of a critic's targets; None: advantage.gae_lambda
     kl_coefficient: float | None = None  # of the KL in a critic's targets; None: its own
     denominator: float | None = None  # of the loss; None: what the samples of an update count
+    loss_settings: dict[str, Any] | None = None  # as of `RunConfig.with_loss`; None: the loss of the settings
+
+    def under(self, config: RunConfig) -> RunConfig:
+        """The settings of a group as they are for this batch."""
+        return config if self.loss_settings is None else config.with_loss(self.loss_settings)
 
 
 Planning = Callable[[], PreparedBatch]
@@ -66,6 +71,7 @@ class BatchPlanner:
     vocab_size: int
     max_sample_tokens: int | None
     cost: CostModel
+    loss_settings: dict[str, Any] | None = None  # of one call, which `config` has in it
 
     @property
     def data_ranks(self) -> int:
@@ -88,19 +94,39 @@ class BatchPlanner:
         return lambda: PreparedBatch(batch, self._one_update(batch, None))
 
     def for_gradients(
-        self, batch: RolloutBatch, loss: LossName = "policy", denominator: float | None = None
+        self,
+        batch: RolloutBatch,
+        loss: LossName = "policy",
+        denominator: float | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> Planning:
         """For `forward_backward`: every sample in one update.
 
         Raises:
-            BatchError: the batch does not fit the settings. ConfigError: the role has no such loss.
+            BatchError: the batch does not fit the settings. ConfigError: the role has no such loss, or `settings` are
+                not what `RunConfig.with_loss` takes.
         """
         require_loss(loss, self.role)
+        if settings is not None:
+            return self._with_loss(loss, settings).for_gradients(batch, loss, denominator)
         if denominator is not None and not (isinstance(denominator, int | float) and 0 < denominator < math.inf):
             problem = f"denominator={denominator!r} is no finite number above 0"
             raise BatchError(problem, field="denominator", hint="leave it out, or give what the loss is divided by")
         advantages = self._advantages(batch, loss)
-        return lambda: PreparedBatch(batch, self._one_update(batch, loss), loss, advantages, denominator=denominator)
+        return lambda: PreparedBatch(
+            batch,
+            self._one_update(batch, loss),
+            loss,
+            advantages,
+            denominator=denominator,
+            loss_settings=self.loss_settings,
+        )
+
+    def _with_loss(self, loss: LossName, settings: Mapping[str, Any]) -> BatchPlanner:
+        if loss == "value":
+            problem = "settings of a loss for a critic, whose loss is in the section critic"
+            raise ConfigError(problem, field="settings", hint="leave them out")
+        return dataclasses.replace(self, config=self.config.with_loss(settings), loss_settings=dict(settings))
 
     def for_training(
         self,

@@ -105,6 +105,8 @@ class Checkpoints:
         reference_follows: bool,
         kl_coefficient: float,
         loop_state: dict[str, Any] | None,
+        name: str | None = None,
+        overwrite: bool = False,
     ) -> Path:
         """Collective: commits a checkpoint of `step`, whole or not at all; returns its folder.
 
@@ -112,14 +114,19 @@ class Checkpoints:
             named: the parameters it holds.
             reference_follows: whether those of the reference are among them.
             kl_coefficient: of the next step.
+            name: keeps it beside the numbered ones.
+            overwrite: in place of one that has the name already.
 
         Raises:
-            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not.
+            ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not;
+                or the name cannot be one, or is taken.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
         check_loop_state(loop_state)
-        store = self._store()
+        store = self._store(name)
         run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
+        if name is not None and not overwrite:
+            run_on_first(lambda: store.require_empty(name), self._mesh.group)
         info = {
             **updater.progress(),
             "weight_version": updater.updates_taken,
@@ -140,7 +147,7 @@ class Checkpoints:
             device=self._mesh.device,
             group=self._mesh.group,
             # a critic saves before its actor, and must still have the step that the actor had last
-            keep_last=self._config.checkpoint.keep_last + (self._role == "critic"),
+            keep_last=1 if name is not None else self._config.checkpoint.keep_last + (self._role == "critic"),
             writes_tensors=self._mesh.is_first_copy,
             background=self._background,
         )
@@ -164,7 +171,12 @@ class Checkpoints:
         return None if self._background is None else self._background.finish()
 
     def load(
-        self, step: int | Literal["latest"], named_for: Callable[[dict[str, Any]], Named], updater: OptimizerStep
+        self,
+        step: int | Literal["latest"],
+        named_for: Callable[[dict[str, Any]], Named],
+        updater: OptimizerStep,
+        *,
+        name: str | None = None,
     ) -> dict[str, Any]:
         """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
 
@@ -173,12 +185,13 @@ class Checkpoints:
 
         Args:
             named_for: the parameters that a checkpoint with this info holds.
+            name: of the one that was saved under it.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,
                 or the save before could not be written.
         """
-        store = self._store()
+        store = self._store(name)
         run_together(self.finish, self._mesh.group)
 
         def accept(info: dict[str, Any], file: Path) -> Named:
@@ -230,10 +243,11 @@ class Checkpoints:
         ):
             warnings.warn(message, stacklevel=4)
 
-    def _store(self) -> CheckpointStore:
+    def _store(self, name: str | None) -> CheckpointStore:
         if self._config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        return CheckpointStore.of_run(self._config.run.dir, self._role)
+        store = CheckpointStore.of_run(self._config.run.dir, self._role)
+        return store if name is None else store.named(name)
 
 
 def export_model(

@@ -162,6 +162,7 @@ def accumulate_gradients(
     reference: DecoderModel | None = None,
     loss_scale: float = 1.0,
     sum_once: bool = False,
+    found: torch.Tensor | None = None,
 ) -> None:
     """Adds the gradients of this rank's micro-batches of one update; FSDP sums them over all ranks.
 
@@ -179,12 +180,14 @@ def accumulate_gradients(
             architecture, or the model itself, which then counts without its adapters.
         loss_scale: makes the gradients this many times larger, for float16; the metrics are without it.
         sum_once: over the ranks at the last micro-batch alone; see `gradients_summed_once`.
+        found: zeros [2, R] of the outputs' dtype on the device, which the first cp rank fills with log-probs and
+            entropies of these packs' trained tokens, out of the very passes that are differentiated.
     """
-    found = micro_batches(batch, packs, model.attention, mesh, trained_only=True, shared=shared)
+    work = micro_batches(batch, packs, model.attention, mesh, trained_only=True, shared=shared)
     ref_inputs: HeadInputs | None = None
     try:
         with gradients_summed_once(model) if sum_once else nullcontext() as begin:
-            for index, micro_batch in enumerate(found):
+            for index, micro_batch in enumerate(work):
                 here = inputs.at(micro_batch.packed.response_index).to(mesh.device)  # under way while the forward runs
                 if begin is not None:
                     begin(index == len(packs) - 1)
@@ -197,6 +200,9 @@ def accumulate_gradients(
                         model, micro_batch, mesh,
                         temperature=temperature, entropy_grad=entropy_grad, reference=ref_inputs,
                     )  # fmt: skip
+                    if found is not None and mesh.cp_rank == 0:  # cp ranks hold the same values
+                        places = on_device(micro_batch.packed.response_index, mesh.device)
+                        found[:, places] = outputs.detach()[: len(found)]
                     loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
                     (loss * loss_scale).backward()
     except BaseException:

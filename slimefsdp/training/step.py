@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from slimefsdp import heartbeat
 from slimefsdp.algorithms.kl import kl_estimate, next_coefficient
@@ -33,7 +34,9 @@ from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
 from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
-from slimefsdp.rpc import Role
+from slimefsdp.results import ForwardBackward, LogProbs
+from slimefsdp.rpc import Role, UpdateSettings
+from slimefsdp.training.build import master_dtype
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
 from slimefsdp.training.packs import accumulate_gradients, objective_for, outputs_of_packs
@@ -109,7 +112,7 @@ def seed_generators(seed: int, update: int, data_rank: int) -> None:
 
 def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     """What the losses read of each response token, [R]; computes what the batch lacks. Weights are set per update."""
-    config, batch, loss = state.config, work.batch, work.loss
+    config, batch, loss = work.under(state.config), work.batch, work.loss
     inputs = TokenInputs(
         weights=torch.zeros(batch.num_response_tokens),
         sample_ids=torch.from_numpy(batch.sample_ids),
@@ -151,9 +154,15 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
 
 
 @heartbeat.during("forward_backward")
-def forward_backward(state: RankState, work: PreparedBatch, update: int, inputs: TokenInputs) -> dict[str, float]:
-    """Adds the gradients of one update of the plan, inside of `reference_beside`; returns its metrics."""
-    config, loss, plan = state.config, work.loss, work.plan
+def forward_backward(
+    state: RankState, work: PreparedBatch, update: int, inputs: TokenInputs, outputs: torch.Tensor | None = None
+) -> dict[str, float]:
+    """Adds the gradients of one update of the plan, inside of `reference_beside`; returns its metrics.
+
+    Args:
+        outputs: as of `accumulate_gradients`.
+    """
+    config, loss, plan = work.under(state.config), work.loss, work.plan
     assert loss is not None
     weights = loss_weights(config, work.batch, plan.counted_of(update), work.denominator)
     sums = MetricSums(state.mesh.device, counted=state.mesh.cp_rank == 0)
@@ -171,21 +180,35 @@ def forward_backward(state: RankState, work: PreparedBatch, update: int, inputs:
         reference=_model_of_reference(state) if _reads_hidden_states(config, loss) else None,
         loss_scale=state.updater.loss_scale,
         sum_once=config.fsdp.sharding == "optimizer",
+        found=outputs,
     )
     metrics = sums.reduce(state.mesh.group)
     return value_metrics(metrics) if loss == "value" else metrics
 
 
+def forward_backward_with_log_probs(state: RankState, work: PreparedBatch, inputs: TokenInputs) -> ForwardBackward:
+    """As `forward_backward` of a plan's only update, with what the differentiated pass said of each token."""
+    tokens, dtype = work.batch.num_response_tokens, master_dtype(state.config)
+    outputs = torch.zeros(2, tokens, dtype=dtype, device=state.mesh.device)
+    metrics = forward_backward(state, work, 0, inputs, outputs)
+    dist.all_reduce(outputs, group=state.mesh.group)  # each value is on one rank, and 0 on the others
+    log_probs, entropy = outputs.float().cpu().numpy()
+    return ForwardBackward(metrics, LogProbs(log_probs, entropy))
+
+
 @heartbeat.during("optimizer_step")
-def optimizer_step(state: RankState) -> dict[str, float]:
+def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> dict[str, float]:
     """One optimiser update with the gradients gathered so far.
+
+    Args:
+        settings: of this update alone.
 
     Raises:
         StateError: there are none, or optim.max_skipped_updates were skipped in a row.
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
     state.checkpoints.wait_for_copy()
-    return state.updater.step(state.mesh.group)
+    return state.updater.step(state.mesh.group, settings)
 
 
 def drop_gradients(state: RankState) -> None:

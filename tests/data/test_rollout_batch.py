@@ -251,7 +251,7 @@ def test_unpickling_over_shared_read_only_memory_neither_copies_nor_validates(mo
         ((), {}, "tokens"),
         (([1, 2],), {"lengths": [2]}, "response_lengths"),
         (([1, 2],), {"tokens": [1, 2], "lengths": [2], "response_lengths": [1]}, "RolloutBatch"),
-        (([1],) * 18, {}, "RolloutBatch"),
+        (([1],) * 19, {}, "RolloutBatch"),
     ],
 )
 def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field):

@@ -36,7 +36,7 @@ from tests.support.tiers import examples
 from tests.support.waiting import PATIENCE_S, wait_until
 
 BUG = 1000
-Disk = dict[tuple[str, int], tuple[Any, ...]]
+Disk = dict[tuple[str, int | str], tuple[Any, ...]]
 
 
 class Ref:
@@ -224,8 +224,16 @@ class ScriptedGroup:
     def _update_weights(self, receivers: list[Any], drop_failed: bool) -> tuple[Any, ...]:
         return self.state
 
-    def _save(self, step: int, loop_state: None) -> None:
-        written = {(role, s) for role, s in self.script.disk if role == self.role}
+    def _save(self, step: int, loop_state: None, name: str | None = None, overwrite: bool = False) -> None:
+        if name is not None:
+            self._commit()
+            if (self.role, name) in self.script.disk and not overwrite:
+                raise CheckpointError("taken", field="name")
+            self.pending.append(((self.role, name), self.state))
+            if not self.script.in_background:
+                self._commit()
+            return
+        written = {(role, s) for role, s in self.script.disk if role == self.role and isinstance(s, int)}
         keep_last = self.script.keep_last + (self.role == "critic")  # it saves first, see Checkpoints.save
         for key in sorted(written)[:-keep_last]:
             del self.script.disk[key]
@@ -239,9 +247,12 @@ class ScriptedGroup:
         self.script.disk.update(self.pending)
         self.pending = []
 
-    def _load(self, step: int) -> None:
+    def _load(self, step: Any, name: str | None = None) -> None:
+        if name is not None:
+            self._commit()
+            step = name
         if (self.role, step) not in self.script.disk:
-            raise CheckpointError(f"no checkpoint of step {step}", field="step")
+            raise CheckpointError(f"no checkpoint of step {step}", field="name" if name else "step")
         self.state, self.gradients, self.loaded = self.script.disk[self.role, step], (), step
 
     def _restored(self) -> Any:
@@ -276,6 +287,11 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
                 seen += [outcome_of(one.save, step) for one in order]
             case "actor.save":
                 seen.append(outcome_of(group.save, number))
+            case "save under a name" | "overwrite a name":
+                is_over = name == "overwrite a name"
+                seen.append(outcome_of(lambda: group.save(number, None, f"name{batch % 3}", is_over)))  # noqa: B023
+            case "load a name":
+                seen.append(outcome_of(lambda: group.load(name=f"name{batch % 3}")))  # noqa: B023
             case "load what is not there":
                 seen.append(outcome_of(group.load, 99))
             case "update_ref" | "optimizer_step" | "zero_grad":
@@ -289,6 +305,7 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
 
 CALLS = ["train_step", "critic.train_step", "compute_log_probs", "critic.compute_log_probs", "save", "update_weights"]
 ODD_CALLS = ["save, critic last", "save again", "actor.save", "load what is not there", "forward_backward"]
+ODD_CALLS += ["save under a name", "overwrite a name", "load a name"]
 ACTIONS = st.lists(st.tuples(st.sampled_from(CALLS), st.integers(-1, 5).filter(bool)), max_size=25)
 ODD_ACTIONS = st.lists(
     st.tuples(st.sampled_from([*CALLS, *ODD_CALLS, "optimizer_step", "zero_grad"]), st.integers(-1, 5).filter(bool)),
