@@ -99,6 +99,18 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class AdapterInfo:
+    """One of the adapters beside a base."""
+
+    name: str
+    rank: int
+    alpha: float
+    updates_taken: int
+    has_gradients: bool  # which wait for an update
+    is_on_device: bool  # or on the host, until it is asked for
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """What the last load took, and what it passed over."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -38,8 +39,15 @@ ROLES_OF_CALLS: dict[str, tuple[Role, ...]] = {
     "load": _TRAINED,
     "restored": _TRAINED,
     "export_hf": ROLES,
+    "create_adapter": ("actor",),
+    "delete_adapter": ("actor",),
+    "adapters": ("actor",),
 }
 """Call -> the roles that answer it."""
+
+
+DEFAULT_ADAPTER = "default"
+"""The adapter that a run with `lora.rank` begins with, and that calls are for which name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +102,26 @@ def require_loss(loss: str, role: str) -> None:
     if loss not in LOSSES[role]:
         problem = f"loss={loss!r} is not a loss of role {role!r}"
         raise ConfigError(problem, field="loss", hint=f"use {' or '.join(LOSSES[role])}")
+
+
+def require_adapter_settings(name: object, rank: object, alpha: object, seed: object) -> None:
+    """Whether `create_adapter` can use what it was given, as far as that alone tells.
+
+    Raises:
+        ConfigError: naming the argument.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        problem = f"name={short_repr(name)} cannot be the name of an adapter"
+        hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
+        raise ConfigError(problem, field="name", hint=hint)
+    for argument, value, least in (("rank", rank, 1), ("seed", seed, 0)):
+        if value is not None and (type(value) is not int or not least <= value < 2**63):
+            problem = f"{argument}={short_repr(value)} of an adapter is no whole number of {least} or more"
+            raise ConfigError(problem, field=argument, hint="leave it out, and the settings of the run hold")
+    is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool) and 0 < alpha <= 1e30
+    if alpha is not None and not is_number:
+        problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
+        raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
 
 
 def require_log_probs(with_log_probs: object, role: str) -> None:

@@ -34,6 +34,7 @@ from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import (
     TAGS,
+    AdapterInfo,
     Description,
     ForwardBackward,
     GradientHealth,
@@ -51,13 +52,16 @@ from slimefsdp.rpc import (
     CallLock,
     Role,
     UpdateSettings,
+    require_adapter_settings,
     require_log_probs,
     require_receivers,
     require_role,
     require_update_settings,
     rpc,
+    serialized,
 )
 from slimefsdp.training import build, step
+from slimefsdp.training.adapters import Adapters, adapters_beside
 from slimefsdp.training.checkpointing import Checkpoints, export_model
 from slimefsdp.training.packs import check_policy_loss
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
@@ -98,6 +102,7 @@ class Trainer:
             config, role, folder, mesh, model, memory_manager, reference, config.loss.kl_coefficient
         )
         self._frozen_source = uuid.uuid4().hex  # what is not trained, as it is now
+        self._adapters: Adapters | None = None
         self.receiver = WeightReceiver(model.named_weights())  # of another group's weights, in a reference group
         if role == "ref":
             return
@@ -106,6 +111,10 @@ class Trainer:
         self._state.checkpoints = Checkpoints(config, role, folder, mesh, model)
         self._state.throughput = build.throughput_for(config, folder, model, mesh)
         self._state.profiler = build.profiler_for(config, role, mesh)
+        if role == "actor" and config.lora.rank is not None:
+            self._adapters = adapters_beside(
+                config, model, mesh, self.updater, self._state.checkpoints, self._state.kl_coefficient
+            )
         if role == "actor" and config.needs_reference and config.reference.placement == "colocated":
             reference.load()
 
@@ -294,7 +303,10 @@ class Trainer:
         """Frees the device memory of parameters (with buffers), optimiser state and reference; idempotent."""
         if self.role != "ref":
             self._state.checkpoints.wait_for_copy()
-        return replace(self._state.memory_manager.sleep(tags), **allocator_state(self.mesh.device))
+        report = self._state.memory_manager.sleep(tags)
+        if self._adapters is not None and "optimizer" in tags:
+            self._adapters.to_host()
+        return replace(report, **allocator_state(self.mesh.device))
 
     @rpc
     def wake_up(self, tags: Sequence[Tag] = TAGS) -> MemoryReport:
@@ -306,7 +318,83 @@ class Trainer:
         memory = self._state.memory_manager.memory()
         if self.role == "ref":
             return memory
-        return replace(memory, host_buffers=memory.host_buffers + self._state.checkpoints.host_bytes)
+        waiting = 0 if self._adapters is None else self._adapters.host_bytes
+        return replace(memory, host_buffers=memory.host_buffers + self._state.checkpoints.host_bytes + waiting)
+
+    # ------------------------------------------------------------------ adapters
+
+    @rpc
+    def create_adapter(
+        self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
+    ) -> None:
+        """Makes another adapter beside the same base, at its beginning, and has it in the model.
+
+        Args:
+            rank: at most lora.rank, which is the default.
+            alpha: default: lora.alpha.
+            seed: that A is drawn from; default: run.seed.
+
+        Raises:
+            ConfigError: the run has no adapters, or a value is not in its range. StateError: the name is taken.
+            ResourceError: there is no memory for the adapter that was in the model.
+        """
+        settings = self.config.lora
+        require_adapter_settings(name, rank, alpha, seed)
+        adapters = self._require_adapters("create_adapter")
+        assert settings.rank is not None
+        if rank is not None and rank > settings.rank:
+            problem = f"rank={rank} of an adapter is more than lora.rank={settings.rank}, for which there is room"
+            raise ConfigError(
+                problem, field="rank", hint="choose a smaller one, or start the run with a larger lora.rank"
+            )
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.create(
+                name, rank or settings.rank, alpha or settings.alpha, self.config.run.seed if seed is None else seed
+            )
+
+    @rpc
+    def delete_adapter(self, name: str) -> None:
+        """Forgets an adapter, but for what it left on the disk.
+
+        Raises:
+            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters.
+        """
+        adapters = self._require_adapters("delete_adapter")
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.delete(name)
+
+    @rpc
+    def adapters(self) -> list[AdapterInfo]:
+        """All adapters beside the base, in the order of their making.
+
+        Raises:
+            ConfigError: the run has none.
+        """
+        return self._require_adapters("adapters").listed()
+
+    @serialized
+    def use_adapter(self, name: str) -> None:
+        """Has an adapter in the model: all calls are for it, until another one is used or made.
+
+        Raises:
+            StateError: there is none of this name. ConfigError: the run has no adapters.
+            ResourceError: there is no memory for two at once.
+        """
+        adapters = self._require_adapters("use_adapter")
+        adapters.require(name)
+        if name == adapters.current.name:
+            return
+        self._state.memory_manager.wake_up(("parameters", "optimizer"))
+        with self._state.exchanging(adapters):
+            adapters.select(name)
+
+    def _require_adapters(self, call: str) -> Adapters:
+        if self.role != "actor" or self._adapters is None:
+            problem = f"{call}() on a run without adapters"
+            raise ConfigError(problem, field="lora.rank", hint="set lora.rank")
+        return self._adapters
 
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""

@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.rpc import Role
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
-_CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load"}
+_CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load", "create_adapter", "delete_adapter"}
 """Whatever else is called reads, and is not made again once its result is here."""
 
 
@@ -62,6 +62,11 @@ class Call:
         return self.request.name
 
     @property
+    def adapter(self) -> str | None:
+        """That it is for; None: the run's own, or there are none."""
+        return self.request.adapter
+
+    @property
     def changes_state(self) -> bool:
         """Whether what comes behind it depends on it."""
         return self.name in _CHANGES_STATE
@@ -84,6 +89,7 @@ class CallLog:
     def __init__(self) -> None:
         self.reaches_launch = True  # nothing was forgotten yet
         self.has_critic = False
+        self.made: dict[str, Call] = {}  # adapter -> the call that made it, once that has come to its end
         self._calls: list[Call] = []
 
     def __contains__(self, call: Call) -> bool:
@@ -116,12 +122,23 @@ class CallLog:
         again later: what of that step is on the disk may be either. Nor one between a forward_backward and its
         optimizer_step, whose gradients no checkpoint holds, nor one without the critic's.
         """
+        for call in self._whole_saves(None):
+            if not self.has_critic or "critic" in self.starts(call):
+                yield call
+
+    def marks_of_adapter(self, name: str) -> Iterator[Call]:
+        """As `marks`, of an adapter, whose calls and saves are its own."""
+        return self._whole_saves(name)
+
+    def _whole_saves(self, adapter: str | None) -> Iterator[Call]:
         steps: set[int] = set()
         for call in reversed(self._calls):
-            if (call.name, call.role) != ("save", "actor") or call.under_name is not None:
+            if adapter is not None and (call.name, call.adapter) == ("create_adapter", adapter):
+                return  # what is before it was of another one of this name
+            is_save = (call.name, call.role, call.adapter) == ("save", "actor", adapter)
+            if not is_save or call.under_name is not None:
                 continue
-            is_whole = call.is_written and not self._has_gradients(call)
-            if is_whole and call.step not in steps and (not self.has_critic or "critic" in self.starts(call)):
+            if call.is_written and not self._has_gradients(call) and call.step not in steps:
                 yield call
             steps.add(call.step)
 
@@ -135,20 +152,47 @@ class CallLog:
             return {"actor": mark}
         return {"actor": mark, "critic": newest}
 
-    def behind(self, mark: Call | None) -> list[Call]:
-        """The calls that are not in a mark's checkpoints; None: all."""
-        starts = {} if mark is None else {role: self._calls.index(call) for role, call in self.starts(mark).items()}
-        return [call for index, call in enumerate(self._calls) if index > starts.get(call.role, -1)]
+    def behind(self, mark: Call | None, of_adapters: Mapping[str, Call]) -> list[Call]:
+        """The calls that are not in the checkpoints of marks; None: all.
 
-    def forget(self, marks: int) -> bool:
-        """Cuts what comes before so many marks; returns whether that was anything."""
-        kept = list(self.marks())[:marks]
-        if len(kept) == marks:
-            first = min(self._calls.index(call) for call in self.starts(kept[-1]).values())
-            if first > 0:
-                self._calls, self.reaches_launch = self._calls[first:], False
-                return True
-        return False
+        Args:
+            of_adapters: adapter -> its mark, or the call that made it; one that is not among them has all its calls.
+        """
+        starts: dict[tuple[Role, str | None], int] = {}
+        if mark is not None:
+            starts = {(role, None): self._calls.index(call) for role, call in self.starts(mark).items()}
+        starts |= {("actor", name): self._calls.index(call) for name, call in of_adapters.items()}
+        return [call for index, call in enumerate(self._calls) if index > starts.get((call.role, call.adapter), -1)]
+
+    def forget(self, marks: int, adapter: str | None = None) -> bool:
+        """Cuts what comes before so many marks; returns whether that was anything.
+
+        Args:
+            adapter: whose calls and marks these are.
+        """
+        found = self.marks() if adapter is None else self.marks_of_adapter(adapter)
+        kept = list(found)[:marks]
+        if len(kept) < marks:
+            return False
+        saves = self.starts(kept[-1]).values() if adapter is None else [kept[-1]]
+        first = min(map(self._calls.index, saves))
+        left = [call for index, call in enumerate(self._calls) if index >= first or call.adapter != adapter]
+        is_cut = len(left) < len(self._calls)
+        if is_cut and adapter is None:
+            self.reaches_launch = False
+        self._calls = left
+        return is_cut
+
+    def forget_adapter(self, deleted: Call) -> None:
+        """Takes out a call that deleted an adapter and all of its calls before, which nothing depends on."""
+        if deleted not in self._calls:
+            return
+        end, name = self._calls.index(deleted), deleted.request.args[0]
+        gone = [call for call in self._calls[: end + 1] if call.adapter == name]
+        made = self.made.get(name)
+        if made in gone or made not in self._calls:
+            self.made.pop(name, None)
+        self._calls = [call for call in self._calls if call not in gone]
 
     def _has_gradients(self, save: Call) -> bool:
         """Whether gradients of its role were waiting for their optimizer_step."""
@@ -157,7 +201,7 @@ class CallLog:
         found = (
             call.name
             for call in before
-            if call.role == save.role
+            if (call.role, call.adapter) == (save.role, save.adapter)
             and call.name in TRAINING | {"load"}
             and (call.is_done or call.name != "train_step")
         )

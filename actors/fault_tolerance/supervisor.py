@@ -52,6 +52,11 @@ class SupervisedCall:
         """As `CallFuture.result`; raises WorkerDied, WorkerHung or PeerFailed when the budget of restarts is spent."""
         return self._supervisor.result(self._call)
 
+    def has_ended(self) -> bool:
+        """As `CallFuture.has_ended`, of the ranks that began with it last."""
+        running = self._call.running
+        return self._call.is_done or running is None or running.has_ended()
+
 
 class SupervisedGroup(GroupCalls):
     """The methods of `WorkerGroup`, on ranks that are replaced when they are lost. Make one with `launch`."""
@@ -140,7 +145,8 @@ class Supervisor:
         self._doomed: tuple[int, SlimeError] | None = None  # a launch whose ranks end by themselves, and why
         self._final: Exception | None = None  # why there is no group any more
         self._reference_is_current: bool | None = None  # as that of a save
-        self._names: set[tuple[Role, str | None]] = set()  # under which a checkpoint was saved, or is about to be
+        # role and adapter, and the name under which a checkpoint of theirs was saved, or is about to be
+        self._names: set[tuple[Role, str | None, str | None]] = set()
         self._dispatcher = Dispatcher()
         self._is_shut_down = False
         self._actor: WorkerGroup | None = None
@@ -177,7 +183,9 @@ class Supervisor:
                 except LOST as error:  # ranks that hang in an earlier call
                     self._recover(error, launch)
             self._refuse_update_of_reference(request)
-            return self._dispatcher.submit(lambda: SupervisedCall(self, self._prepare_and_log(role, request, planning)))
+            return self._dispatcher.submit(
+                lambda: SupervisedCall(self, self._prepare_and_log(role, request, planning)), request.adapter
+            )
 
     def _require_group(self) -> None:
         """Raises what the job has ended with; replaces a group whose ranks are about to end."""
@@ -237,11 +245,15 @@ class Supervisor:
                     if loaded is not None:  # made again it must find the same one, whatever is the latest by then
                         args = (loaded.step, *call.request.args[1:])
                         call.request, call.restored = replace(call.request, args=args), None
+                    if call.name == "create_adapter":
+                        self._call_log.made[call.request.args[0]] = call
                     if not call.changes_state:
                         self._call_log.remove(call)
+                    elif call.name == "delete_adapter":
+                        self._call_log.forget_adapter(call)
                     elif call.name == "save":
                         # one more than there are: with async_save the newest may not be on disk yet
-                        is_cut = self._call_log.forget(self._config.checkpoint.keep_last + 1)
+                        is_cut = self._call_log.forget(self._config.checkpoint.keep_last + 1, call.adapter)
                         if is_cut and self._spilled is not None:
                             self._spilled.begin_file()
         return call.value
@@ -283,7 +295,7 @@ class Supervisor:
             group.await_weights()  # where an update_ref is made again before it
         call.running, call.launch = group.begin(request), self._launches
         if call.name == "load":
-            call.restored = group.begin(RankRequest("restored"))
+            call.restored = group.begin(RankRequest("restored", adapter=call.adapter))
 
     def _refuse_update_of_reference(self, request: RankRequest) -> None:
         reference = self.group("actor").reference_group
@@ -295,15 +307,15 @@ class Supervisor:
     def _note(self, call: Call) -> None:
         """Keeps what a recovery must know of a new call beside its arguments."""
         folder, name = self._config.run.dir, call.under_name
-        store = None if folder is None else CheckpointStore.of_run(folder, call.role)
+        store = None if folder is None else CheckpointStore.of_run(folder, call.role, call.adapter)
         if call.name == "save" and name is not None:
             self._refuse_to_overwrite_loaded(call)
             is_on_disk = store is not None and bool(store.named(name).steps())
-            call.is_first_of_name = not is_on_disk and (call.role, name) not in self._names
-            self._names.add((call.role, name))
+            call.is_first_of_name = not is_on_disk and (call.role, call.adapter, name) not in self._names
+            self._names.add((call.role, call.adapter, name))
         elif call.name == "save":
             call.overwrites = store is not None and call.step in store.steps()
-        if call.role != "actor" or self._config.reference.placement != "group":
+        if call.role != "actor" or call.adapter is not None or self._config.reference.placement != "group":
             return
         if call.name == "update_ref":
             self._reference_is_current = True
@@ -313,8 +325,11 @@ class Supervisor:
 
     def _refuse_to_overwrite_loaded(self, call: Call) -> None:
         """A load that may have to be made again must find what it found."""
-        loaded = {other.under_name for other in self._call_log if other.name == "load" and other.role == call.role}
-        if call.under_name in loaded:
+        if any(
+            (other.name, other.role, other.adapter, other.under_name)
+            == ("load", call.role, call.adapter, call.under_name)
+            for other in self._call_log
+        ):
             raise StateError(
                 f"save under the name {call.under_name!r}, which was loaded since the last checkpoint",
                 field="name",
@@ -356,12 +371,13 @@ class Supervisor:
             if call.name == "update_ref":
                 self._reference_is_current = False
             if call.is_first_of_name:
-                self._names.discard((call.role, call.under_name))
+                self._names.discard((call.role, call.adapter, call.under_name))
             is_of_all_ranks = isinstance(error, SlimeError) and not isinstance(error, ResourceError)
             # a training step that stopped on the way is part of the state; what ended ranks must not be made again
             if not is_of_all_ranks and call.name == "forward_backward":
                 # made again, those before it would gather what its error has dropped
-                self._call_log.replace(call, Call(call.role, RankRequest("zero_grad"), is_done=True))
+                zero_grad = RankRequest("zero_grad", adapter=call.adapter)
+                self._call_log.replace(call, Call(call.role, zero_grad, is_done=True))
             elif not (is_of_all_ranks and call.name in TRAINING):
                 self._call_log.remove(call)
             if not is_of_all_ranks and launch == self._launches:
@@ -425,9 +441,10 @@ class Supervisor:
     def _catch_up(self) -> tuple[int | None, int, tuple[str, ...]]:
         """Brings a new group to where the lost one was: the step loaded, calls repeated, what came out otherwise."""
         mark = self._loaded_mark()
+        of_adapters = {name: self._remade_adapter(name, made) for name, made in self._call_log.made.items()}
         repeated = 0
         differences: list[str] = []
-        behind = self._call_log.behind(mark)
+        behind = self._call_log.behind(mark, of_adapters)
         for call in behind:  # two of them may have one step: a loss on the way must not take the first for the second
             call.is_written = False
         for call in behind:
@@ -468,10 +485,34 @@ class Supervisor:
             self._launch()
         return None
 
+    def _remade_adapter(self, name: str, made: Call) -> Call:
+        """Makes an adapter again and loads its newest whole checkpoint; the call behind which its calls count."""
+        group = self.group("actor")
+        group.begin(made.request).result()
+        problem: CheckpointError | None = None
+        for mark in self._call_log.marks_of_adapter(name):
+            try:
+                group.begin(RankRequest("load", (mark.step,), adapter=name)).result()
+            except CheckpointError as error:
+                print(f"checkpoint of adapter {name} passed over: {error}", file=sys.stderr)
+                problem = error
+                continue
+            return mark
+        if made not in self._call_log:
+            raise problem or CheckpointError(
+                f"no checkpoint holds the state that the adapter {name!r} had",
+                field="checkpoint",
+                hint="save it after an optimizer_step, before other gradients are gathered",
+            )
+        if problem is not None:  # a load that failed may have filled a part
+            group.begin(RankRequest("delete_adapter", (name,), adapter=name)).result()
+            group.begin(made.request).result()
+        return made
+
     def _wait_if_overwriting(self, call: Call) -> None:
         """After a save that overwrites a step: waits until it is on disk, or nobody could tell the old from the new."""
         if call.overwrites and self._config.checkpoint.async_save:
-            self.group(call.role).begin(RankRequest("finish_save")).result()
+            self.group(call.role).begin(RankRequest("finish_save", adapter=call.adapter)).result()
 
     def _replayed_result(self, name: str, running: Any) -> Any:
         """The result of a call made again; raises the loss behind an error, where there is one."""

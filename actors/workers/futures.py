@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future as Begun
 from typing import Any
@@ -24,6 +24,7 @@ from slimefsdp.errors import PeerFailed, SlimeError, WorkerDied, WorkerHung
 # Ray. Longer than a failed rank lives on (train_worker.EXIT_AFTER_S), so that peers can say what its end did to them.
 GRACE_S = 5.0
 SLICE_S = 0.25  # of a wait: in between signals are handled and the watchdog looks
+_TURN_S = 0.002  # between two looks at whether a call has ended, where others wait for their turn
 _GET_S = 5.0  # for an answer that Ray says is here
 # A wait returns when one rank in so many has answered, at once where there are fewer than twice that: all waits of a
 # call together look at so many times the ranks, and not at their square.
@@ -59,6 +60,10 @@ class CallFuture:
         self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
         self._first_only = first_only
         self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind, setting)
+
+    def has_ended(self) -> bool:
+        """Whether all ranks have answered, whatever they said; waits for none."""
+        return self.running.has_ended()
 
     def result(self) -> Any:
         """Rank 0's result, or all results in rank order, as the call defines.
@@ -246,22 +251,29 @@ class QueuedCall:
 class Dispatcher:
     """Begins calls one after another, in the order in which they were made, while their callers go on.
 
+    Calls may be in lanes: those of a lane keep their order, and lanes take turns, a call each. So that a lane which
+    comes later has its turn, no more than two calls are begun and not ended then.
+
     Its thread is there while there is something to begin. It is a daemon: what waits in it must not keep a program that
     ends.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Callable[[], Any], Begun[Any]]] = deque()
+        # lane -> its calls; the lane whose turn is next comes first, and only those with calls are there
+        self._waiting: OrderedDict[str | None, deque[tuple[Callable[[], Any], Begun[Any]]]] = OrderedDict()
+        self._has_lanes = False
+        self._unended: deque[Any] = deque()  # of the calls that were begun, where there are lanes
         self._thread: threading.Thread | None = None  # that begins them; any other has to end
 
-    def submit(self, begin: Callable[[], Any]) -> QueuedCall:
+    def submit(self, begin: Callable[[], Any], lane: str | None = None) -> QueuedCall:
         """Returns at once.
 
         Args:
-            begin: prepares a call, begins it and returns what it is waited for by.
+            begin: prepares a call, begins it and returns what it is waited for by, with a `has_ended`.
+            lane: None is one, too.
         """
-        return QueuedCall(self._put(begin))
+        return QueuedCall(self._put(begin, lane))
 
     def drain(self, timeout_s: float) -> None:
         """Waits until all calls that were made so far have begun, or failed to.
@@ -269,11 +281,16 @@ class Dispatcher:
         Raises:
             TimeoutError: they have not in this time.
         """
-        self._put(lambda: None).result(timeout_s)
+        end = time.monotonic() + timeout_s
+        with self._lock:
+            lanes = [None, *(lane for lane in self._waiting if lane is not None)]
+        for lane in lanes:
+            self._put(lambda: None, lane).result(max(0.0, end - time.monotonic()))
 
-    def _put(self, begin: Callable[[], Any]) -> Begun[Any]:
+    def _put(self, begin: Callable[[], Any], lane: str | None) -> Begun[Any]:
         begun: Begun[Any] = Begun()
         with self._lock:
+            self._has_lanes |= lane is not None
             if self._thread is None:
                 try:
                     self._thread = threading.Thread(target=self._run, name="slimefsdp-calls", daemon=True)
@@ -281,23 +298,42 @@ class Dispatcher:
                 except BaseException:  # no more threads, or Ctrl-C, after which it may be there all the same
                     self._thread = None
                     raise
-            self._waiting.append((begin, begun))
+            self._waiting.setdefault(lane, deque()).append((begin, begun))
         return begun
 
     def _run(self) -> None:
         while True:
+            if self._has_lanes:
+                self._wait_for_a_turn()
             with self._lock:
                 if self._thread is not threading.current_thread():
                     return
                 if not self._waiting:
                     self._thread = None
                     return
-                begin, begun = self._waiting.popleft()
+                lane, calls = self._waiting.popitem(last=False)
+                begin, begun = calls.popleft()
+                if calls:
+                    self._waiting[lane] = calls
             try:
-                begun.set_result(begin())
+                begun.set_result(found := begin())
+                if self._has_lanes and found is not None:
+                    self._unended.append(found)
+                del found
             except BaseException as error:  # for whoever waits for it; the calls behind it have their turn
                 begun.set_exception(error)
             del begin, begun  # they hold the batch
+
+    def _wait_for_a_turn(self) -> None:
+        while len(self._unended) > 1:
+            try:
+                has_ended = self._unended[0].has_ended()
+            except Exception:  # Ray is gone, which whoever waits for the call is told
+                has_ended = True
+            if has_ended:
+                self._unended.popleft()
+            else:
+                time.sleep(_TURN_S)
 
 
 class CallQueue:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, overload
 
@@ -24,6 +24,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.preparation.prepared import BatchPlanner, Planning
 from slimefsdp.results import (
     TAGS,
+    AdapterInfo,
     Description,
     ForwardBackward,
     GradientHealth,
@@ -35,7 +36,15 @@ from slimefsdp.results import (
     SyncReport,
     Tag,
 )
-from slimefsdp.rpc import Role, UpdateSettings, require_log_probs, require_receivers, require_update_settings
+from slimefsdp.rpc import (
+    DEFAULT_ADAPTER,
+    Role,
+    UpdateSettings,
+    require_adapter_settings,
+    require_log_probs,
+    require_receivers,
+    require_update_settings,
+)
 
 Result = TypeVar("Result", covariant=True)
 
@@ -62,12 +71,14 @@ class RankRequest:
         args: of that method, behind the batch.
         check: refuses the batch, where there is one, or returns what makes it what ranks get in its place.
         of_all_ranks: every rank's result is wanted, in rank order; else rank 0's.
+        adapter: that the call is for, by its name; None: the run's own, or there are none.
     """
 
     name: str
     args: tuple[Any, ...] = ()
     check: Callable[[BatchPlanner], Planning] | None = None
     of_all_ranks: bool = False
+    adapter: str | None = None
 
 
 class GroupCalls:
@@ -244,6 +255,59 @@ class GroupCalls:
     def zero_grad_async(self) -> Future[None]:
         """As `zero_grad`, returning a future."""
         return self._start(RankRequest("zero_grad"))
+
+    # ------------------------------------------------------------------ adapters
+
+    def adapter(self, name: str) -> AdapterCalls:
+        """The same calls for another adapter beside the base; that there is one is asked when it is called."""
+        return AdapterCalls(self, name)
+
+    def create_adapter(
+        self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
+    ) -> None:
+        """Makes another adapter beside the same base, at its beginning.
+
+        Args:
+            rank: at most lora.rank, which is the default.
+            alpha: default: lora.alpha.
+            seed: that A is drawn from; default: run.seed.
+
+        Raises:
+            ConfigError: the run has no adapters, or a value is not in its range. StateError: the name is taken.
+            ResourceError: there is no memory for the adapter that was in the model.
+        """
+        self.create_adapter_async(name, rank, alpha, seed).result()
+
+    def create_adapter_async(
+        self, name: str, rank: int | None = None, alpha: float | None = None, seed: int | None = None
+    ) -> Future[None]:
+        """As `create_adapter`, returning a future."""
+        require_adapter_settings(name, rank, alpha, seed)
+        return self._start(RankRequest("create_adapter", (name, rank, alpha, seed), adapter=name))
+
+    def delete_adapter(self, name: str) -> None:
+        """Forgets an adapter, but for what it left on the disk.
+
+        Raises:
+            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters.
+        """
+        self.delete_adapter_async(name).result()
+
+    def delete_adapter_async(self, name: str) -> Future[None]:
+        """As `delete_adapter`, returning a future."""
+        return self._start(RankRequest("delete_adapter", (name,), adapter=name))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """All adapters beside the base, in the order of their making.
+
+        Raises:
+            ConfigError: the run has none.
+        """
+        return self.adapters_async().result()
+
+    def adapters_async(self) -> Future[list[AdapterInfo]]:
+        """As `adapters`, returning a future."""
+        return self._start(RankRequest("adapters"))
 
     # ------------------------------------------------------------------ memory
 
@@ -438,6 +502,23 @@ class GroupCalls:
     def export_hf_async(self, path: str | Path, dtype: str | None = None) -> Future[Path]:
         """As `export_hf`, returning a future."""
         return self._start(RankRequest("export_hf", (path, dtype)))
+
+
+class AdapterCalls(GroupCalls):
+    """The calls of a group for one of its adapters, as `GroupCalls.adapter` gives them.
+
+    Calls for one adapter run in the order in which they were made; adapters whose calls wait take turns, a call each.
+    """
+
+    def __init__(self, group: GroupCalls, name: str) -> None:
+        require_adapter_settings(name, None, None, None)
+        self.name, self.role = name, group.role
+        self._group = group
+
+    def _start(self, request: RankRequest) -> Future[Any]:
+        # None where it is the run's own: one adapter has one name, and one place in the order of calls
+        own = None if self.name == DEFAULT_ADAPTER else self.name
+        return self._group._start(replace(request, adapter=request.adapter or own))
 
 
 def _as_tuple(tags: Any) -> Any:

@@ -17,7 +17,10 @@ from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError, SlimeError, portable
 from slimefsdp.results import Health
+from slimefsdp.rpc import DEFAULT_ADAPTER
 
+_OF_NO_ADAPTER = {"create_adapter", "delete_adapter", "adapters", "sleep", "wake_up", "memory", "describe"}
+"""Calls for which it does not matter whose matrices are in the model."""
 EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
 
 
@@ -111,19 +114,28 @@ class TrainWorker(Watched):
         if trainer.mesh.device.type == "cuda":
             torch.cuda.set_device(trainer.mesh.device)  # per thread
         try:
+            if role == "actor" and trainer.config.lora.rank is not None and request.name not in _OF_NO_ADAPTER:
+                trainer.use_adapter(request.adapter or DEFAULT_ADAPTER)
             result = getattr(trainer, request.name)(*args())
         except Exception as error:
             raise self._failed(error, request.name, trainer.config, role) from None
         return result if request.of_all_ranks or self.rank == 0 else None
 
-    def update_weights(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str = "actor") -> Any:
+    def update_weights(
+        self,
+        receivers: list[Any],
+        drop_failed: bool,
+        timeout_s: float,
+        role: str = "actor",
+        adapter: str | None = None,
+    ) -> Any:
         """The Trainer's `update_weights`, by the transport of the settings where receivers are engines."""
 
         def args() -> list[Any]:
             is_sender = self.rank == 0 and receivers
             return [[self._weight_update(receivers, drop_failed, timeout_s, role)] if is_sender else []]
 
-        return self._call(RankRequest("update_weights"), role, args)
+        return self._call(RankRequest("update_weights", adapter=adapter), role, args)
 
     def _weight_update(self, receivers: list[Any], drop_failed: bool, timeout_s: float, role: str) -> Any:
         from actors.workers.object_store_update import ObjectStoreUpdate

@@ -297,7 +297,8 @@ class WorkerGroup(GroupCalls):
     def _begin_update(self, request: RankRequest, receivers: Sequence[Any], drop_failed: bool) -> CallFuture:
         timeout_s = self.config.cluster.sync_timeout_s
         future = self._begin(
-            request, lambda worker: worker.update_weights.remote(receivers, drop_failed, timeout_s, self.role)
+            request,
+            lambda worker: worker.update_weights.remote(receivers, drop_failed, timeout_s, self.role, request.adapter),
         )
         reference = self.reference_group
         if reference is not None and any(receiver in reference.receivers for receiver in receivers):
@@ -317,7 +318,7 @@ class WorkerGroup(GroupCalls):
 
     def _start(self, request: RankRequest) -> QueuedCall:
         planning = self.check(request)
-        return self._queue.dispatcher.submit(lambda: self.begin(self.prepared(request, planning)))
+        return self._queue.dispatcher.submit(lambda: self.begin(self.prepared(request, planning)), request.adapter)
 
     def _require_workers(self, name: str) -> None:
         if not self._workers:

@@ -29,7 +29,7 @@ from slimefsdp.io.file_lock import FolderLock
 LATEST = "latest"
 _TMP, _REPLACED = ".tmp_", ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_NAMED = "named"
+_NAMED, _ADAPTERS = "named", "adapters"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # every place at which a writer may die with something else on disk than at the place before, in order
 POINTS = (
@@ -68,8 +68,10 @@ class CheckpointStore:
         self.root = root
 
     @classmethod
-    def of_run(cls, run_dir: Path, role: str = "actor") -> Self:
-        """Those of a role in a run's folder."""
+    def of_run(cls, run_dir: Path, role: str = "actor", adapter: str | None = None) -> Self:
+        """Those of a role in a run's folder, or of an adapter other than the run's own."""
+        if adapter is not None:
+            return cls(run_dir / _ADAPTERS / adapter / "checkpoints")
         return cls((run_dir / "critic" if role == "critic" else run_dir) / "checkpoints")
 
     def named(self, name: str) -> Self:
@@ -96,8 +98,9 @@ class CheckpointStore:
         self.lock()
         at_point("begin")
         with io_reported(temporary, "save"):
-            # which may be new, as run.dir is, and the folders of a name
-            for parent in self.root.parents[: 4 if self.root.parent.name == _NAMED else 2]:
+            # which may be new, as run.dir is, and the folders of a name or an adapter
+            below = 2 * (self.root.parent.name == _NAMED) + 2 * (_ADAPTERS in self.root.parts[-5:])
+            for parent in self.root.parents[: 2 + below]:
                 sync(parent)
             if (self.root / LATEST).is_dir():
                 raise damaged(self.root / LATEST, "is a folder")

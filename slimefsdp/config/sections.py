@@ -245,10 +245,16 @@ class LoraSettings(Settings):
         description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, or patterns like "
         "`*.q_proj` of module names",
     )
+    resident_adapters: int = Field(
+        0,
+        ge=0,
+        description="of several adapters beside one base, so many that wait for their turn may stay on the device; the "
+        "others are on the host",
+    )
 
     @model_validator(mode="after")
     def check_lora_rank(self) -> LoraSettings:
-        for name in ("alpha", "targets"):
+        for name in ("alpha", "targets", "resident_adapters"):
             value = getattr(self, name)
             if self.rank is None and value != type(self).model_fields[name].default:
                 shown = short_text(list(value) if name == "targets" else value)

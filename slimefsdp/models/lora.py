@@ -103,15 +103,27 @@ def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) ->
 
 
 @torch.no_grad()
-def draw_adapters(model: DecoderModel, seed: int) -> None:
-    """Fills the local shards: A uniform in +-1/sqrt(in_features), the same on every mesh, B with 0."""
+def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) -> None:
+    """Fills the local shards: A uniform in +-1/sqrt(in_features), the same on every mesh, B with 0.
+
+    Args:
+        rank: of the adapters, where it is less than there is room for: what is beyond it is 0, and trains to nothing
+            else.
+    """
     for name, module in adapted_modules(model):
         generator = torch.Generator().manual_seed(seed_of_module(seed, f"{name}.lora_A"))
         bound = module.in_features**-0.5
-        drawn = torch.empty(module.lora_A.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+        drawn = torch.zeros(module.lora_A.shape, dtype=torch.float32)
+        drawn[:rank].uniform_(-bound, bound, generator=generator)
         start, end = local_rows(module.lora_A)
         local_shard(module.lora_A).copy_(drawn[start:end])
         local_shard(module.lora_B).zero_()
+
+
+def set_scale(model: DecoderModel, scale: float) -> None:
+    """What B A x is multiplied by from now on, in every module with an adapter."""
+    for _, module in adapted_modules(model):
+        module.scale = scale
 
 
 def adapted_modules(model: DecoderModel) -> list[tuple[str, LoraLinear]]:

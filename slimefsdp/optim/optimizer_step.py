@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ class OptimizerStep:
         self._max_skipped = max_skipped
         self._loss_scaling = loss_scaling
         self._with_layer_norms = with_layer_norms
+
+    def another(self) -> OptimizerStep:
+        """One over the same optimiser and parameters that has taken no update."""
+        made = copy(self)
+        made.updates_taken = made.skipped_in_a_row = 0
+        made.health = None
+        made._loss_scaling = None if self._loss_scaling is None else self._loss_scaling.another()
+        return made
 
     @property
     def loss_scale(self) -> float:
@@ -188,7 +197,11 @@ class LossScale:
     def __init__(self, init: float, growth_interval: int) -> None:
         self.scale = float(init)
         self.finite_in_a_row = 0  # since the scale last changed
-        self._growth_interval = growth_interval
+        self._init, self._growth_interval = init, growth_interval
+
+    def another(self) -> LossScale:
+        """One as this began."""
+        return LossScale(self._init, self._growth_interval)
 
     @property
     def is_at_floor(self) -> bool:

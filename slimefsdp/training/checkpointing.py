@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from importlib.metadata import version
@@ -68,6 +69,7 @@ class Checkpoints:
 
     def __init__(self, config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh, model: DecoderModel) -> None:
         self.restored: LoadReport | None = None  # of the last load
+        self._adapter: str | None = None  # the run's own, or there are none
         self._config = config
         self._role = role
         self._mesh = mesh
@@ -95,6 +97,14 @@ class Checkpoints:
             self._background = BackgroundSave(
                 dist.new_group(backend="gloo", timeout=timeout), pin_memory=is_host_memory_pinned(config, mesh.device)
             )
+
+    def of_adapter(self, name: str, rank: int, alpha: float) -> Checkpoints:
+        """Those of another adapter beside the same base, in a folder of its own; it saves while its caller waits."""
+        made = copy(self)
+        made.restored, made._background = None, None
+        made._adapter = name
+        made._identity = self._identity | {"adapter.rank": rank, "lora.alpha": alpha}
+        return made
 
     def save(
         self,
@@ -246,7 +256,7 @@ class Checkpoints:
     def _store(self, name: str | None) -> CheckpointStore:
         if self._config.run.dir is None:
             raise ConfigError("run.dir is not set", field="run.dir", hint="name the folder of the run")
-        store = CheckpointStore.of_run(self._config.run.dir, self._role)
+        store = CheckpointStore.of_run(self._config.run.dir, self._role, self._adapter)
         return store if name is None else store.named(name)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,6 +36,7 @@ from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_toge
 from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
 from slimefsdp.results import ForwardBackward, LogProbs
 from slimefsdp.rpc import Role, UpdateSettings
+from slimefsdp.training.adapters import Adapters
 from slimefsdp.training.build import master_dtype
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
@@ -59,6 +60,16 @@ class RankState:
     checkpoints: Checkpoints = field(init=False)
     throughput: Throughput = field(init=False)
     profiler: UpdateProfiler = field(init=False)
+
+    @contextmanager
+    def exchanging(self, adapters: Adapters) -> Iterator[None]:
+        """Whichever adapter is in the model at the end, what is kept of it here is its own."""
+        adapters.current.kl_coefficient = self.kl_coefficient
+        try:
+            yield
+        finally:
+            now = adapters.current
+            self.updater, self.checkpoints, self.kl_coefficient = now.updater, now.checkpoints, now.kl_coefficient
 
 
 # ---------------------------------------------------------------------- the step

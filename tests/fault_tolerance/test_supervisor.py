@@ -126,7 +126,9 @@ class ScriptedGroup:
         self.loaded: int | None = None
         self.is_lost = False
         self.actor = actor or self
-        self.pending: list[tuple[tuple[str, int], Any]] = []  # saves that are not on disk
+        self.pending: list[tuple[tuple[str, int | str], Any]] = []  # saves that are not on disk
+        self.adapter: str | None = None  # whose state is here; that of the others waits
+        self.waiting: dict[str | None, tuple[Any, ...]] = {}
         self.critic = ScriptedGroup(script, "critic", self) if actor is None else None
         is_referred_to = actor is None and script.with_reference
         self.reference_group = ScriptedGroup(script, "ref", self) if is_referred_to else None
@@ -154,6 +156,8 @@ class ScriptedGroup:
         outcome: Any = WorkerDied("gone", rank=1, call=request.name)
         if not self.actor.is_lost:
             try:
+                if request.name not in ("create_adapter", "delete_adapter"):
+                    self._use(request.adapter)
                 values = [arg.batch if isinstance(arg, Ref) else arg for arg in request.args]
                 outcome = getattr(self, f"_{request.name}")(*values)
             except (SlimeError, ZeroDivisionError) as error:
@@ -170,6 +174,30 @@ class ScriptedGroup:
         self.actor.is_lost = True
 
     shutdown = end
+
+    def _use(self, adapter: str | None) -> None:
+        if adapter == self.adapter:
+            return
+        if adapter not in self.waiting:
+            raise StateError("no such adapter", field="adapter")
+        self.waiting[self.adapter] = self.state, self.gradients, self.loaded
+        self.state, self.gradients, self.loaded = self.waiting.pop(adapter)
+        self.adapter = adapter
+
+    def _create_adapter(self, name: str, rank: int | None, alpha: float | None, seed: int) -> None:
+        if name == self.adapter or name in self.waiting:
+            raise StateError("taken", field="name")
+        self.waiting[name] = ((name, seed),), (), None
+
+    def _delete_adapter(self, name: str) -> None:
+        self._use(None) if name == self.adapter else None
+        if self.waiting.pop(name, None) is None:
+            raise StateError("no such adapter", field="name")
+
+    @property
+    def place(self) -> str:
+        """Where the disk has what is saved."""
+        return self.role if self.adapter is None else f"{self.role}/{self.adapter}"
 
     def _train_step(self, batch: int) -> dict[str, float]:
         if self.gradients:
@@ -227,19 +255,19 @@ class ScriptedGroup:
     def _save(self, step: int, loop_state: None, name: str | None = None, overwrite: bool = False) -> None:
         if name is not None:
             self._commit()
-            if (self.role, name) in self.script.disk and not overwrite:
+            if (self.place, name) in self.script.disk and not overwrite:
                 raise CheckpointError("taken", field="name")
-            self.pending.append(((self.role, name), self.state))
+            self.pending.append(((self.place, name), self.state))
             if not self.script.in_background:
                 self._commit()
             return
-        written = {(role, s) for role, s in self.script.disk if role == self.role and isinstance(s, int)}
+        written = {(role, s) for role, s in self.script.disk if role == self.place and isinstance(s, int)}
         keep_last = self.script.keep_last + (self.role == "critic")  # it saves first, see Checkpoints.save
         for key in sorted(written)[:-keep_last]:
             del self.script.disk[key]
         self._commit()
         assert step < 100
-        self.pending.append(((self.role, step), self.state))
+        self.pending.append(((self.place, step), self.state))
         if not self.script.in_background:
             self._commit()
 
@@ -251,9 +279,9 @@ class ScriptedGroup:
         if name is not None:
             self._commit()
             step = name
-        if (self.role, step) not in self.script.disk:
+        if (self.place, step) not in self.script.disk:
             raise CheckpointError(f"no checkpoint of step {step}", field="name" if name else "step")
-        self.state, self.gradients, self.loaded = self.script.disk[self.role, step], (), step
+        self.state, self.gradients, self.loaded = self.script.disk[self.place, step], (), step
 
     def _restored(self) -> Any:
         return SimpleNamespace(step=self.loaded)
@@ -278,7 +306,11 @@ def outcome_of(call: Any, *args: Any) -> Any:
 def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
     """What the caller sees of a sequence of calls, each waited for."""
     seen: list[Any] = []
+    whole = group
     for number, (name, batch) in enumerate(actions):
+        group = whole
+        if name.startswith("adapter."):
+            name, group = name.removeprefix("adapter."), whole.adapter(f"adapter{batch % 2}")
         target = group.critic if name.startswith("critic.") else group
         match name:
             case "save" | "save, critic last" | "save again":  # a step of the past once more, with its number
@@ -294,6 +326,9 @@ def job(group: Any, actions: list[tuple[str, int]]) -> list[Any]:
                 seen.append(outcome_of(lambda: group.load(name=f"name{batch % 3}")))  # noqa: B023
             case "load what is not there":
                 seen.append(outcome_of(group.load, 99))
+            case "create_adapter" | "delete_adapter":
+                more = (None, None, number) if name == "create_adapter" else ()
+                seen.append(outcome_of(getattr(group, name), f"adapter{batch % 2}", *more))
             case "update_ref" | "optimizer_step" | "zero_grad":
                 seen.append(outcome_of(getattr(group, name)))
             case "update_weights":
@@ -311,6 +346,12 @@ ODD_ACTIONS = st.lists(
     st.tuples(st.sampled_from([*CALLS, *ODD_CALLS, "optimizer_step", "zero_grad"]), st.integers(-1, 5).filter(bool)),
     max_size=25,
 )
+OF_ADAPTERS = ["train_step", "compute_log_probs", "actor.save", "save under a name", "load a name", "optimizer_step"]
+OF_ADAPTERS += ["forward_backward", "zero_grad", "overwrite a name", "load what is not there"]
+ADAPTER_CALLS = [*(f"adapter.{name}" for name in OF_ADAPTERS), "create_adapter", "create_adapter", "delete_adapter"]
+ADAPTER_ACTIONS = st.lists(
+    st.tuples(st.sampled_from([*ADAPTER_CALLS, *OF_ADAPTERS, "save"]), st.integers(-1, 5).filter(bool)), max_size=40
+)
 LOSSES = st.sets(st.integers(1, 80), max_size=12)
 NO_WAY_BACK = ("checkpoint", "step")  # none that would do was saved, or it is gone
 
@@ -320,7 +361,10 @@ def after(actions: list[tuple[str, int]], script: Scripted) -> tuple[Any, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recovery, "MAX_WITHOUT_PROGRESS", 100)
         group = script.take_place(patch)
-        seen = job(group, actions), script.group.state, script.group.gradients, script.group.critic.state
+        seen = (
+            job(group, actions), script.group.state, script.group.gradients, script.group.critic.state,
+            script.group.adapter, {name: kept[:2] for name, kept in script.group.waiting.items()},
+        )  # fmt: skip
         assert all(not recovery.differences for recovery in group.recoveries)
         return seen
 
@@ -359,6 +403,32 @@ SAVED_TWICE: list[tuple[str, int]] = [  # under one step, which is then deleted,
     ("train_step", 1), ("save again", 1), ("critic.train_step", 1), ("save again", 1), *[("train_step", 1)] * 7,
     ("actor.save", 1), ("actor.save", 1), ("train_step", 1), ("save, critic last", 1),
 ]  # fmt: skip
+
+
+@given(actions=ADAPTER_ACTIONS, losses=LOSSES, keep_last=st.integers(1, 3))
+def test_calls_for_several_adapters_are_made_good_or_the_job_ends(
+    actions: list[tuple[str, int]], losses: set[int], keep_last: int
+) -> None:
+    made = [("create_adapter", 2), ("create_adapter", 1), *actions]
+    assert_made_good(made, Scripted(losses, keep_last=keep_last))
+
+
+TWO_ADAPTERS: list[tuple[str, int]] = [
+    ("create_adapter", 2), ("create_adapter", 1), ("train_step", 9),
+    *[("adapter.train_step", 1), ("adapter.train_step", 2), ("adapter.actor.save", 2), ("adapter.actor.save", 1)] * 3,
+    ("adapter.train_step", 1), ("adapter.forward_backward", 2), ("adapter.actor.save", 2),
+    ("adapter.save under a name", 1), ("delete_adapter", 1), ("create_adapter", 1), ("adapter.train_step", 1),
+    ("adapter.optimizer_step", 2), ("actor.save", 0), ("adapter.load a name", 1), ("train_step", 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keep_last", [1, 3])
+@pytest.mark.parametrize("lost", range(1, 36))
+def test_adapters_come_back_each_from_its_own_checkpoint(lost: int, keep_last: int) -> None:
+    """Whichever call is lost, also the first one after the recovery."""
+    expected = after(TWO_ADAPTERS, Scripted(set(), keep_last=keep_last))
+    assert after(TWO_ADAPTERS, Scripted({lost}, keep_last=keep_last)) == expected
+    assert after(TWO_ADAPTERS, Scripted({lost, lost + 3}, keep_last=keep_last)) == expected
 
 
 @given(actions=ODD_ACTIONS, losses=LOSSES)

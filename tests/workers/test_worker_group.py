@@ -58,7 +58,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_trainer_and_group_have_the_same_calls_with_the_same_arguments_and_async_twins() -> None:
     public = {name for name, value in vars(Trainer).items() if callable(value) and not name.startswith("_")}
-    assert public == {*RPCS, "health"} and set(RPCS) == ROLES_OF_CALLS.keys()
+    assert public == {*RPCS, "health", "use_adapter"} and set(RPCS) == ROLES_OF_CALLS.keys()
     for name in RPCS:
         call, twin = getattr(WorkerGroup, name), getattr(WorkerGroup, f"{name}_async")
         assert call.__doc__ and twin.__doc__

@@ -1,0 +1,289 @@
+"""Several adapters beside one base: one is in the model and trains, what the others need waits, on device or host.
+
+An adapter has its matrices, moments, gradients gathered so far, counters, KL coefficient and checkpoints. The model has
+room for one, of `lora.rank`. Another one takes it by copying bits, so each trains as it would alone. One of a smaller
+rank has rows of A and columns of B that are 0: their gradients are 0, and so they stay.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from slimefsdp.config import RunConfig
+from slimefsdp.distributed.consensus import run_together
+from slimefsdp.distributed.fsdp import reshard
+from slimefsdp.distributed.memory_manager import StorageOffloader
+from slimefsdp.distributed.mesh import Mesh, local_shard
+from slimefsdp.errors import StateError
+from slimefsdp.models.decoder import DecoderModel
+from slimefsdp.models.lora import draw_adapters, set_scale
+from slimefsdp.optim.optimizer_step import OptimizerStep
+from slimefsdp.results import AdapterInfo
+from slimefsdp.rpc import DEFAULT_ADAPTER
+from slimefsdp.training.build import is_host_memory_pinned
+from slimefsdp.training.checkpointing import Checkpoints
+
+
+@dataclass(eq=False, slots=True)
+class Adapter:
+    """What one adapter has beside its matrices and moments.
+
+    Args:
+        updater: over the model's parameters, with counters of its own.
+    """
+
+    name: str
+    rank: int
+    alpha: float
+    updater: OptimizerStep
+    checkpoints: Checkpoints
+    kl_coefficient: float
+
+    @property
+    def scale(self) -> float:
+        """What B A x is multiplied by."""
+        return self.alpha / self.rank
+
+
+class Parked:
+    """Copies of what is in the model for one adapter, while another one is there.
+
+    Args:
+        pin_memory: page-lock the host memory.
+    """
+
+    def __init__(self, model: DecoderModel, optimizer: torch.optim.Optimizer, *, pin_memory: bool) -> None:
+        self._tensors = [tensor.clone() for tensor in _live_tensors(model, optimizer)]
+        # the very objects: the model's place for them is empty until others are gathered
+        self._gradients = [parameter.grad for _, parameter in model.trained_weights()]
+        self._offloader = StorageOffloader(pin_memory=pin_memory)
+
+    def to_host(self) -> None:
+        """Frees its device memory; idempotent.
+
+        Raises:
+            ResourceError: as `StorageOffloader.sleep`.
+        """
+        self._offloader.sleep(self._all())
+
+    def to_device(self) -> None:
+        """Has it on the device again; idempotent.
+
+        Raises:
+            ResourceError: as `StorageOffloader.wake_up`.
+        """
+        self._offloader.wake_up()
+
+    @torch.no_grad()
+    def put_back(self, model: DecoderModel, optimizer: torch.optim.Optimizer) -> None:
+        """Fills the model, bit for bit; of what is on the device."""
+        for live, kept in zip(_live_tensors(model, optimizer), self._tensors, strict=True):
+            live.copy_(kept)
+        for (_, parameter), gradient in zip(model.trained_weights(), self._gradients, strict=True):
+            parameter.grad = gradient
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it takes no device memory."""
+        return self._offloader.is_asleep
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its host memory."""
+        return self._offloader.host_bytes
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for an update."""
+        return any(gradient is not None for gradient in self._gradients)
+
+    def _all(self) -> list[torch.Tensor]:
+        return [*self._tensors, *(gradient for gradient in self._gradients if gradient is not None)]
+
+
+class Adapters:
+    """The adapters of one rank; every rank makes the same calls.
+
+    Args:
+        first: that is in the model now.
+        make: collective; an adapter at its beginning, from its name, rank and alpha.
+        resident: so many of those that wait may stay on the device; the others, longest unused first, are on the host.
+        pin_memory: page-lock host memory.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        first: Adapter,
+        make: Callable[[str, int, float], Adapter],
+        *,
+        resident: int,
+        pin_memory: bool,
+    ) -> None:
+        self.current = first
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._make, self._resident, self._pin_memory = make, resident, pin_memory
+        self._adapters = {first.name: first}
+        self._parked: OrderedDict[str, Parked] = OrderedDict()  # the one used last comes last
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._adapters
+
+    def create(self, name: str, rank: int, alpha: float, seed: int) -> None:
+        """Collective: a new one, drawn from `seed`, takes the model.
+
+        Raises:
+            StateError: there is one of this name. ResourceError: there is no memory for what was in the model.
+        """
+        if name in self._adapters:
+            raise StateError(
+                f"there is an adapter {name!r}", field="name", hint="choose another name, or delete that one first"
+            )
+        made: list[Adapter] = []
+        self._park_current()
+        try:
+            made.append(self._make(name, rank, alpha))
+        except BaseException:
+            self._parked.pop(self.current.name)
+            raise
+        self._adapters[name] = self.current = made[0]
+        for _, parameter in self._model.trained_weights():
+            parameter.grad = None
+            for value in self._optimizer.state[parameter].values():
+                local_shard(value).zero_()
+        draw_adapters(self._model, seed, rank=rank)
+        set_scale(self._model, made[0].scale)
+        self._keep_residents()
+
+    def select(self, name: str) -> None:
+        """Collective: has an adapter in the model; nothing where it is there.
+
+        Raises:
+            StateError: there is none of this name. ResourceError: there is no memory for both at once.
+        """
+        self.require(name)
+        if name == self.current.name:
+            return
+        coming = self._parked[name]
+        run_together(coming.to_device, self._mesh.group)
+        self._park_current()
+        coming.put_back(self._model, self._optimizer)
+        del self._parked[name]
+        self.current = self._adapters[name]
+        set_scale(self._model, self.current.scale)
+        self._keep_residents()
+
+    def delete(self, name: str) -> None:
+        """Collective: forgets an adapter, but for what is on the disk; one that is in the model leaves it.
+
+        Raises:
+            StateError: there is none of this name, or it is the run's own.
+        """
+        self.require(name)
+        if name == DEFAULT_ADAPTER:
+            raise StateError(f"{name!r} is the run's own adapter", field="name", hint="delete others")
+        if name == self.current.name:
+            self.select(DEFAULT_ADAPTER)
+        del self._adapters[name], self._parked[name]
+
+    def to_host(self) -> None:
+        """Collective: frees the device memory of all that wait.
+
+        Raises:
+            ResourceError: a host has no memory for them.
+        """
+        for parked in self._parked.values():
+            run_together(parked.to_host, self._mesh.group)
+
+    def require(self, name: object) -> None:
+        """Whether there is such an adapter.
+
+        Raises:
+            StateError: there is none.
+        """
+        if name not in self._adapters:
+            known = ", ".join(sorted(self._adapters))
+            raise StateError(f"there is no adapter {name!r}", field="adapter", hint=f"there are {known}")
+
+    def listed(self) -> list[AdapterInfo]:
+        """All of them, in the order of their making."""
+        return [
+            AdapterInfo(
+                name=one.name,
+                rank=one.rank,
+                alpha=one.alpha,
+                updates_taken=one.updater.updates_taken,
+                has_gradients=one.updater.has_gradients
+                if one is self.current
+                else self._parked[one.name].has_gradients,
+                is_on_device=one is self.current or not self._parked[one.name].is_on_host,
+            )
+            for one in self._adapters.values()
+        ]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that those which wait have."""
+        return sum(parked.host_bytes for parked in self._parked.values())
+
+    def _park_current(self) -> None:
+        """What is in the model is kept beside it; the model's own stays as it is, for whoever overwrites it."""
+        self.current.checkpoints.wait_for_copy()
+        reshard(self._model)
+        found: list[Parked] = []
+        run_together(
+            lambda: found.append(Parked(self._model, self._optimizer, pin_memory=self._pin_memory)), self._mesh.group
+        )
+        self._parked[self.current.name] = found[0]
+
+    def _keep_residents(self) -> None:
+        on_device = [parked for parked in self._parked.values() if not parked.is_on_host]
+        for parked in on_device[: max(0, len(on_device) - self._resident)]:
+            run_together(parked.to_host, self._mesh.group)
+
+
+def adapters_beside(
+    config: RunConfig,
+    model: DecoderModel,
+    mesh: Mesh,
+    updater: OptimizerStep,
+    checkpoints: Checkpoints,
+    kl_coefficient: float,
+) -> Adapters:
+    """The adapters of a rank, of which the run's own is in the model.
+
+    Args:
+        updater, checkpoints, kl_coefficient: of the run's own.
+    """
+    settings = config.lora
+    assert settings.rank is not None
+    first = Adapter(DEFAULT_ADAPTER, settings.rank, settings.alpha, updater, checkpoints, kl_coefficient)
+
+    def make(name: str, rank: int, alpha: float) -> Adapter:
+        own = checkpoints.of_adapter(name, rank, alpha)
+        return Adapter(name, rank, alpha, updater.another(), own, kl_coefficient)
+
+    return Adapters(
+        model,
+        updater.optimizer,
+        mesh,
+        first,
+        make,
+        resident=settings.resident_adapters,
+        pin_memory=is_host_memory_pinned(config, mesh.device),
+    )
+
+
+def _live_tensors(model: DecoderModel, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """This rank's rows of the matrices and of what the optimiser keeps of them, as they are in the model."""
+    found: list[torch.Tensor] = []
+    for _, parameter in model.trained_weights():
+        found.append(local_shard(parameter).detach())
+        found += [local_shard(value) for value in optimizer.state[parameter].values()]
+    return found

@@ -1,0 +1,265 @@
+"""Several adapters beside one base: each trains to the bits that it has alone, whatever others do in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import CheckpointError, ConfigError, StateError
+from slimefsdp.results import AdapterInfo
+from slimefsdp.rpc import DEFAULT_ADAPTER, UpdateSettings
+from slimefsdp.trainer import Trainer
+from tests.support.comparisons import largest_difference
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_lora import adapters_of
+from tests.support.plain_step import make_batch
+from tests.support.plain_step import settings as float64_settings
+from tests.support.rank_pool import RankPool
+from tests.support.trainers import error_of, fresh_batch, settings
+
+CPU = torch.device("cpu")
+LORA = {"rank": 4, "alpha": 8.0}
+MADE: dict[str, dict[str, Any]] = {  # adapters by name, and how they are made
+    "a": {"rank": 4, "alpha": 3.0, "seed": 1},
+    "b": {"rank": 2, "alpha": 5.0, "seed": 2},
+    "c": {"rank": 1, "seed": 3},
+    "d": {"seed": 4},
+    "e": {"alpha": 1.0},
+    "f": {"rank": 3},
+    "g": {"rank": 4, "alpha": 3.0, "seed": 1},
+}
+
+
+def adapter_settings(folder: Path, **sections: Any) -> RunConfig:
+    lora = {**LORA, **sections.pop("lora", {})}
+    optim = {"name": "adamw", "lr": 0.02, "weight_decay": 0.1, "schedule": "linear", "total_updates": 9}
+    return settings(folder, lora=lora, loss={"kl_coefficient": 0.1, "kl_target": 0.01}, optim=optim, **sections)
+
+
+def life(trainer: Trainer, name: str, saves: bool) -> Iterator[Any]:
+    """What one adapter is asked for, a call at a time, with batches of its own; what the calls say."""
+    number = sum(name.encode())
+    batches = [fresh_batch(number + seed) for seed in range(4)]
+    yield trainer.train_step(batches[0])
+    yield trainer.forward_backward(batches[1], settings={"clip_low": 0.1}, with_log_probs=True).log_probs.log_probs
+    yield trainer.forward_backward(batches[2])  # gradients wait meanwhile
+    if saves:
+        yield error_of(lambda: trainer.load(name="none-yet")).__class__
+    yield trainer.optimizer_step(UpdateSettings(lr=0.01 * (1 + number % 3), betas=(0.5, 0.6)))
+    if saves:
+        trainer.save(2, {"of": name})
+        trainer.save(2, name="kept")
+        yield None
+    yield trainer.train_step(batches[3])
+    yield trainer.compute_log_probs(batches[0]).log_probs
+    yield trainer.compute_log_probs(batches[0], "ref").log_probs
+    if saves:
+        yield trainer.load()
+        yield trainer.train_step(batches[3])
+        yield trainer.load(name="kept")
+        yield trainer.train_step(batches[1])
+    yield trainer.gradient_health().norm
+    yield (trainer.updates_taken, trainer.updater.next_lr, trainer._state.kl_coefficient)
+
+
+def seen(value: Any) -> Any:
+    """Of what a call says, all that its adapter decides, in a form that `==` compares to the bit."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, dict):
+        measured = ("second", "tflops", "mfu")
+        return {key: one for key, one in value.items() if not any(word in key for word in measured)}
+    return value
+
+
+def in_turns(rank: int, config: RunConfig, names: list[str], saves: bool) -> dict[str, Any]:
+    """Adapters that take a call each, by turns; what each was told, and its bits at the end."""
+    trainer = Trainer(config, device=CPU)
+    for name in names:
+        if name != DEFAULT_ADAPTER:
+            trainer.create_adapter(name, **MADE[name])
+    lives = {name: life(trainer, name, saves) for name in names}
+    said: dict[str, list[Any]] = {name: [] for name in names}
+    turn = 0
+    while lives:
+        for name in list(lives):
+            trainer.use_adapter(name)
+            turn += 1
+            if turn % 7 == 0:
+                trainer.sleep()
+            try:
+                said[name].append(seen(next(lives[name])))
+            except StopIteration:
+                del lives[name]
+    found: dict[str, Any] = {}
+    for name in names:
+        trainer.use_adapter(name)
+        trainer.wake_up()
+        found[name] = said[name], {key: value.numpy().tobytes() for key, value in adapters_of(trainer).items()}
+    assert trainer.check_sync().is_in_sync
+    return {"found": found, "listed": trainer.adapters(), "memory": trainer.memory()}
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "one rank": {"mesh": {"dp": 1}},
+    "dp 2": {"mesh": {"dp": 2}, "lora": {"resident_adapters": 1}},
+    "cp 2": {"mesh": {"cp": 2}, "lora": {"resident_adapters": 9}},
+    "dp 2 x cp 2": {"mesh": {"dp": 2, "cp": 2}},
+    "two copies": {"mesh": {"dp_replicate": 2}},
+    "keep_parameters": {"mesh": {"dp": 2}, "fsdp": {"sharding": "keep_parameters"}},
+    "optimizer": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
+    "replicate": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
+    "sgd": {"optim": {"name": "sgd"}},
+    "recomputed": {"model": {"activation_checkpointing": "full"}},
+}
+
+
+def compare_with_alone(ranks: RankPool, config: RunConfig, folder: Path, names: list[str], saves: bool) -> None:
+    def run_in(place: str) -> RunConfig:
+        run = config.run.model_copy(update={"dir": folder / place})
+        return config.model_copy(update={"run": run})
+
+    together = ranks.run(config.ranks, in_turns, run_in("together"), names, saves)
+    for name in names:
+        alone = ranks.run(config.ranks, in_turns, run_in(f"alone {name}"), [name], saves)
+        for here, there in zip(together, alone, strict=True):
+            said, bits = here["found"][name]
+            said_alone, bits_alone = there["found"][name]
+            assert said == said_alone, name
+            assert bits == bits_alone, name
+    ends = [together[0]["found"][name][1] for name in names]
+    assert all(one != other for index, one in enumerate(ends) for other in ends[index + 1 :])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_adapters_in_turn_have_the_bits_that_each_has_alone(
+    folder: Path, ranks: RankPool, tmp_path: Path, mesh: str
+) -> None:
+    sections = dict(MESHES[mesh])
+    optim = sections.pop("optim", {})
+    config = adapter_settings(folder, **sections)
+    config = config.model_copy(update={"optim": config.optim.model_copy(update=optim)})
+    compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
+
+
+@pytest.mark.parametrize("resident", [0, 3])
+def test_eight_adapters_in_turn_have_the_bits_that_each_has_alone(
+    folder: Path, ranks: RankPool, tmp_path: Path, resident: int
+) -> None:
+    config = adapter_settings(folder, mesh={"dp": 2}, lora={"resident_adapters": resident})
+    compare_with_alone(ranks, config, tmp_path, [DEFAULT_ADAPTER, *list(MADE)[:7]], saves=False)
+
+
+def test_as_many_as_are_set_wait_on_the_device_and_a_sleep_sends_all_to_the_host(folder: Path, ranks: RankPool) -> None:
+    config = adapter_settings(folder, lora={"resident_adapters": 2})
+    found = ranks.run(1, places_of_adapters, config)[0]
+    assert [one.name for one in found["made"]] == [DEFAULT_ADAPTER, "a", "b", "c", "d"]
+    assert {one.name for one in found["made"] if one.is_on_device} == {"b", "c", "d"}
+    assert {one.name for one in found["used"] if one.is_on_device} == {"c", "d", "a"}  # b was unused for longest
+    assert {one.name for one in found["slept"] if one.is_on_device} == {"a"}
+    assert found["made"][2] == AdapterInfo("b", 2, 5.0, 0, False, True)
+    assert found["host"][0] < found["host"][1]
+
+
+def places_of_adapters(rank: int, config: RunConfig) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    for name in ("a", "b", "c", "d"):
+        trainer.create_adapter(name, **MADE[name])
+    made, before = trainer.adapters(), trainer.memory().host_buffers
+    trainer.use_adapter("a")
+    used = trainer.adapters()
+    trainer.sleep(("optimizer",))
+    return {"made": made, "used": used, "slept": trainer.adapters(), "host": (before, trainer.memory().host_buffers)}
+
+
+def trained_as(rank: int, config: RunConfig, batch: RolloutBatch, made: dict[str, Any] | None) -> dict[str, Any]:
+    with KeepFloat64():
+        trainer = Trainer(config, device=CPU)
+        if made is not None:
+            trainer.train_step(batch)  # of the run's own, which leaves nothing behind
+            trainer.create_adapter("own", **made)
+        start = adapters_of(trainer)
+        for _ in range(2):
+            trainer.train_step(batch)
+    return {"start": start, "end": adapters_of(trainer)}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_adapter_of_a_smaller_rank_trains_as_in_a_run_of_that_rank(folder: Path, ranks: RankPool, dp: int) -> None:
+    batch, optim = make_batch(folder), {"name": "adamw", "lr": 0.01, "eps": 1e-4}
+    common: dict[str, Any] = {"mesh": {"dp": dp}, "optim": optim}
+    roomy = float64_settings(folder, lora={"rank": 5, "alpha": 2.0}, run={"seed": 7}, **common)
+    exact = float64_settings(folder, lora={"rank": 2, "alpha": 6.0}, run={"seed": 7}, **common)
+    ours = ranks.run(dp, trained_as, roomy, batch, {"rank": 2, "alpha": 6.0, "seed": 7})[0]
+    theirs = ranks.run(dp, trained_as, exact, batch, None)[0]
+    for moment in ("start", "end"):
+        cut = {name: value[:2] if name.endswith("lora_A") else value[:, :2] for name, value in ours[moment].items()}
+        assert largest_difference(cut, theirs[moment]) <= 1e-12
+        rest = {name: value[2:] if name.endswith("lora_A") else value[:, 2:] for name, value in ours[moment].items()}
+        assert all(value.numel() and not value.any() for value in rest.values())
+    assert largest_difference(theirs["start"], theirs["end"]) > 1e-3
+
+
+def refusals(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    trainer.create_adapter("a", rank=2)
+    trainer.forward_backward(batch)
+    before = adapters_of(trainer)
+    bad: dict[str, dict[str, Any]] = {
+        "name": {"name": "a/b"},
+        "no name": {"name": 7},
+        "rank": {"name": "x", "rank": 5},
+        "no rank": {"name": "x", "rank": 0},
+        "alpha": {"name": "x", "alpha": float("nan")},
+        "seed": {"name": "x", "seed": -1},
+    }
+    found: dict[str, Any] = {
+        key: error_of(lambda given=given: trainer.create_adapter(**given)) for key, given in bad.items()
+    }
+    found["taken"] = error_of(lambda: trainer.create_adapter("a"))
+    found["unknown"] = error_of(lambda: trainer.use_adapter("nobody"))
+    found["own"] = error_of(lambda: trainer.delete_adapter(DEFAULT_ADAPTER))
+    found["gone"] = error_of(lambda: trainer.delete_adapter("nobody"))
+    found["same"] = trainer.updater.has_gradients and largest_difference(before, adapters_of(trainer)) == 0
+    trainer.save(1, name="of-a")
+    trainer.create_adapter("b", rank=3)
+    found["of another"] = error_of(lambda: trainer.load(name="of-a"))
+    trainer.delete_adapter("b")
+    found["left"] = [one.name for one in trainer.adapters()], trainer._adapters.current.name  # type: ignore[union-attr]
+    trainer.create_adapter("b", rank=3)
+    trainer.delete_adapter("a")
+    found["again"] = [one.name for one in trainer.adapters()], trainer._adapters.current.name  # type: ignore[union-attr]
+    return found
+
+
+def test_adapters_that_cannot_be_are_refused_and_the_one_in_the_model_stays(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = adapter_settings(folder, run={"dir": str(tmp_path)})
+    found = ranks.run(1, refusals, config, fresh_batch())[0]
+    for key, field in (("name", "name"), ("no name", "name"), ("rank", "rank"), ("no rank", "rank")):
+        assert isinstance(found[key], ConfigError) and found[key].field == field
+    assert found["alpha"].field == "alpha" and found["seed"].field == "seed"
+    for key in ("taken", "unknown", "own", "gone"):
+        assert isinstance(found[key], StateError) and found[key].hint, key
+    assert found["same"]
+    assert isinstance(found["of another"], CheckpointError)  # each has a folder of its own
+    assert found["left"] == ([DEFAULT_ADAPTER, "a"], DEFAULT_ADAPTER)
+    assert found["again"] == ([DEFAULT_ADAPTER, "b"], "b")
+
+
+def without_adapters(rank: int, config: RunConfig) -> list[Any]:
+    trainer = Trainer(config, device=CPU)
+    return [error_of(lambda: trainer.create_adapter("a")), error_of(lambda: trainer.use_adapter(DEFAULT_ADAPTER))]
+
+
+def test_a_run_without_adapters_has_none_to_choose(folder: Path, ranks: RankPool) -> None:
+    for error in ranks.run(1, without_adapters, settings(folder))[0]:
+        assert isinstance(error, ConfigError) and error.field == "lora.rank"
