@@ -162,6 +162,8 @@ class Run:
         self._interrupts.done()
         if run.export_dir is not None:
             self._group.export_hf(run.export_dir, None if run.export_dtype == "auto" else run.export_dtype)
+            if self._config.lora.rank is not None:
+                self._group.export_adapter(run.export_dir / "adapter")
         rows = read_metrics(run.dir)
         title, sets = f"{run.dir.name}: {_title(self._config)}", tuple(filter(None, self._config.data.heldout_sets))
         draw_curves(rows, run.dir / "curves.png", title=title, heldout_sets=sets)

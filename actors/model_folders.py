@@ -15,17 +15,27 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.loader import read_yaml_mapping
 from slimefsdp.errors import ConfigError, ModelError, byte_text
 from slimefsdp.io.hub import HubId, bytes_there, snapshot
+from slimefsdp.models.peft_folder import read_peft_folder
 
 
 def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunConfig:
-    """The settings with a local folder wherever they name a model by its id.
+    """The settings with a local folder wherever they name a model by its id, and with what lora.path says of adapters.
 
     Args:
-        with_weights: without, configurations and tokenizers alone are fetched.
+        with_weights: without, configurations and tokenizers alone are fetched; adapters are.
 
     Raises:
-        ModelError: a model cannot be had, as `slimefsdp.io.hub.snapshot` says. ResourceError: the disk is full.
+        ModelError: a model cannot be had, as `slimefsdp.io.hub.snapshot` says, or lora.path not be honoured.
+        ConfigError: as `RunConfig.with_adapters`. ResourceError: the disk is full.
     """
+    config = _with_local_folders(config, with_weights)
+    if config.lora.path is None:
+        return config
+    adapters = read_peft_folder(config.lora.path)
+    return config.with_adapters(adapters.rank, adapters.alpha, list(adapters.modules))
+
+
+def _with_local_folders(config: RunConfig, with_weights: bool) -> RunConfig:
     ids = {field: found for field, path in config.model_paths.items() if (found := HubId.of(path))}
     if not ids:
         return config
@@ -43,7 +53,8 @@ def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunCo
                 "model",
                 field=field,
                 error=ModelError,
-                with_weights=with_weights and (field != "model.path" or config.model.init == "folder"),
+                with_weights=field == "lora.path"
+                or (with_weights and (field != "model.path" or config.model.init == "folder")),
                 shows_bars=not is_reporting(),
             )
     return config.with_model_paths(folders)

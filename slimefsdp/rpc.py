@@ -42,6 +42,7 @@ ROLES_OF_CALLS: dict[str, tuple[Role, ...]] = {
     "create_adapter": ("actor",),
     "delete_adapter": ("actor",),
     "adapters": ("actor",),
+    "export_adapter": ("actor",),
 }
 """Call -> the roles that answer it."""
 

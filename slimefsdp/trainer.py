@@ -62,7 +62,7 @@ from slimefsdp.rpc import (
 )
 from slimefsdp.training import build, step
 from slimefsdp.training.adapters import Adapters, adapters_beside
-from slimefsdp.training.checkpointing import Checkpoints, export_model
+from slimefsdp.training.checkpointing import Checkpoints, export_adapters, export_model
 from slimefsdp.training.packs import check_policy_loss
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
 from slimefsdp.weight_sync.send import stream_weights
@@ -570,12 +570,23 @@ class Trainer:
             ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
                 infinite in `dtype`.
         """
-        if not isinstance(path, str | Path):
-            raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
+        target = _folder_argument(path)
         self._state.memory_manager.wake_up(("parameters",))
         master = build.master_dtype(self.config)
-        export_model(self.policy, self.folder, Path(path), dtype=master, mesh=self.mesh, export_dtype=dtype)
-        return Path(path)
+        export_model(self.policy, self.folder, target, dtype=master, mesh=self.mesh, export_dtype=dtype)
+        return target
+
+    @rpc
+    def export_adapter(self, path: str | Path) -> Path:
+        """Writes the adapters alone as a folder for `PeftModel.from_pretrained`, in the master dtype.
+
+        Raises:
+            StateError: nothing has adapters. CheckpointError: the folder exists already, or cannot be written.
+        """
+        target = _folder_argument(path)
+        self._state.memory_manager.wake_up(("parameters",))
+        export_adapters(self.policy, self.config, target, self.mesh)
+        return target
 
     # ------------------------------------------------------------------ inside
 
@@ -596,3 +607,9 @@ class Trainer:
             self.config, self.role, folder.vocab_size, folder.max_sample_tokens, self.policy.attention.cost
         )
         return step.prepared_together(self._state, batch, lambda: check(planner, batch)(), given)
+
+
+def _folder_argument(path: str | Path) -> Path:
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"path={path!r} is not a path", field="path", hint="name a folder")
+    return Path(path)

@@ -32,7 +32,9 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> list[argparse.Argu
     from_dcp = kinds.add_parser("dcp-to-hf", help="torch.distributed.checkpoint to a Hugging Face folder")
     from_dcp.add_argument("source", type=path_argument, metavar="SRC", help="folder with .metadata")
     from_dcp.set_defaults(convert=_dcp_to_hf)
-    from_run = kinds.add_parser("checkpoint-to-hf", help="a checkpoint of a run to a Hugging Face folder")
+    from_run = kinds.add_parser(
+        "checkpoint-to-hf", help="a checkpoint of a run to a Hugging Face folder, of adapters to a PEFT folder"
+    )
     from_run.add_argument(
         "source", type=path_argument, metavar="SRC", help="folder of a step, or run.dir: its newest whole one"
     )

@@ -30,6 +30,7 @@ from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
+from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.preparation import advantages
 from slimefsdp.rpc import ROLES
 
@@ -212,7 +213,7 @@ def _check_folders(config: RunConfig, *, takes_folder: bool) -> None:
 
 
 def check_models(config: RunConfig) -> None:
-    """Whether the model folders of all roles can be loaded, and attention be shared over the mesh.
+    """Whether the model folders of all roles can be loaded, adapters be of the policy, and attention be shared.
 
     Raises:
         ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh.
@@ -225,6 +226,9 @@ def check_models(config: RunConfig) -> None:
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
         if config.mesh.cp > 1:
             print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
+        if field == "model.path" and folder.has_weights and config.lora.path is not None:
+            shapes = {name: entry.shape for name, entry in folder.tensors.items()}
+            read_peft_folder(config.lora.path).check_base(shapes, folder.path)
 
 
 def check_functions(config: RunConfig) -> None:

@@ -503,6 +503,18 @@ class GroupCalls:
         """As `export_hf`, returning a future."""
         return self._start(RankRequest("export_hf", (path, dtype)))
 
+    def export_adapter(self, path: str | Path) -> Path:
+        """Writes the adapters alone as a folder for `PeftModel.from_pretrained`, in the master dtype.
+
+        Raises:
+            StateError: nothing has adapters. CheckpointError: the folder exists already, or cannot be written.
+        """
+        return self.export_adapter_async(path).result()
+
+    def export_adapter_async(self, path: str | Path) -> Future[Path]:
+        """As `export_adapter`, returning a future."""
+        return self._start(RankRequest("export_adapter", (path,)))
+
 
 class AdapterCalls(GroupCalls):
     """The calls of a group for one of its adapters, as `GroupCalls.adapter` gives them.

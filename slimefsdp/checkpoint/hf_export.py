@@ -126,7 +126,7 @@ def _write_weights(
                     raise _unannounced(
                         f"{name} {list(tensor.shape)} came, {spec.name} {list(spec.shape)} was announced"
                     )
-                writer.write(name, _in_dtype(name, tensor, spec.dtype))
+                writer.write(name, in_dtype(name, tensor, spec.dtype))
                 del tensor
             checksums[file_name] = writer.close()
     if (more := next(parts, None)) is not None:
@@ -138,7 +138,7 @@ def _unannounced(problem: str) -> CheckpointError:
     return CheckpointError(problem, field="tensors", hint="pass the tensors of specs, in that order")
 
 
-def _in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def in_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The tensor in another dtype; refused where a finite value would become infinite."""
     if tensor.dtype == dtype:
         return tensor

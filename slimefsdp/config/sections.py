@@ -169,7 +169,11 @@ class RunSettings(Settings):
         description="ranks use deterministic kernels alone, an operation without one being an error, and seed every "
         "generator by run.seed, update and data rank before a train_step; slower on CUDA",
     )
-    export_dir: PathSetting | None = Field(None, description="write a Hugging Face folder here after the last step")
+    export_dir: PathSetting | None = Field(
+        None,
+        description="write a Hugging Face folder here after the last step; adapters also as a PEFT folder, adapter/ "
+        "inside it",
+    )
     export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
         "auto", description="of the tensors in run.export_dir; auto: that of the master weights"
     )
@@ -198,8 +202,8 @@ class ModelSettings(Settings):
     )
     read: Literal["every_rank", "first_rank"] = Field(
         "every_rank",
-        description="who reads model.path and reference.path; first_rank: rank 0 reads the folder and sends each rank "
-        "its rows; the other ranks need no copy of it",
+        description="who reads model.path, reference.path and lora.path; first_rank: rank 0 reads the folder and sends "
+        "each rank its rows; the other ranks need no copy of it",
     )
     frozen: Annotated[tuple[str, ...], BeforeValidator(_name_patterns)] | None = Field(
         None,
@@ -251,12 +255,22 @@ class LoraSettings(Settings):
         description="of several adapters beside one base, so many that wait for their turn may stay on the device; the "
         "others are on the host",
     )
+    path: PathOrIdSetting | None = Field(
+        None,
+        description="begin with the adapters of this folder, or id, in peft's format; rank, alpha and targets are "
+        "those of the folder",
+    )
+
+    @property
+    def are_trained(self) -> bool:
+        """Whether there are adapters; their rank is that of a folder until `RunConfig.with_adapters` has set it."""
+        return self.rank is not None or self.path is not None
 
     @model_validator(mode="after")
     def check_lora_rank(self) -> LoraSettings:
         for name in ("alpha", "targets", "resident_adapters"):
             value = getattr(self, name)
-            if self.rank is None and value != type(self).model_fields[name].default:
+            if not self.are_trained and value != type(self).model_fields[name].default:
                 shown = short_text(list(value) if name == "targets" else value)
                 raise ValueError(f"lora.{name}={shown} does nothing without lora.rank; set that, or remove it")
         return self

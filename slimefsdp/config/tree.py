@@ -128,9 +128,11 @@ class RunConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_lora_support(self) -> RunConfig:
-        if self.lora.rank is None:
+        if not self.lora.are_trained:
             return self
-        adapters = f"adapters of lora.rank={self.lora.rank}"
+        given = "rank" if self.lora.path is None else "path"
+        setting = f"lora.{given}={getattr(self.lora, given)}"
+        adapters = f"adapters of {setting}"
         frozen, sharding = self.model.frozen, self.fsdp.sharding
         unsupported = [
             (self.algorithm == "ppo", f"algorithm=ppo trains a critic, which is not supported beside {adapters}"),
@@ -141,11 +143,11 @@ class RunConfig(AlgorithmSettings):
         ]
         for is_set, problem in unsupported:
             if is_set:
-                raise ValueError(f"{problem}; choose another value, or remove lora.rank")
+                raise ValueError(f"{problem}; choose another value, or remove lora.{given}")
         for name in _changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
             raise ValueError(
                 f"reference.{name}={getattr(self.reference, name)} is for a reference with weights of its own, and "
-                f"with lora.rank={self.lora.rank} it is the policy without its adapters; remove it, or set "
+                f"with {setting} it is the policy without its adapters; remove it, or set "
                 "reference.path"
             )
         return self
@@ -154,7 +156,7 @@ class RunConfig(AlgorithmSettings):
     def reference_is_policy(self) -> bool:
         """Whether the colocated reference is the policy with its adapters off, and no model of its own."""
         reference = self.reference
-        return self.lora.rank is not None and reference.placement == "colocated" and reference.path is None
+        return self.lora.are_trained and reference.placement == "colocated" and reference.path is None
 
     @model_validator(mode="after")
     def check_dpo_update_size(self) -> RunConfig:
@@ -385,8 +387,9 @@ class RunConfig(AlgorithmSettings):
 
     @property
     def model_paths(self) -> dict[str, Path]:
-        """Every setting that names a model -> the path, where it is set."""
-        found = {field: self.value_of(field) for field in ("model.path", "reference.path", "critic.path")}
+        """Every setting that names a model, or adapters of one -> the path, where it is set."""
+        fields = ("model.path", "reference.path", "critic.path", "lora.path")
+        found = {field: self.value_of(field) for field in fields}
         return {field: path for field, path in found.items() if path is not None}
 
     def with_loss(self, settings: Mapping[str, Any]) -> RunConfig:
@@ -428,6 +431,28 @@ class RunConfig(AlgorithmSettings):
             section = field.removesuffix(".path")
             changed[section] = getattr(self, section).model_copy(update={"path": path})
         return self.model_copy(update=changed)
+
+    def with_adapters(self, rank: int, alpha: float, targets: Sequence[str]) -> RunConfig:
+        """These settings with what the folder at lora.path says of its adapters.
+
+        Args:
+            targets: names of modules. Where lora.targets is set it stays, and the model tells whether it names these.
+
+        Raises:
+            ConfigError: lora.rank or lora.alpha is set, and another.
+        """
+        found: dict[str, Any] = {"rank": rank, "alpha": alpha}
+        for name, value in found.items():
+            own = getattr(self.lora, name)
+            if name in self.lora.model_fields_set and own not in (None, value):
+                raise ConfigError(
+                    f"lora.{name}={own}, and it is {value} in lora.path={self.lora.path}",
+                    field=f"lora.{name}",
+                    hint=f"remove lora.{name}: it is that of the folder",
+                )
+        if "targets" not in self.lora.model_fields_set:
+            found["targets"] = tuple(targets)
+        return self.model_copy(update={"lora": self.lora.model_copy(update=found)})
 
     def folder_of(self, role: Role) -> tuple[Path, str]:
         """The model folder of a role, and the setting that names it."""

@@ -17,6 +17,7 @@ import torch
 from slimefsdp.checkpoint.compatibility import architecture_of, check_identity, check_info
 from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
 from slimefsdp.checkpoint.manifest import MANIFEST
+from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
 from slimefsdp.convert.dcp import read_saved, write_dcp_folder
 from slimefsdp.convert.dcp_metadata import DcpFolder, SavedTensor, read_dcp_folder
 from slimefsdp.convert.run_checkpoint import SavedWeights, find_checkpoint
@@ -128,37 +129,36 @@ def dcp_to_hugging_face(
 def checkpoint_to_hugging_face(
     source: Path, target: Path, like: Path | None, *, dtype: str | None, note: Note
 ) -> list[TensorSpec]:
-    """Writes the model of a run's checkpoint as a Hugging Face folder; returns what was read.
+    """Writes a run's checkpoint as a Hugging Face folder, or adapters as a PEFT folder; returns what was read.
 
     Args:
         source: as `find_checkpoint`; all of it is verified before anything is read.
-        like: has config.json and the tokenizer; None: the model.path of the run.
+        like: has config.json and the tokenizer; None: the model.path of the run, which for adapters is only named.
         dtype: a name in `EXPORT_DTYPES`; None: that of the master weights.
 
     Raises:
-        CheckpointError: there is no whole checkpoint, it holds another model or adapters alone, or `target` is taken.
+        CheckpointError: there is no whole checkpoint, it holds another model, or `target` is taken.
             ModelError: `like` is no model folder.
     """
     folder, manifest, skipped = find_checkpoint(source)
     for error in skipped:
         note(f"passed over: {error.message}")
     note(f"reading {folder}")
+    is_given = like is not None
     if like is None:
         settings = manifest.info.get("config")
         path = settings.get("model", {}).get("path") if isinstance(settings, dict) else None
         if not isinstance(path, str):
             raise CheckpointError(f"{folder} does not say which model it is of", field="--like", hint="give --like")
         like = Path(path)
-    model = read_model_folder(like, field="--like", with_weights=False)
     check_info(manifest.info, folder / MANIFEST)
-    if "lora.rank" in manifest.info["identity"]:
-        raise CheckpointError(
-            f"{folder} holds the adapters of lora.rank={manifest.info['identity']['lora.rank']} alone, and not the "
-            "model that they change",
-            field="lora.rank",
-            hint="load it in a run and call export_hf, or let the run write run.export_dir",
-        )
-    _require_same_model(manifest.info["identity"].get("config.json", {}), model, folder / MANIFEST, note)
+    identity = manifest.info["identity"]
+    if "lora.rank" in identity and not is_given:
+        return _write_adapters(folder, identity, target, like, dtype, note)
+    model = read_model_folder(like, field="--like", with_weights=False)
+    _require_same_model(identity.get("config.json", {}), model, folder / MANIFEST, note)
+    if "lora.rank" in identity:
+        return _write_adapters(folder, identity, target, like, dtype, note)
     policy, saved = build_policy(model, torch.float32), SavedWeights(folder)
     wanted = {name: tuple(parameter.shape) for name, parameter in policy.named_weights()}
     held = {name: spec.shape for name, spec in saved.specs.items()}
@@ -172,6 +172,26 @@ def checkpoint_to_hugging_face(
             yield spec.name, saved.read(spec.name)
 
     write_model_folder(target, specs, tensors(), model, dtype=dtype)
+    return specs
+
+
+def _write_adapters(
+    folder: Path, identity: dict[str, Any], target: Path, base: Path, dtype: str | None, note: Note
+) -> list[TensorSpec]:
+    saved = SavedWeights(folder)
+    specs, progress = list(saved.specs.values()), _Progress(len(saved.specs), note)
+    # after the words that `slimefsdp.training.checkpointing` puts before it
+    digest = identity["model.path"].rpartition(" ")[2]
+    facts = AdapterFacts(
+        identity["lora.rank"], identity["lora.alpha"], base, digest, identity["precision.compute_dtype"]
+    )
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
+            progress.count(spec)
+            yield spec.name, saved.read(spec.name)
+
+    write_peft_folder(target, specs, tensors(), facts, dtype=None if dtype is None else EXPORT_DTYPES[dtype])
     return specs
 
 

@@ -53,21 +53,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     Raises:
         ModelError: the file breaks the format; the message names file, tensor and value. OSError: it cannot be read.
     """
-    with open_plain(file) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        refuse_lfs_pointer(file, stream.read(len(_LFS_MARK)))
-        if size < 8:
-            raise ModelError(f"{file} has {size} bytes, fewer than a safetensors header", hint=COPY_AGAIN)
-        stream.seek(0)
-        header_bytes = int.from_bytes(stream.read(8), "little")
-        if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise ModelError(
-                f"{file} claims a header of {header_bytes} bytes; it has {size}, and the limit is {MAX_HEADER_BYTES}",
-                hint=f"{COPY_AGAIN}, or check that it is safetensors",
-            )
-        header = parse_json_object(file, stream.read(header_bytes))
+    header, end, size = _read_json(file)
     header.pop("__metadata__", None)
-    end = 8 + header_bytes
     entries = {name: _checked_entry(file, name, info, end) for name, info in header.items()}
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != end:
@@ -80,6 +67,35 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     if end != size:
         raise ModelError(f"{file} has {size} bytes, but its tensors end at byte {end}", hint=COPY_AGAIN)
     return entries
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """What the writer of one safetensors file says of it beside its tensors.
+
+    Raises:
+        ModelError, OSError: as `read_header`, or it is no mapping of texts.
+    """
+    metadata: Any = _read_json(file)[0].get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ModelError(f"{file} has __metadata__ {short(metadata)} instead of texts", hint=COPY_AGAIN)
+    return metadata
+
+
+def _read_json(file: Path) -> tuple[dict[str, Any], int, int]:
+    """(the JSON of the header, the byte at which it ends, bytes of the file)."""
+    with open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        refuse_lfs_pointer(file, stream.read(len(_LFS_MARK)))
+        if size < 8:
+            raise ModelError(f"{file} has {size} bytes, fewer than a safetensors header", hint=COPY_AGAIN)
+        stream.seek(0)
+        header_bytes = int.from_bytes(stream.read(8), "little")
+        if header_bytes > min(MAX_HEADER_BYTES, size - 8):
+            raise ModelError(
+                f"{file} claims a header of {header_bytes} bytes; it has {size}, and the limit is {MAX_HEADER_BYTES}",
+                hint=f"{COPY_AGAIN}, or check that it is safetensors",
+            )
+        return parse_json_object(file, stream.read(header_bytes)), 8 + header_bytes, size
 
 
 def parse_json_object(file: Path, raw: bytes) -> dict[str, Any]:

@@ -30,8 +30,10 @@ from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ModelError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, refuse_unpackable
+from slimefsdp.models.load_adapters import add_adapters_of, read_adapters
 from slimefsdp.models.load_weights import ReadBy, check_tensor_names, read_weights
 from slimefsdp.models.lora import Lora, add_adapters, draw_adapters
+from slimefsdp.models.peft_folder import PeftFolder
 from slimefsdp.models.random_init import draw_weights
 
 AnyModel = TypeVar("AnyModel", bound=DecoderModel)
@@ -50,6 +52,7 @@ def load_model(
     random_seed: int | None = None,
     frozen: Sequence[str] = (),
     lora: Lora | None = None,
+    adapters: PeftFolder | None = None,
     read_by: ReadBy = "every_rank",
 ) -> AnyModel:
     """Collective: the folder's model, sharded over the mesh, its weights loaded.
@@ -61,11 +64,12 @@ def load_model(
         random_seed: draw the weights from it instead, the same on every mesh; None: read them.
         frozen: patterns of `DecoderModel.freeze`.
         lora: adapters, which alone are trained: everything else is frozen, and stored in the dtype that it computes in.
+        adapters: of `lora`, those to begin with; None: they are drawn.
         read_by: first_rank: rank 0 alone opens files of the folder, and sends the others their rows.
 
     Raises:
         ModelError: on every rank alike; the folder cannot be loaded faithfully.
-        ConfigError: as `parallelize`, `DecoderModel.freeze` and `add_adapters`; or what `how` asks for needs a compiler
+        ConfigError: as `parallelize`, `DecoderModel.freeze`, `add_adapters_of`; or what `how` asks for needs a compiler
             that some rank lacks.
     """
     built: list[AnyModel] = []
@@ -80,7 +84,10 @@ def load_model(
             check_tensor_names(built[0], folder)
         built[0].freeze(frozen)
         if lora is not None:
-            add_adapters(built[0], lora, base_dtype=how.compute_dtype)
+            if adapters is None:
+                add_adapters(built[0], lora, base_dtype=how.compute_dtype)
+            else:
+                add_adapters_of(adapters, built[0], lora, base=folder.path, base_dtype=how.compute_dtype)
 
     run_together(build, mesh.group)
     (model,) = built
@@ -92,7 +99,9 @@ def load_model(
     else:
         draw_weights(model, build_model(kind, folder, torch.float32), random_seed)
     _zero_what_no_folder_holds(model, folder)
-    if lora is not None:
+    if adapters is not None:
+        read_adapters(adapters, model, mesh, base=folder.path, read_by=read_by)
+    elif lora is not None:
         draw_adapters(model, lora.seed)
     return model
 

@@ -87,8 +87,38 @@ def read_weights(
         ModelError: on every rank alike, when any rank met an unreadable file, a non-finite weight, or a separate
             `lm_head.weight` that differs from the embedding the config ties it to.
     """
-    shares = _shares(model, folder)
-    with OpenTensors(folder.tensors) as files:
+    _fill(_shares(model, folder), folder.tensors, group, device, read_by)
+
+
+@torch.no_grad()
+def read_tensors(
+    named: Sequence[tuple[str, nn.Parameter]],
+    tensors: Mapping[str, TensorEntry],
+    group: dist.ProcessGroup,
+    *,
+    device: torch.device,
+    read_by: ReadBy = "every_rank",
+) -> None:
+    """As `read_weights`, of parameters that are a tensor each, of the same shape.
+
+    Args:
+        named: names of these tensors -> the parameters, in the same order on every rank.
+    """
+    shares = [
+        _Share(name, local_shard(parameter).view(-1), local_rows(parameter)[0] * parameter.shape[1:].numel())
+        for name, parameter in named
+    ]
+    _fill(shares, tensors, group, device, read_by)
+
+
+def _fill(
+    shares: Sequence[_Share],
+    tensors: Mapping[str, TensorEntry],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    read_by: ReadBy,
+) -> None:
+    with OpenTensors(tensors) as files:
         if read_by == "every_rank":
             run_together(lambda: _read_shares(files, shares), group)
         else:

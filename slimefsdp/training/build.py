@@ -28,6 +28,7 @@ from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
 from slimefsdp.models.lora import Lora
+from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
@@ -127,14 +128,24 @@ def make_deterministic() -> None:
 
 
 def with_model_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
-    """Collective: the settings with a local folder wherever they name a model by its id on the Hugging Face hub.
+    """Collective: the settings with a local folder wherever they name a model by its id on the Hugging Face hub, and
+    with what lora.path says of adapters.
 
     Rank 0 says which commit it is; the others have it from their own machine's cache, unless rank 0 reads for all.
     Where a driver has started the ranks, it has seen to this.
 
     Raises:
-        ModelError, ResourceError: as `slimefsdp.io.hub.snapshot`.
+        ModelError, ResourceError: as `slimefsdp.io.hub.snapshot` and `read_peft_folder`.
+        ConfigError: as `RunConfig.with_adapters`.
     """
+    config = _with_local_folders(config, group)
+    adapters = peft_folder_for(config, group)
+    if adapters is None:
+        return config
+    return config.with_adapters(adapters.rank, adapters.alpha, list(adapters.modules))
+
+
+def _with_local_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:
     # by how they are written: what is on a machine may be on it alone
     asked = {field: path for field, path in config.model_paths.items() if reads_like_id(str(path))}
     if not asked:
@@ -180,6 +191,29 @@ def folder_for(config: RunConfig, role: Role, group: dist.ProcessGroup) -> Model
     dist.broadcast_object_list(sent, group_src=0, group=group)
     assert sent[0] is not None
     return found[0] if found else replace(sent[0], extra_files=())
+
+
+def peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder | None:
+    """Collective: the adapters at lora.path, read by whom `folder_for` has read models; None where it is not set.
+
+    Raises:
+        ModelError: as `read_peft_folder`, or ranks read different copies.
+    """
+    path = config.lora.path
+    if path is None:
+        return None
+    found: list[PeftFolder] = []
+    if config.model.read == "first_rank":
+        run_on_first(lambda: found.append(read_peft_folder(path)), group)
+        of_first: PeftFolder = gathered(found, group)[0][0]
+        return of_first
+    run_together(lambda: found.append(read_peft_folder(path)), group)
+    tensors = [(name, entry.dtype, entry.shape) for name, entry in found[0].tensors.items()]
+    if not all_equal(repr((found[0].config, tensors, found[0].metadata)), group):
+        raise ModelError(
+            f"ranks read different adapters from {path}", field="lora.path", hint="give every machine the same folder"
+        )
+    return found[0]
 
 
 def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> RunConfig:
@@ -228,6 +262,7 @@ def model_for(
         random_seed=None if folder.has_weights else config.run.seed,
         frozen=(config.model.frozen or ()) if role == "actor" else (),
         lora=lora_of(config) if role == "actor" else None,
+        adapters=peft_folder_for(config, mesh.group) if role == "actor" else None,
         read_by=config.model.read,
     )
     return model.requires_grad_(False) if role == "ref" else model

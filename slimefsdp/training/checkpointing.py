@@ -25,12 +25,13 @@ from slimefsdp.checkpoint.compatibility import (
     differences,
 )
 from slimefsdp.checkpoint.hf_export import EXPORT_DTYPES, write_model_folder
+from slimefsdp.checkpoint.peft_export import AdapterFacts, write_peft_folder
 from slimefsdp.checkpoint.save_load import Named, load_training_state, save_training_state
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
@@ -293,6 +294,31 @@ def export_model(
     def write() -> None:
         with io_reported(target, "export_hf"):
             write_model_folder(target, specs, _one_by_one(buckets), folder, dtype=export_dtype)
+
+    run_on_first(write, mesh.group, buckets)
+
+
+def export_adapters(model: DecoderModel, config: RunConfig, target: Path, mesh: Mesh) -> None:
+    """Collective: writes A and B of every adapter as a PEFT folder, in the dtype of the masters; rank 0 writes.
+
+    Raises:
+        StateError: the model has no adapters. CheckpointError: the folder exists already, or cannot be written.
+    """
+    if config.lora.rank is None:
+        raise StateError(
+            "export_adapter() of a model without adapters",
+            field="lora.rank",
+            hint="call export_hf for its weights, or train with lora.rank",
+        )
+    named, dtype = model.trained_weights(), master_dtype(config)
+    specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
+    digest = base_digest(model, mesh.shard_group)
+    facts = AdapterFacts(config.lora.rank, config.lora.alpha, config.model.path, digest, config.precision.compute_dtype)
+    buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES)
+
+    def write() -> None:
+        with io_reported(target, "export_adapter"):
+            write_peft_folder(target, specs, _one_by_one(buckets), facts)
 
     run_on_first(write, mesh.group, buckets)
 

@@ -99,6 +99,8 @@ BAD_OVERRIDES = {
     "lora.targets=[]": ["lora.targets=[]"],
     "lora.targets=[' ']": ["lora.targets=[' ']"],
     "lora.targets=[3]": ["lora.targets=[3]"],
+    "lora.path=3": ["lora.path=3"],
+    "lora.path=''": ["lora.path=''"],
     "profile.updates=3": ["profile.updates=3", "[3, 100]"],
     "profile.updates=[]": ["profile.updates=[]"],
     "profile.updates=[0]": ["profile.updates=[0]", "1"],
@@ -332,6 +334,24 @@ RULES = [
         {"lora__rank": 8, "lora__targets": ["*.q_proj"]},
         {"lora__targets": ["*.q_proj"]},
         ["lora.targets=['*.q_proj']", "lora.rank"],
+    ),
+    (
+        "check_lora_rank",
+        {"lora__path": "x", "lora__targets": ["*.q_proj"], "lora__alpha": 16.0},
+        {"lora__targets": ["*.q_proj"]},
+        ["lora.targets=['*.q_proj']", "lora.rank"],
+    ),
+    (
+        "check_lora_support",
+        {"lora__path": "x"},
+        {"lora__path": "x", "model__frozen": ["*.mlp.*"]},
+        ["model.frozen=['*.mlp.*']", "lora.path=x"],
+    ),
+    (
+        "check_lora_support",
+        {"reference__offload": "none"},
+        {"lora__path": "x", "reference__offload": "none"},
+        ["reference.offload=none", "lora.path=x", "reference.path"],
     ),
     *(
         (

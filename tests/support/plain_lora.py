@@ -47,25 +47,33 @@ class PeftStep(PlainStep):
     """`PlainStep` of a model under peft's adapters.
 
     Args:
-        adapters: A and B of every target, under this library's names.
+        adapters: A and B of every target, under this library's names; None: as peft draws them.
         targets: what peft calls them.
     """
 
-    def __init__(self, path: Path, config: RunConfig, dtype: torch.dtype, adapters: Weights, targets: list[str]):
+    def __init__(
+        self, path: Path, config: RunConfig, dtype: torch.dtype, adapters: Weights | None, targets: list[str]
+    ) -> None:
         super().__init__(path, config, dtype)
         lora = LoraConfig(r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=targets, lora_dropout=0.0)
         self.model = get_peft_model(self.model, lora, autocast_adapter_dtype=False)
-        self.adapters = {
-            name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        self.train_adapters()
+        if adapters is None:
+            return
         assert self.adapters.keys() == adapters.keys()
         with torch.no_grad():
             for name, parameter in self.adapters.items():
                 assert parameter.dtype == dtype and parameter.shape == adapters[name].shape
                 parameter.copy_(adapters[name])
-        trained, optim = list(self.adapters.values()), config.optim
+
+    def train_adapters(self) -> None:
+        """Has `adapters` and the optimizer be those of the model as it is now."""
+        self.adapters = {
+            name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        }
+        trained, optim = list(self.adapters.values()), self.config.optim
         if optim.name == "sgd":
             self.optimizer = torch.optim.SGD(trained, lr=optim.lr, momentum=optim.betas[0])
         else:

@@ -1,0 +1,87 @@
+"""Adapters of a PEFT folder beside a model's weights: each rank fills the rows that it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.errors import ConfigError, ModelError, short_text
+from slimefsdp.models.decoder import DecoderModel
+from slimefsdp.models.load_weights import ReadBy, read_tensors
+from slimefsdp.models.lora import Lora, adapted_modules, add_adapters, base_digest
+from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, FIELD, PeftFolder, tensor_name, wrong_tensor
+
+
+def add_adapters_of(
+    folder: PeftFolder, model: DecoderModel, lora: Lora, *, base: Path, base_dtype: torch.dtype
+) -> None:
+    """As `add_adapters`, for the tensors of a folder, which `read_adapters` fills in after sharding.
+
+    Args:
+        base: the model's folder, for errors.
+
+    Raises:
+        ModelError: a tensor is of no module of the model, or of another shape, or one that target_modules asks for is
+            missing.
+        ConfigError: as `add_adapters`; or lora.targets names other modules than the folder has tensors for.
+    """
+    linears = {name: module for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
+    folder.check_base({f"{name}.weight": tuple(module.weight.shape) for name, module in linears.items()}, base)
+    add_adapters(model, lora, base_dtype=base_dtype)
+    held, chosen = folder.modules.keys(), {name for name, _ in adapted_modules(model)}
+    if differing := sorted(held ^ chosen):
+        does, has = ("names", "no") if differing[0] in chosen else ("does not name", "a")
+        raise ConfigError(
+            f"lora.targets={short_text(list(lora.targets))} {does} {differing[0]}, for which lora.path={folder.path} "
+            f"has {has} tensor",
+            field="lora.targets",
+            hint="remove lora.targets: they are those of the folder",
+        )
+    head = model.hf.get_output_embeddings()
+    for name, module in linears.items():
+        is_left_out = folder.chooses_all_linear and module is head
+        if name not in held and not is_left_out and folder.chooses(name):
+            targets = short_text(folder.config["target_modules"])
+            raise wrong_tensor(
+                tensor_name(name, "A"),
+                f"is missing from {folder.path}, where target_modules={targets} chooses {name}",
+                "save the adapters again, or name the model that they were trained on as model.path",
+            )
+
+
+def read_adapters(
+    folder: PeftFolder, model: DecoderModel, mesh: Mesh, *, base: Path, read_by: ReadBy = "every_rank"
+) -> None:
+    """Collective: fills the local shards of A and B from the folder's file.
+
+    Args:
+        base, read_by: the model's folder, and who opens files: as `slimefsdp.models.load_weights.read_weights`.
+
+    Raises:
+        ModelError: on every rank alike; a value is not finite, the file cannot be read, or the folder says that its
+            adapters were trained beside other weights.
+    """
+    named = [
+        (tensor_name(name, matrix), getattr(module, f"lora_{matrix}"))
+        for name, module in adapted_modules(model)
+        for matrix in "AB"
+    ]
+    try:
+        read_tensors(named, folder.tensors, mesh.group, device=mesh.device, read_by=read_by)
+    except ModelError as error:
+        error.field = FIELD
+        raise
+    dtype = str(model.named_weights()[0][1].dtype).removeprefix("torch.")
+    recorded = folder.metadata.get(BASE_DIGEST)
+    if recorded is None or folder.metadata.get(BASE_DTYPE) != dtype:  # of other bits for the same weights
+        return
+    if (found := base_digest(model, mesh.shard_group)) != recorded:
+        raise ModelError(
+            f"the adapters of {folder.path} were trained beside weights {recorded} (in {dtype}), and the model at "
+            f"{base} has weights {found}",
+            field=FIELD,
+            hint="name the model that they were trained on as model.path",
+        )

@@ -1,0 +1,287 @@
+"""Reads a folder that peft wrote of LoRA adapters, and refuses by name what cannot be trained on exactly as it stands.
+
+It has adapter_config.json, and adapter_model.safetensors with an A and a B for every module that has an adapter. Which
+modules these are is what the file has tensors for; target_modules and what narrows it must say the same. As in
+`slimefsdp.models.hf_folder`, only the standard library is imported, only headers are read, and nothing is trusted.
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slimefsdp.errors import ModelError
+from slimefsdp.io.safetensors_header import (
+    COPY_AGAIN,
+    MAX_HEADER_BYTES,
+    TensorEntry,
+    parse_json_object,
+    read_header,
+    read_metadata,
+    refuse_lfs_pointer,
+    short,
+)
+from slimefsdp.io.user_files import read_plain
+
+FIELD = "lora.path"
+CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+BASE_DIGEST, BASE_DTYPE = "slimefsdp.base_digest", "slimefsdp.base_dtype"
+"""Metadata of adapter_model.safetensors: of the weights beside which the adapters were trained, and their dtype."""
+FLOATS = ("F64", "F32", "BF16", "F16")
+
+_LARGEST = 1e30  # of lora.alpha
+_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_READ = {"peft_type", "task_type", "r", "lora_alpha", "bias", "init_lora_weights", "use_rslora"}
+_READ |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+# keys that change no number of what a folder computes
+_WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"}
+_WITHOUT_EFFECT |= {"runtime_config", "megatron_core", "qalora_group_size"}
+# how A and B were drawn; the others change the weights beside them, or what is trained
+_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftFolder:
+    """Checked adapters of one rank: absolute path, adapter_config.json, where every tensor lies."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    metadata: dict[str, str]
+
+    @property
+    def rank(self) -> int:
+        """Rows of every A, columns of every B."""
+        rank: int = self.config["r"]
+        return rank
+
+    @property
+    def alpha(self) -> float:
+        """The product of B and A counts alpha / rank times."""
+        return float(self.config["lora_alpha"])
+
+    @property
+    def modules(self) -> dict[str, tuple[int, int]]:
+        """Names of the modules that have an adapter -> the (rows, columns) that their weights must have."""
+        names = sorted({_matched(name)[1] for name in self.tensors})
+        return {
+            name: (self.tensors[tensor_name(name, "B")].shape[0], self.tensors[tensor_name(name, "A")].shape[1])
+            for name in names
+        }
+
+    def chooses(self, module: str) -> bool:
+        """Whether target_modules, and what narrows it, choose a linear module of that name: peft's own rule.
+
+        `all-linear` chooses every one; the caller knows which is the head, that it leaves out.
+        """
+        excluded = self.config.get("exclude_modules")
+        if excluded and _is_one_of(module, excluded):
+            return False
+        targets = self.config["target_modules"]
+        if isinstance(targets, str):
+            return self.chooses_all_linear or re.fullmatch(targets, module) is not None
+        if module in targets:
+            return True
+        return _is_one_of(module, targets) and self._is_in_a_chosen_layer(module)
+
+    @property
+    def chooses_all_linear(self) -> bool:
+        """Whether target_modules is peft's word for all linear modules but the head."""
+        targets = self.config["target_modules"]
+        return isinstance(targets, str) and targets.lower() == "all-linear"
+
+    def _is_in_a_chosen_layer(self, module: str) -> bool:
+        layers = self.config.get("layers_to_transform")
+        if layers is None or layers == []:
+            return True
+        patterns = self.config.get("layers_pattern") or []
+        before = [rf"(?:^|.*?\.){pattern}" for pattern in ([patterns] if isinstance(patterns, str) else patterns)]
+        for expression in before or [r".*?\.[^.]*"]:
+            if found := re.match(rf"{expression}\.(?P<layer>\d+)\.", module):
+                return int(found["layer"]) in ([layers] if isinstance(layers, int) else layers)
+        return False
+
+    def check_base(self, shapes: Mapping[str, Sequence[int]], base: Path) -> None:
+        """Whether a model has the matrices that these adapters are of.
+
+        Args:
+            shapes: names of weights -> (rows, columns, ..).
+            base: its folder.
+
+        Raises:
+            ModelError: naming the first tensor whose module the model does not have, or has in another shape.
+        """
+        for module, (rows, columns) in self.modules.items():
+            found = shapes.get(f"{module}.weight")
+            if found is not None and tuple(found) == (rows, columns):
+                continue
+            here = "has no such matrix" if found is None else f"has one of {' x '.join(map(str, found))}"
+            raise wrong_tensor(
+                tensor_name(module, "A"),
+                f"of {self.path} is for {module}.weight of {rows} x {columns}, and the model at {base} {here}",
+                "name the model that the adapters were trained on as model.path",
+            )
+
+
+def tensor_name(module: str, matrix: str) -> str:
+    """The name of a module's A or B in a folder."""
+    return f"base_model.model.{module}.lora_{matrix}.weight"
+
+
+def read_peft_folder(path: Path) -> PeftFolder:
+    """The adapters of a folder, without reading any tensor.
+
+    Raises:
+        ModelError: naming the file that is missing or malformed, the setting of peft that cannot be honoured, or the
+            tensor that is missing, surplus or of another shape or dtype.
+    """
+    try:
+        return _read(path)
+    except ModelError as error:
+        error.field = FIELD
+        raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~name` of an unknown user
+        raise ModelError(f"{path} cannot be read: {error}", field=FIELD, hint="make the folder readable") from error
+
+
+def wrong_tensor(name: str, problem: str, hint: str) -> ModelError:
+    """The error of one tensor."""
+    return ModelError(f"tensor {short(name)} {problem}", field=FIELD, hint=hint)
+
+
+def _read(path: Path) -> PeftFolder:
+    folder = path.expanduser().absolute()
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise ModelError(f"{str(path)!r} {problem}", hint=f"name the folder that holds {CONFIG_FILE}")
+    config_file, tensor_file = folder / CONFIG_FILE, folder / TENSOR_FILE
+    if not config_file.is_file():
+        raise ModelError(f"{folder} has no {CONFIG_FILE}", hint="name a folder that peft's save_pretrained wrote")
+    if not tensor_file.is_file():
+        if (folder / PICKLE_FILE).exists():
+            raise ModelError(
+                f"{folder} has no {TENSOR_FILE}, only {PICKLE_FILE!r}: pickles are refused",
+                hint="open it with peft if you trust it, and save_pretrained() it again: loading it can run code",
+            )
+        raise ModelError(f"{folder} has no {TENSOR_FILE}", hint=COPY_AGAIN)
+    raw = read_plain(config_file, MAX_HEADER_BYTES)
+    refuse_lfs_pointer(config_file, raw)
+    config = parse_json_object(config_file, raw)
+    _check_config(config, config_file)
+    found = PeftFolder(folder, config, read_header(tensor_file), read_metadata(tensor_file))
+    _check_tensors(found, tensor_file)
+    return found
+
+
+def _check_config(config: dict[str, Any], file: Path) -> None:
+    def refused(key: str, rule: str, hint: str) -> ModelError:
+        return ModelError(f"{key}={short(config.get(key))} in {file} {rule}", hint=hint)
+
+    if config.get("peft_type") != "LORA":
+        raise refused("peft_type", "is not LORA", "name a folder of LoRA adapters")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise refused("task_type", "is another task than CAUSAL_LM", "name adapters of a causal language model")
+    if config.get("bias") not in (None, "none"):
+        raise refused("bias", "trains biases, which are not adapters", "train with bias='none'")
+    initialisation = config.get("init_lora_weights")
+    name = initialisation.lower() if isinstance(initialisation, str) else initialisation
+    if name not in _INITIALISATIONS or type(name) not in (bool, str, type(None)):
+        raise refused(
+            "init_lora_weights",
+            "may have changed the weights that the adapters are beside",
+            "convert it to plain LoRA (peft: save_pretrained(path_initial_model_for_weight_conversion=..))",
+        )
+    rank: Any = config.get("r")
+    alpha: Any = config.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise refused("r", "is no whole number from 1 on", "restore the adapters' own value")
+    if type(alpha) not in (int, float) or not 0 < alpha <= _LARGEST:
+        raise refused("lora_alpha", f"is no number above 0, of at most {_LARGEST:g}", "restore the adapters' own value")
+    if config.get("use_rslora"):
+        raise refused(
+            "use_rslora",
+            "scales by alpha / sqrt(r), which no setting here does",
+            f"in a copy of the folder set use_rslora to false and lora_alpha to {alpha * math.sqrt(rank)!r}, which "
+            "computes the same",
+        )
+    for key, value in config.items():
+        if key not in _READ | _WITHOUT_EFFECT and value:
+            raise refused(key, "cannot be honoured", "name adapters that were trained without it")
+    _check_targets(config, refused)
+
+
+def _check_targets(config: dict[str, Any], refused: Any) -> None:
+    def are_texts(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+    hint = "restore what peft wrote"
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
+    if not targets or not (isinstance(targets, str) or are_texts(targets)):
+        raise refused("target_modules", "is neither a list of names nor a pattern", hint)
+    if excluded and not (isinstance(excluded, str) or are_texts(excluded)):
+        raise refused("exclude_modules", "is neither a list of names nor a pattern", hint)
+    are_layers = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    if layers is not None and not (type(layers) is int or are_layers):
+        raise refused("layers_to_transform", "is no list of layers", hint)
+    if layers is not None and isinstance(targets, str):
+        raise refused("layers_to_transform", "is not for a target_modules that is one pattern, in peft neither", hint)
+    if patterns and not (isinstance(patterns, str) or are_texts(patterns)):
+        raise refused("layers_pattern", "is no list of names", hint)
+    if patterns and layers is None:
+        raise refused("layers_pattern", "is nothing without layers_to_transform, in peft neither", hint)
+    of_layers = [] if not patterns else [patterns] if isinstance(patterns, str) else patterns
+    given = {"target_modules": [targets], "exclude_modules": [excluded], "layers_pattern": of_layers}
+    for key, texts in given.items():
+        for text in texts:
+            try:
+                re.compile(text if isinstance(text, str) else "")
+            except re.error as error:
+                raise refused(key, f"is no regular expression ({error})", hint) from None
+
+
+def _check_tensors(folder: PeftFolder, file: Path) -> None:
+    if not folder.tensors:
+        raise ModelError(f"{file} holds no tensor", hint=COPY_AGAIN)
+    for name, entry in folder.tensors.items():
+        if not (found := _TENSOR.fullmatch(name)):
+            raise wrong_tensor(
+                name,
+                f"in {file} is no A or B of a linear module",
+                "name adapters of linear modules alone, saved by save_pretrained(save_embedding_layers=False)",
+            )
+        module, matrix = found[1], found[2]
+        other = tensor_name(module, "B" if matrix == "A" else "A")
+        if other not in folder.tensors:
+            raise wrong_tensor(other, f"is missing from {file}", COPY_AGAIN)
+        if entry.dtype not in FLOATS:
+            raise wrong_tensor(name, f"is {entry.dtype} in {file}, no float", "save the adapters as floats")
+        if len(entry.shape) != 2 or entry.shape[0 if matrix == "A" else 1] != folder.rank:
+            wanted = f"[{folder.rank}, columns]" if matrix == "A" else f"[rows, {folder.rank}]"
+            raise wrong_tensor(
+                name, f"has shape {list(entry.shape)} in {file}, where r={folder.rank} means {wanted}", COPY_AGAIN
+            )
+        if not folder.chooses(module):
+            targets = short(folder.config["target_modules"])
+            raise wrong_tensor(
+                name,
+                f"is in {file}, but target_modules={targets} and what narrows it do not choose {module}",
+                "restore the adapter_config.json that was saved with it",
+            )
+
+
+def _matched(name: str) -> re.Match[str]:
+    found = _TENSOR.fullmatch(name)
+    assert found
+    return found
+
+
+def _is_one_of(module: str, targets: str | Sequence[str]) -> bool:
+    if isinstance(targets, str):
+        return re.fullmatch(targets, module) is not None
+    return module in targets or any(module.endswith(f".{target}") for target in targets)

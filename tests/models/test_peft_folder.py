@@ -1,0 +1,214 @@
+"""A PEFT folder is read as peft reads it; what would be computed otherwise is refused by name, from headers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from peft.tuners.tuners_utils import check_target_module_exists
+from safetensors.torch import save_file
+
+from slimefsdp.errors import ModelError
+from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
+from tests.support.peft_folders import rewrite
+from tests.support.refusals import refused
+from tests.support.tiny_models import tiny_model
+
+A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+B = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+HEAD = "base_model.model.lm_head.base_layer.weight"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """What peft's save_pretrained leaves of adapters that are new."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"]))
+    model.save_pretrained(tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+def test_rank_alpha_and_modules_are_those_of_the_files(written: Path) -> None:
+    found = read_peft_folder(written)
+    assert (found.rank, found.alpha, found.path) == (3, 7.0, written)
+    sizes = {"self_attn.q_proj": (64, 32), "mlp.down_proj": (32, 56)}
+    assert found.modules == {f"model.layers.{layer}.{name}": size for layer in (0, 1) for name, size in sizes.items()}
+
+
+def test_every_key_that_peft_writes_by_itself_is_understood(written: Path) -> None:
+    rewrite(written, config={"task_type": "CAUSAL_LM", "init_lora_weights": "gaussian", "peft_version": "9.9"})
+    rewrite(written, config={"runtime_config": {"ephemeral_gpu_offload": False}, "revision": "main", "new_key": None})
+    assert read_peft_folder(written).rank == 3
+
+
+REFUSED_SETTINGS: dict[str, Any] = {
+    "peft_type": "IA3",
+    "task_type": "SEQ_CLS",
+    "bias": "lora_only",
+    "use_dora": True,
+    "use_rslora": True,
+    "lora_dropout": 0.1,
+    "lora_bias": True,
+    "fan_in_fan_out": True,
+    "modules_to_save": ["lm_head"],
+    "rank_pattern": {"q_proj": 4},
+    "alpha_pattern": {"q_proj": 16},
+    "trainable_token_indices": [1, 2],
+    "target_parameters": ["mlp.experts.gate_up_proj"],
+    "layer_replication": [[0, 2]],
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": {"rho": 2.0},
+    "corda_config": {"corda_method": "ipm"},
+    "lora_ga_config": {"direction": "ArBr"},
+    "arrow_config": {"top_k": 3},
+    "kasa_config": {"beta": 1e-4},
+    "velora_config": {"scale": 1.0},
+    "monteclora_config": {"num_samples": 2},
+    "alora_invocation_tokens": [5],
+    "use_qalora": True,
+    "use_bdlora": {"nblocks": 2},
+    "megatron_config": {"a": 1},
+    "ensure_weight_tying": True,
+    "a_key_of_tomorrow": "x",
+    "r": 0,
+    "lora_alpha": -1,
+    "target_modules": None,
+    "exclude_modules": 3,
+    "layers_to_transform": ["0"],
+    "layers_pattern": ["layers"],
+}
+CASES = [
+    *REFUSED_SETTINGS.items(),
+    *(("init_lora_weights", name) for name in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "eva", "lora_ga")),
+    *(("init_lora_weights", name) for name in ("mica", "new", 1)),
+    *(("r", value) for value in (True, 3.0, "3", None)),
+    *(("lora_alpha", value) for value in (True, math.nan, math.inf, 10**400, "7", None)),
+    ("lora_alpha", 0),
+    ("target_modules", []),
+    ("target_modules", "("),
+    ("exclude_modules", "("),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), CASES, ids=lambda value: str(value)[:20])
+def test_what_cannot_be_honoured_is_refused_by_name_and_value(written: Path, key: str, value: Any) -> None:
+    rewrite(written, config={key: value})
+    shown = "1000" if value == 10**400 else repr(value)
+    with refused(ModelError, "lora.path", f"{key}=", written / "adapter_config.json") as caught:
+        read_peft_folder(written)
+    assert shown.strip("'")[:6] in caught.value.message
+
+
+def test_layers_of_a_pattern_are_refused_as_peft_does(written: Path) -> None:
+    rewrite(written, config={"target_modules": ".*q_proj", "layers_to_transform": [1]})
+    with refused(ModelError, "lora.path", "layers_to_transform=[1]"):
+        read_peft_folder(written)
+    with pytest.raises(ValueError, match="layers_to_transform"):
+        PeftConfig.from_pretrained(written)
+
+
+def test_the_way_out_of_rslora_computes_the_same(written: Path) -> None:
+    rewrite(written, config={"use_rslora": True})
+    with refused(ModelError, "lora.path", "use_rslora=True") as caught:
+        read_peft_folder(written)
+    alpha = 7 * math.sqrt(3)
+    assert repr(alpha) in (caught.value.hint or "") and alpha / 3 == pytest.approx(7 / math.sqrt(3))
+
+
+REFUSED_TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], list[Any]]] = {
+    "no A": ({A: None}, [A, "missing"]),
+    "no B": ({B: None}, [B, "missing"]),
+    "surplus": ({HEAD: torch.zeros(96, 32)}, [HEAD]),
+    "another name": ({A.replace("lora_A", "lora_A.default"): torch.zeros(3, 32)}, ["lora_A.default.weight"]),
+    "of an embedding": (
+        {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(3, 96)},
+        ["embed_tokens.lora_embedding_A"],
+    ),
+    "of DoRA": ({A.replace("lora_A.weight", "lora_magnitude_vector"): torch.zeros(64)}, ["lora_magnitude_vector"]),
+    "another rank": ({A: torch.zeros(4, 32)}, [A, "[4, 32]", "r=3"]),
+    "another rank of B": ({B: torch.zeros(64, 2)}, [B, "[64, 2]", "r=3"]),
+    "another number of dims": ({A: torch.zeros(3)}, [A, "[3]"]),
+    "whole numbers": ({A: torch.zeros(3, 32, dtype=torch.int64)}, [A, "I64"]),
+    "a float of one byte": ({B: torch.zeros(64, 3).to(torch.float8_e4m3fn)}, [B, "F8_E4M3"]),
+    "not a target": (
+        {A.replace("q_proj", "k_proj"): torch.zeros(3, 32), B.replace("q_proj", "k_proj"): torch.zeros(32, 3)},
+        ["k_proj", "target_modules="],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_TENSORS)
+def test_a_tensor_that_is_not_as_the_settings_have_it_is_named(written: Path, case: str) -> None:
+    tensors, named = REFUSED_TENSORS[case]
+    rewrite(written, tensors=tensors)
+    with refused(ModelError, "lora.path", *named):
+        read_peft_folder(written)
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+REFUSED_FILES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "no settings": (lambda folder: (folder / "adapter_config.json").unlink(), ["adapter_config.json"]),
+    "no tensors": (lambda folder: (folder / "adapter_model.safetensors").unlink(), ["adapter_model.safetensors"]),
+    "a pickle": (_pickled, ["adapter_model.bin", "pickle"]),
+    "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("{"), ["adapter_config.json", "JSON"]),
+    "a list": (lambda folder: (folder / "adapter_config.json").write_text("[]"), ["adapter_config.json", "list"]),
+    "cut": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"abc"), ["adapter_model.safetensors"]),
+    "empty": (lambda folder: save_file({}, folder / "adapter_model.safetensors"), ["no tensor"]),
+    "metadata": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(
+            (20).to_bytes(8, "little") + b'{"__metadata__":{"a":3}}'[:20].ljust(20)
+        ),
+        ["adapter_model.safetensors"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_FILES)
+def test_files_that_are_missing_or_malformed_are_named(written: Path, case: str) -> None:
+    spoil, named = REFUSED_FILES[case]
+    spoil(written)
+    with refused(ModelError, "lora.path", written, *named):
+        read_peft_folder(written)
+
+
+def test_a_path_that_is_no_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        with refused(ModelError, "lora.path", path):
+            read_peft_folder(path)
+
+
+TARGETS: list[dict[str, Any]] = [
+    {"target_modules": ["q_proj", "mlp.down_proj"]},
+    {"target_modules": ["model.layers.1.self_attn.q_proj", "proj"]},
+    {"target_modules": r".*\.(q|v)_proj"},
+    {"target_modules": "q_proj"},
+    {"target_modules": ["q_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*\.1\..*k_proj"},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": 0},
+    {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": []},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": ["blocks", "layers"]},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": "layers"},
+    {"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": ["blocks"]},
+    {"target_modules": ["q_proj", "model.layers.0.mlp.up_proj"], "layers_to_transform": [1], "layers_pattern": []},
+]
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids=str)
+def test_targets_choose_what_they_choose_in_peft(targets: dict[str, Any]) -> None:
+    names = [name for name, _ in tiny_model().named_modules()]
+    names += ["model.layers.1.mlp.experts.0.up_proj", "layers.1.q_proj", "q_proj"]
+    folder = PeftFolder(Path(), targets, {}, {})
+    theirs = LoraConfig(**targets)
+    for name in names:
+        wanted = check_target_module_exists(theirs, name)
+        # an excluded one is an object of peft's own
+        assert folder.chooses(name) == (bool(wanted) and type(wanted).__name__ != "_ExcludedModule"), name
