@@ -46,8 +46,7 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     lines = [
         f"run       {config.algorithm} into {config.run.dir}, "
         + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
-        f"model     {model_spec.parameters:,} parameters in {config.model.path}"
-        + ("" if config.lora.rank is None else f", and adapters of rank {config.lora.rank}, which alone are trained"),
+        f"model     {model_spec.parameters:,} parameters in {config.model.path}" + _adapters(config),
         *(f"{'data' if one.field == 'data.train' else _held_out(one):<9} {one}" for one in sets),
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
@@ -67,6 +66,13 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
     lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
     return lines
+
+
+def _adapters(config: RunConfig) -> str:
+    if config.lora.rank is None:
+        return ""
+    begin = "" if config.lora.path is None else f" from {config.lora.path}"
+    return f", and adapters of rank {config.lora.rank}{begin}, which alone are trained"
 
 
 def _held_out(one: RecordSet) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from actors.cli import main as cli
 from actors.cli.preflight import check_models
@@ -16,8 +18,9 @@ from actors.loop import train
 from actors.model_folders import with_model_folders
 from actors.run_dir import SETTINGS, RunFolder, settings_text
 from slimefsdp.config import RunConfig, config_from_dict, load_config
-from slimefsdp.errors import ModelError
+from slimefsdp.errors import ConfigError, ModelError
 from tests.support.hub import COMMITS, Hub, Repository, files_of, lay_out, use_cache
+from tests.support.peft_folders import rewrite
 from tests.support.refusals import refused
 from tests.support.runs import rows_of, startable
 
@@ -187,3 +190,67 @@ def test_a_run_trains_on_a_model_and_prompts_of_the_hub_and_goes_on_with_them(
     use_another_process()
     train(config(2, resume=True))
     assert [row["step"] for row in rows_of(config(2))] == [0, 1, 2]
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+ADAPTERS = "owner/adapters"
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture
+def adapters(folder: Path, tmp_path: Path) -> Path:
+    """Of rank 3 and alpha 7, which fit `folder`."""
+    lora = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+def test_rank_alpha_and_targets_are_those_of_the_folder(folder: Path, adapters: Path, tmp_path: Path) -> None:
+    config = settings(str(folder), lora={"path": str(adapters)}, run={"dir": str(tmp_path / "run")})
+    found = with_model_folders(config)
+    assert (found.lora.rank, found.lora.alpha) == (3, 7.0)
+    assert found.lora.targets == tuple(f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1))
+    assert found.reference_is_policy and config.reference_is_policy
+    assert with_model_folders(found) == found
+    check_models(found)
+    (tmp_path / "run").mkdir()
+    RunFolder(tmp_path / "run").write_settings(found)  # which names all of them, and is taken as it is
+    assert with_model_folders(load_config(tmp_path / "run" / SETTINGS)).lora == found.lora
+
+
+@pytest.mark.parametrize(("name", "own", "there"), [("rank", 4, 3), ("alpha", 8.0, 7.0)])
+def test_a_setting_that_the_folder_has_otherwise_is_named_with_both(
+    folder: Path, adapters: Path, name: str, own: float, there: float
+) -> None:
+    with_model_folders(settings(str(folder), lora={"path": str(adapters), name: there}))
+    with refused(ConfigError, f"lora.{name}", f"lora.{name}={own}", there, adapters):
+        with_model_folders(settings(str(folder), lora={"path": str(adapters), name: own}))
+
+
+def test_adapters_of_the_hub_are_had_by_their_id_even_for_a_plan(served: Hub, adapters: Path, tmp_path: Path) -> None:
+    served.repositories["model", ADAPTERS] = Repository({NEW: files_of(adapters)}, {"main": NEW})
+    config = settings(NAME, lora={"path": ADAPTERS}, run={"dir": str(tmp_path / "run")})
+    found = with_model_folders(config, with_weights=False)
+    assert found.lora.path is not None and found.lora.path.name == NEW and found.lora.rank == 3
+    assert "adapter_model.safetensors" in served.sent and "model.safetensors" not in served.sent
+    recorded = yaml.safe_load(settings_text(found))["lora"]
+    assert recorded["path"] == f"{ADAPTERS}@{NEW}" and recorded["rank"] == 3
+
+
+def test_what_cannot_be_honoured_is_found_by_check_before_anything_starts(
+    folder: Path, adapters: Path, tiny_folder: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    tree = {"model": {"path": str(folder)}, "optim": {"total_updates": 10}, "lora": {"path": str(adapters)}}
+    file.write_text(yaml.safe_dump(tree))
+    assert cli.main(["check", str(file)]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    larger = tiny_folder(hidden_size=64)
+    assert cli.main(["check", str(file), f"model.path={larger}"]) == ModelError.exit_code
+    said = capsys.readouterr().err
+    assert f"{Q_PROJ}.lora_A.weight" in said and "64 x 32" in said and "64 x 64" in said and "lora.path" in said
+    rewrite(adapters, config={"use_dora": True})
+    assert cli.main(["check", str(file)]) == ModelError.exit_code
+    assert "use_dora=True" in capsys.readouterr().err
