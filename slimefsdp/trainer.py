@@ -585,7 +585,14 @@ class Trainer:
         """
         target = _folder_argument(path)
         self._state.memory_manager.wake_up(("parameters",))
-        export_adapters(self.policy, self.config, target, self.mesh)
+        if self._adapters is None:
+            raise StateError(
+                "export_adapter() of a model without adapters",
+                field="lora.rank",
+                hint="call export_hf for its weights, or train with lora.rank",
+            )
+        one = self._adapters.current
+        export_adapters(self.policy, self.config, target, self.mesh, rank=one.rank, alpha=one.alpha)
         return target
 
     # ------------------------------------------------------------------ inside

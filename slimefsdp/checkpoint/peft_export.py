@@ -22,7 +22,7 @@ from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, CONFIG_FILE, T
 class AdapterFacts:
     """What a folder says of its adapters."""
 
-    rank: int
+    rank: int  # there may be room for more in the matrices, which is not written
     alpha: float
     base: Path  # the folder of the model that they are of
     base_digest: str
@@ -48,7 +48,10 @@ def write_peft_folder(
         CheckpointError: `path` is taken, `dtype` is too narrow for a value, or the disk refused. Nothing is left behind
             at `path` or beside it, also when `tensors` raises.
     """
-    written = [TensorSpec(_peft_name(spec.name), dtype or spec.dtype, spec.shape) for spec in specs]
+    written = [
+        TensorSpec(_peft_name(spec.name), dtype or spec.dtype, _shape(spec.name, spec.shape, facts.rank))
+        for spec in specs
+    ]
     modules = list(dict.fromkeys(spec.name.rpartition(".")[0] for spec in specs))
     with new_folder(path) as folder:
         text = json.dumps(_config(facts, modules), indent=2, sort_keys=True)
@@ -56,7 +59,13 @@ def write_peft_folder(
         metadata = {"format": "pt", BASE_DIGEST: facts.base_digest, BASE_DTYPE: facts.base_dtype}
         with TensorFileWriter(folder / TENSOR_FILE, written, metadata=metadata) as writer:
             for spec, (name, tensor) in zip(written, tensors, strict=True):
-                writer.write(_peft_name(name), in_dtype(name, tensor, spec.dtype))
+                rows, columns = spec.shape
+                writer.write(_peft_name(name), in_dtype(name, tensor[:rows, :columns].contiguous(), spec.dtype))
+
+
+def _shape(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Of a matrix without the rows of A, or columns of B, that are room for a larger rank."""
+    return (rank, shape[1]) if name.endswith("lora_A") else (shape[0], rank)
 
 
 def _peft_name(name: str) -> str:

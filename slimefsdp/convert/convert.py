@@ -183,7 +183,11 @@ def _write_adapters(
     # after the words that `slimefsdp.training.checkpointing` puts before it
     digest = identity["model.path"].rpartition(" ")[2]
     facts = AdapterFacts(
-        identity["lora.rank"], identity["lora.alpha"], base, digest, identity["precision.compute_dtype"]
+        identity.get("adapter.rank", identity["lora.rank"]),
+        identity["lora.alpha"],
+        base,
+        digest,
+        identity["precision.compute_dtype"],
     )
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

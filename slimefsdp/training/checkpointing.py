@@ -31,7 +31,7 @@ from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.distributed.consensus import run_on_first, run_together
 from slimefsdp.distributed.mesh import Mesh
-from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.errors import ConfigError
 from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
@@ -298,22 +298,21 @@ def export_model(
     run_on_first(write, mesh.group, buckets)
 
 
-def export_adapters(model: DecoderModel, config: RunConfig, target: Path, mesh: Mesh) -> None:
+def export_adapters(
+    model: DecoderModel, config: RunConfig, target: Path, mesh: Mesh, *, rank: int, alpha: float
+) -> None:
     """Collective: writes A and B of every adapter as a PEFT folder, in the dtype of the masters; rank 0 writes.
 
+    Args:
+        rank, alpha: of the adapter in the model.
+
     Raises:
-        StateError: the model has no adapters. CheckpointError: the folder exists already, or cannot be written.
+        CheckpointError: the folder exists already, or cannot be written.
     """
-    if config.lora.rank is None:
-        raise StateError(
-            "export_adapter() of a model without adapters",
-            field="lora.rank",
-            hint="call export_hf for its weights, or train with lora.rank",
-        )
     named, dtype = model.trained_weights(), master_dtype(config)
     specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
     digest = base_digest(model, mesh.shard_group)
-    facts = AdapterFacts(config.lora.rank, config.lora.alpha, config.model.path, digest, config.precision.compute_dtype)
+    facts = AdapterFacts(rank, alpha, config.model.path, digest, config.precision.compute_dtype)
     buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES)
 
     def write() -> None:

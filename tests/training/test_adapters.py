@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slimefsdp.config import RunConfig
+from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, StateError
 from slimefsdp.results import AdapterInfo
@@ -18,8 +19,9 @@ from slimefsdp.rpc import DEFAULT_ADAPTER, UpdateSettings
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
+from tests.support.peft_folders import adapters_in, opened_by_peft
 from tests.support.plain_lora import adapters_of
-from tests.support.plain_step import make_batch
+from tests.support.plain_step import TEMPERATURE, make_batch
 from tests.support.plain_step import settings as float64_settings
 from tests.support.rank_pool import RankPool
 from tests.support.trainers import error_of, fresh_batch, settings
@@ -205,6 +207,42 @@ def test_an_adapter_of_a_smaller_rank_trains_as_in_a_run_of_that_rank(folder: Pa
         rest = {name: value[2:] if name.endswith("lora_A") else value[:, 2:] for name, value in ours[moment].items()}
         assert all(value.numel() and not value.any() for value in rest.values())
     assert largest_difference(theirs["start"], theirs["end"]) > 1e-3
+
+
+def exported(rank: int, config: RunConfig, batch: RolloutBatch, target: Path) -> np.ndarray:
+    with KeepFloat64():
+        trainer = Trainer(config, device=CPU)
+        trainer.create_adapter("small", rank=2, alpha=6.0, seed=3)
+        trainer.train_step(batch)
+        trainer.export_adapter(target / "exported")
+        trainer.save(1)
+        return trainer.compute_log_probs(batch).log_probs
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_adapter_of_a_smaller_rank_leaves_as_one_of_that_rank_for_peft(
+    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+) -> None:
+    batch = make_batch(folder)
+    config = float64_settings(
+        folder, lora={"rank": 5, "alpha": 2.0}, mesh={"dp": dp}, run={"dir": str(tmp_path / "run")}
+    )
+    ours = ranks.run(dp, exported, config, batch, tmp_path)[0]
+    opened = opened_by_peft(folder, tmp_path / "exported", batch)
+    theirs = torch.cat(
+        [
+            (logits[-sample["response_length"] - 1 : -1] / TEMPERATURE)
+            .log_softmax(-1)
+            .gather(-1, torch.tensor(sample["tokens"][-sample["response_length"] :])[:, None])[:, 0]
+            for logits, sample in zip(opened, batch.to_samples(), strict=True)
+        ]
+    )
+    assert np.abs(ours - theirs.detach().numpy()).max() <= 1e-6  # which are float32
+    found = adapters_in(tmp_path / "exported")
+    assert {min(value.shape) for value in found.values()} == {2}
+    checkpoint = tmp_path / "run/adapters/small/checkpoints/step_00000001"
+    checkpoint_to_hugging_face(checkpoint, tmp_path / "converted", None, dtype=None, note=print)
+    assert largest_difference(adapters_in(tmp_path / "converted"), found) == 0
 
 
 def refusals(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:

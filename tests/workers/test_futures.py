@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
 from actors.workers import futures as workers_futures
-from actors.workers.futures import GRACE_S, CallFuture, CallQueue
+from actors.workers.futures import GRACE_S, CallFuture, CallQueue, Dispatcher
 from actors.workers.train_worker import EXIT_AFTER_S
 from slimefsdp.errors import BatchError, PeerFailed, WorkerDied, WorkerHung
 from tests.support.refusals import refused
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 
 HOUR = 3600.0  # longer than any test may take
 
@@ -320,6 +321,46 @@ WAITS_WITHOUT = {
     "slimefsdp/checkpoint/async_save.py: self._is_copied.wait()": "as the other one",
 }
 """And why that is no wait without an end."""
+
+
+class Held:
+    """A call that has begun, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def has_ended(self) -> bool:
+        return self.is_over
+
+
+def test_lanes_take_turns_also_one_that_comes_later_and_each_keeps_its_order() -> None:
+    dispatcher, begun = Dispatcher(), deque[tuple[str, Held]]()
+
+    def begin(name: str) -> Held:
+        held = Held()
+        begun.append((name, held))
+        return held
+
+    for number in range(5):
+        dispatcher.submit(lambda number=number: begin(f"a{number}"), "a")  # type: ignore[misc]
+    wait_until(lambda: len(begun) == 2)  # more are not begun while none has ended
+    for number in range(3):
+        dispatcher.submit(lambda number=number: begin(f"b{number}"), "b")  # type: ignore[misc]
+    last = dispatcher.submit(lambda: begin("c0"), "c")
+    while len(begun) < 9:
+        before = len(begun)
+        next(held for _, held in begun if not held.is_over).is_over = True
+        wait_until(lambda: len(begun) > before)  # noqa: B023
+    assert [name for name, _ in begun] == ["a0", "a1", "a2", "b0", "c0", "a3", "b1", "a4", "b2"]
+    assert last._begun.result() is begun[4][1]
+
+
+def test_without_lanes_calls_are_begun_at_once() -> None:
+    dispatcher, begun = Dispatcher(), list[int]()
+    for number in range(5):
+        dispatcher.submit(lambda number=number: begun.append(number) or Held())  # type: ignore[misc, func-returns-value]
+    dispatcher.drain(PATIENCE_S)
+    assert begun == [0, 1, 2, 3, 4]
 
 
 def unbounded_waits(source: str) -> Iterator[str]:
