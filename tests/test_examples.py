@@ -363,6 +363,11 @@ def test_the_whole_steps_beside_another_trainer_are_the_recorded_ones() -> None:
     page = (ROOT / "docs/benchmarks.md").read_text()
     for row in [*speed_rows(record), *learning_rows(record)]:
         assert row in page
+    seeds = record["results"]["learning"].values()
+    ours, theirs = ([sum(one[system]["curves"]["cpu/step"]) for one in seeds] for system in ("slimefsdp", "trl"))
+    assert f"slimefsdp {min(ours):.0f} to {max(ours):.0f} CPU-seconds, and TRL {min(theirs):.0f} to" in page
+    ratios = [other / one for one, other in zip(ours, theirs, strict=True)]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as many samples" in page
 
 
 def test_the_documents_compare_the_train_steps_of_two_commits_as_the_record_says() -> None:
