@@ -65,7 +65,7 @@ from slimefsdp.training.adapters import Adapters, adapters_beside
 from slimefsdp.training.checkpointing import Checkpoints, export_adapters, export_model
 from slimefsdp.training.packs import check_policy_loss
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
-from slimefsdp.weight_sync.send import stream_weights
+from slimefsdp.weight_sync.send import all_take_adapters, stream_weights
 
 
 class Trainer:
@@ -448,22 +448,27 @@ class Trainer:
     def update_weights(self, receivers: Sequence[Receiver]) -> SyncReport:
         """Streams the weights, in the compute dtype, to rollout engines or a reference group; rank 0 sends.
 
-        Adapters are added to what they change, so that a receiver knows nothing of them.
+        Adapters are added to what they change, so that a receiver knows nothing of them; under lora.sync=adapters
+        engines that have adapters of their own get these alone.
 
         Raises:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
         require_receivers(receivers)
         self._state.memory_manager.wake_up(("parameters",))
+        adapters = None
+        if self.config.lora.sync == "adapters" and all_take_adapters(receivers, self.mesh.group):
+            adapters = self._adapters
         return stream_weights(
-            self.policy.named_weights(),
+            self.policy.named_weights() if adapters is None else self.policy.all_parameters(),
             receivers,
             version=self.updates_taken,
             dtype=build.compute_dtype(self.config),
             group=self.mesh.group,
             shard_group=self.mesh.shard_group,
             source=self._frozen_source,
-            computed=merged_rows(self.policy),
+            computed=merged_rows(self.policy) if adapters is None else {},
+            adapter_scale=None if adapters is None else adapters.current.scale,
         )
 
     @rpc

@@ -55,6 +55,7 @@ class EmbeddedEngine(Engine):
 
         from slimefsdp.models.build import build_for_sampling
         from slimefsdp.sampling.sampler import Sampler
+        from slimefsdp.training.build import lora_of
         from slimefsdp.weight_sync.packed_bucket import host_buffers
         from slimefsdp.weight_sync.receive import WeightReceiver
         from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
@@ -63,8 +64,10 @@ class EmbeddedEngine(Engine):
         self._use_one_thread()
         device = torch.device("cuda" if self._is_on_cuda else "cpu")
         dtype = getattr(torch, config.precision.compute_dtype)
-        self._policy = build_for_sampling(Path(config.model.path), dtype, device)
-        self._receiver = WeightReceiver(self._policy.named_weights())
+        # under lora.sync=adapters the update says what they are multiplied by; nothing is drawn before
+        lora = lora_of(config) if config.lora.sync == "adapters" else None
+        self._policy = build_for_sampling(Path(config.model.path), dtype, device, lora)
+        self._receiver = WeightReceiver(self._policy.all_parameters())
         self._sampler = Sampler(self._policy, decode=self.tokenizer.decode)
         self._changed = threading.Condition()  # holds the lock of all of the following, and of the model
         self._calls: dict[int, tuple[_Call, int]] = {}  # by number of the sampler's request: whose, and its place there
@@ -177,12 +180,22 @@ class EmbeddedEngine(Engine):
             self._frozen_asked = source
             return self._frozen == source
 
-    def begin(self, version: int, manifest: Manifest, kept: Collection[str] = ()) -> None:
+    def takes_adapters(self) -> bool:
+        """Whether it has adapters of its own, which updates fill: under lora.sync=adapters."""
+        return self.config.lora.sync == "adapters"
+
+    def begin(
+        self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
+    ) -> None:
         """As `Engine`."""
+        from slimefsdp.models.lora import set_scale
+
         with self._before_the_next_token():
             if self._bytes:
                 raise StateError("the engine is asleep", field="update_weights", hint="call wake_up() first")
             self._receiver.begin(version, manifest, kept)
+            if adapter_scale is not None:
+                set_scale(self._policy, adapter_scale)
             self._manifest = manifest
             self._frozen_coming, self._frozen_asked = self._frozen_asked, None
             if not kept:
@@ -277,7 +290,7 @@ class EmbeddedEngine(Engine):
             self._receiver.forget()
             self._frozen = None
             self._arriving.clear()
-            for _, parameter in () if self._bytes else self._policy.named_weights():
+            for _, parameter in () if self._bytes else self._policy.all_parameters():
                 storage = parameter.untyped_storage()
                 self._bytes[parameter] = storage.nbytes()
                 storage.resize_(0)

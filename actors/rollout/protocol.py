@@ -184,7 +184,8 @@ class Engine(Watched):
     def begin(self, version: int, manifest: Manifest) -> None:
         """As `slimefsdp.weight_sync.receive.Receiver`.
 
-        Where `has_frozen` may be True it has a third argument, the names of `WeightReceiver.begin`'s `kept`.
+        Where `has_frozen` may be True it has a third argument, the names of `WeightReceiver.begin`'s `kept`, and where
+        the engine has adapters a fourth, what they are multiplied by.
         """
         raise NotImplementedError
 

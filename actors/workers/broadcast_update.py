@@ -57,13 +57,13 @@ class BroadcastUpdate(WeightUpdate):
         elif before is not None:
             before.close()
 
-    def begin(self, version: int, manifest: Manifest, *kept: frozenset[str]) -> None:
+    def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
         """Announces an update to all, after the group has formed."""
         while True:
             while self._group is None:
                 self._form()
             members = list(self._left)
-            self._call("begin", version, manifest, *kept)
+            self._call("begin", version, manifest, *more)
             if members == list(self._left):
                 return
             self.close()

@@ -59,9 +59,14 @@ class WeightUpdate:
         are_engines = all(hasattr(actor, "has_frozen") for actor in self._left.values())
         return are_engines and all(self._call("has_frozen", source).values())
 
-    def begin(self, version: int, manifest: Manifest, *kept: frozenset[str]) -> None:
-        """Announces an update to all, which may keep some weights."""
-        self._call("begin", version, manifest, *kept)
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether all of them have adapters of their own, as embedded engines may."""
+        return all(hasattr(actor, "takes_adapters") for actor in self._left.values())
+
+    def begin(self, version: int, manifest: Manifest, *more: Any) -> None:
+        """Announces an update to all, which may keep some weights, or have adapters."""
+        self._call("begin", version, manifest, *more)
 
     def receive(self, bucket: Bucket) -> None:
         """Begins to send a bucket, once the one before it is there."""

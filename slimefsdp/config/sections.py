@@ -249,6 +249,11 @@ class LoraSettings(Settings):
         description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, or patterns like "
         "`*.q_proj` of module names",
     )
+    sync: Literal["merged", "adapters"] = Field(
+        "merged",
+        description="what a weight update sends to engines: the weights with adapters added, or adapters alone (after "
+        "the first one, embedded engines), which then compute W x and B A x apart as the trainer does",
+    )
     resident_adapters: int = Field(
         0,
         ge=0,
@@ -268,7 +273,7 @@ class LoraSettings(Settings):
 
     @model_validator(mode="after")
     def check_lora_rank(self) -> LoraSettings:
-        for name in ("alpha", "targets", "resident_adapters"):
+        for name in ("alpha", "targets", "sync", "resident_adapters"):
             value = getattr(self, name)
             if not self.are_trained and value != type(self).model_fields[name].default:
                 shown = short_text(list(value) if name == "targets" else value)

@@ -152,6 +152,17 @@ class RunConfig(AlgorithmSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def check_engines_take_adapters(self) -> RunConfig:
+        rollout = self.rollout
+        if self.lora.sync == "adapters" and (rollout.engine != "embedded" or rollout.transport == "disk"):
+            given = f"engine={rollout.engine}" if rollout.engine != "embedded" else "weight_transport=disk"
+            raise ValueError(
+                f"lora.sync=adapters is for embedded engines, by another transport than disk, and rollout.{given}; "
+                "set lora.sync=merged, or change that"
+            )
+        return self
+
     @property
     def reference_is_policy(self) -> bool:
         """Whether the colocated reference is the policy with its adapters off, and no model of its own."""

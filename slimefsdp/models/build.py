@@ -204,11 +204,15 @@ def _switch_noise_off(config: PretrainedConfig) -> None:
             setattr(config, name, 0.0)
 
 
-def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> PolicyModel:
+def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lora: Lora | None = None) -> PolicyModel:
     """The architecture of a folder, its weights empty until somebody sends them.
+
+    Args:
+        lora: has adapters beside the same modules as the trainer.
 
     Raises:
         ModelError: this transformers calls attention in another way than ours expects.
+        ConfigError: as `add_adapters`.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     with _parameters_on_meta():
@@ -221,6 +225,8 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device) -> 
         )
     hf.tie_weights()
     policy = PolicyModel(hf)
+    if lora is not None:
+        add_adapters(policy, lora, base_dtype=dtype)
     materialise(policy, device)
     return policy.eval().requires_grad_(False)
 

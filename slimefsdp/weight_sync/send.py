@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ def stream_weights(
     shard_group: dist.ProcessGroup,
     source: str | None = None,
     computed: Computed = MappingProxyType({}),
+    adapter_scale: float | None = None,
 ) -> SyncReport:
     """Collective: begins, feeds and commits one update on every receiver; only rank 0's receivers are used.
 
@@ -43,6 +45,7 @@ def stream_weights(
         dtype: what travels.
         source: what the frozen parameters are called, as long as they are what they are; None: all are sent.
         computed: as of `full_weights`; none of these counts as frozen.
+        adapter_scale: what receivers multiply adapters by that are among `named`; see `all_take_adapters`.
 
     Raises:
         SyncError: or whatever a receiver raised, on every rank; no receiver has committed unless all took every bucket.
@@ -60,7 +63,10 @@ def stream_weights(
             sent, shard_group, dtype=dtype, bucket_bytes=bucket_bytes, copies=copies, computed=computed
         )
         try:
-            run_on_first(lambda: _send(receivers, version, manifest, kept, buckets), group, buckets)  # noqa: B023
+            more: tuple[Any, ...] = (kept,) if kept else ()
+            if adapter_scale is not None:
+                more = (kept, adapter_scale)
+            run_on_first(lambda: _send(receivers, version, manifest, more, buckets), group, buckets)  # noqa: B023
             break
         except BeginAgain:  # on every rank
             continue
@@ -70,15 +76,25 @@ def stream_weights(
 
 
 def _send(
-    receivers: Sequence[Receiver], version: int, manifest: Manifest, kept: frozenset[str], buckets: Iterator[Bucket]
+    receivers: Sequence[Receiver], version: int, manifest: Manifest, more: tuple[Any, ...], buckets: Iterator[Bucket]
 ) -> None:
     for receiver in receivers:
-        receiver.begin(version, manifest, *([kept] if kept else []))
+        receiver.begin(version, manifest, *more)
     while bucket := next(buckets, None):
         _hand_over(bucket, receivers)
         del bucket  # before the next one is gathered
     for receiver in receivers:
         receiver.commit(version)
+
+
+def all_take_adapters(receivers: Sequence[Receiver], group: dist.ProcessGroup) -> bool:
+    """Collective: whether all of rank 0's receivers have adapters of their own, to be filled beside a frozen base.
+
+    Their `begin` has a fourth argument, the scale of the adapters.
+    """
+    answer = bool(receivers) and all(getattr(receiver, "takes_adapters", False) for receiver in receivers)
+    of_first: bool = gathered(answer, group)[0]
+    return of_first
 
 
 def _hand_over(bucket: Bucket, receivers: Sequence[Receiver]) -> None:

@@ -140,3 +140,28 @@ def test_a_killed_rank_costs_the_clients_of_several_adapters_no_bit(
         finally:
             group.shutdown()
     assert found[0] == found[1]
+
+
+def test_a_run_sends_its_engines_adapters_alone_and_samples_from_the_trainers_own_bits(
+    cluster: None, make_config: Any, example: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        run={"dir": str(tmp_path / "run"), "steps": 3},
+        lora={"rank": 2, "sync": "adapters"},
+        mesh={"dp": 2},
+        precision={"compute_dtype": "bfloat16"},
+        data={"train": str(example / "train.jsonl")},
+        rollout={
+            "prompts_per_step": 2,
+            "samples_per_prompt": 4,
+            "max_new_tokens": 6,
+            "engines": 1,
+            "reward": "tests.support.runs:variety",
+        },
+        checkpoint={"interval_steps": 1},
+        optim={"lr": 5e-2},
+    )
+    train(config)
+    rows = [row for row in rows_of(config) if row["step"] > 0]
+    assert len(rows) == 3 and rows[-1]["grad_norm"] > 0
+    assert all(row["rollout_mismatch_max"] < 0.02 for row in rows)  # rounding of bfloat16, as without adapters

@@ -381,6 +381,18 @@ RULES = [
         ["reference.offload=none", "lora.rank=8", "reference.path"],
     ),
     (
+        "check_engines_take_adapters",
+        {"lora__rank": 8, "lora__sync": "adapters"},
+        {"lora__rank": 8, "lora__sync": "adapters", "rollout__engine": "vllm"},
+        ["lora.sync=adapters", "rollout.engine=vllm"],
+    ),
+    (
+        "check_engines_take_adapters",
+        {"lora__rank": 8, "lora__sync": "adapters", "rollout__weight_transport": "ipc"},
+        {"lora__rank": 8, "lora__sync": "adapters", "rollout__weight_transport": "disk", "run__dir": "x"},
+        ["lora.sync=adapters", "rollout.weight_transport=disk"],
+    ),
+    (
         "check_fsdp_wrapping",
         {"fsdp__wrap_layers": ["Qwen3MLP"]},
         {"fsdp__wrap_layers": ["Qwen3MLP"], "fsdp__wrap_min_parameters": 1000},

@@ -9,18 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from slimefsdp.config import RunConfig
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, StateError
+from slimefsdp.models.build import build_for_sampling
+from slimefsdp.models.lora import set_scale
 from slimefsdp.results import AdapterInfo
 from slimefsdp.rpc import DEFAULT_ADAPTER, UpdateSettings
 from slimefsdp.trainer import Trainer
+from slimefsdp.training import step
+from slimefsdp.training.build import compute_dtype, lora_of
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.peft_folders import adapters_in, opened_by_peft
-from tests.support.plain_lora import adapters_of
+from tests.support.plain_lora import Taker, adapters_of
 from tests.support.plain_step import TEMPERATURE, make_batch
 from tests.support.plain_step import settings as float64_settings
 from tests.support.rank_pool import RankPool
@@ -243,6 +248,66 @@ def test_an_adapter_of_a_smaller_rank_leaves_as_one_of_that_rank_for_peft(
     checkpoint = tmp_path / "run/adapters/small/checkpoints/step_00000001"
     checkpoint_to_hugging_face(checkpoint, tmp_path / "converted", None, dtype=None, note=print)
     assert largest_difference(adapters_in(tmp_path / "converted"), found) == 0
+
+
+class TakesAdapters(Taker):
+    """A model with adapters of its own, as an embedded engine has it under lora.sync=adapters."""
+
+    takes_adapters = True
+
+    def __init__(self, config: RunConfig) -> None:
+        self.policy = build_for_sampling(config.model.path, compute_dtype(config), CPU, lora_of(config))
+        super().__init__(self.policy.hf)
+        self._parameters = dict(self.policy.all_parameters())
+
+    def begin(self, version: int, manifest: Any, kept: Any = (), adapter_scale: float | None = None) -> None:
+        super().begin(version, manifest, kept)
+        assert adapter_scale is not None
+        set_scale(self.policy, adapter_scale)
+
+
+def sent_alone(rank: int, config: RunConfig, batch: RolloutBatch) -> list[dict[str, Any]]:
+    """Of one rank: of each adapter what an engine was sent, and what both say of a batch."""
+    trainer, engine = Trainer(config, device=CPU), TakesAdapters(config)
+    trainer.create_adapter("small", rank=1, alpha=5.0, seed=3)
+    found = []
+    for name in (DEFAULT_ADAPTER, "small", DEFAULT_ADAPTER):
+        trainer.use_adapter(name)
+        trainer.train_step(batch)
+        report = trainer.update_weights([engine])
+        for parameter in engine.policy.parameters():  # rank 0's, to every rank that has packs of its own
+            dist.broadcast(parameter.detach(), 0)
+        if rank > 0:
+            set_scale(engine.policy, 5.0 if name == "small" else 2.0)
+        ours = trainer.compute_log_probs(batch).log_probs
+        theirs = step.token_outputs(trainer._state, engine.policy, planned(trainer, batch), trained_only=False)
+        found.append(
+            {"came": list(engine.came), "bytes": report.bytes, "ours": ours, "theirs": theirs[0].float().numpy()}
+        )
+    return found
+
+
+def planned(trainer: Trainer, batch: RolloutBatch) -> Any:
+    return trainer._prepared(batch, "log_probs", lambda planner, given: planner.for_forward(given))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_an_engine_that_is_sent_adapters_alone_computes_the_trainers_bits(
+    folder: Path, ranks: RankPool, dp: int, dtype: str
+) -> None:
+    lora = {"sync": "adapters", "targets": ["attention", "mlp"]}
+    config = adapter_settings(folder, mesh={"dp": dp}, lora=lora, precision={"compute_dtype": dtype})
+    batch = fresh_batch()
+    for first, *later in ranks.run(dp, sent_alone, config, batch)[:1]:
+        adapters = {name for name in first["came"] if ".lora_" in name}
+        assert len(first["came"]) > len(adapters) > 0
+        for update in (first, *later):
+            assert update["ours"].tobytes() == update["theirs"].tobytes()
+        for update in later:
+            assert set(update["came"]) == adapters
+            assert update["bytes"] < first["bytes"] / 3
+        assert len({update["ours"].tobytes() for update in (first, *later)}) == 3
 
 
 def refusals(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
