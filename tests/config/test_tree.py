@@ -383,7 +383,7 @@ RULES = [
     (
         "check_engines_take_adapters",
         {"lora__rank": 8, "lora__sync": "adapters"},
-        {"lora__rank": 8, "lora__sync": "adapters", "rollout__engine": "vllm"},
+        {"lora__rank": 8, "lora__sync": "adapters", "rollout__engine": "vllm", "rollout__engine_python": "x"},
         ["lora.sync=adapters", "rollout.engine=vllm"],
     ),
     (
