@@ -127,6 +127,14 @@ MEMORY = [
     Case("small", 2048, 1, {"optim.name": "sgd"}),
     Case("wide", 512, 1, {"model.frozen": ["*.mlp.*"]}),
     Case("wide", 1024, 1, {"loss.kl_coefficient": 0.1}),
+    *(Case(model, tokens, ranks, {"lora.rank": 32, "fsdp.sharding": level, CHECKPOINTING: kind})
+      for model, tokens, ranks, level, kind in (
+          ("wide", 512, 1, "full", "none"), ("wide", 512, 1, "full", "selective"), ("wide", 1024, 1, "full", "full"),
+          ("large vocabulary", 1024, 1, "full", "none"), ("wide", 512, 2, "full", "none"),
+          ("wide", 512, 2, "keep_parameters", "full"), ("wide", 512, 2, "optimizer", "none"),
+          ("wide", 512, 2, "replicate", "none"))),
+    Case("wide", 1024, 1, {"lora.rank": 32, "precision.compute_dtype": "bfloat16"}),
+    Case("wide", 1024, 1, {"lora.rank": 32, "lora.targets": ["attention"], "loss.kl_coefficient": 0.1}),
     Case("small", 2048, 1, {"loss.entropy_coefficient": 0.01}),
     Case("small", 2048, 1, {}, sample=2048),
     Case("small", 2048, 1, {"precision.compute_dtype": "bfloat16"}),

@@ -29,6 +29,39 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text", "olmo2")
 _EVERY_SO_MANY_LAYERS_WHOLE = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6}  # the layers between see a window
 
 
+# what architectures with fused projections call the matrix that has these
+_FUSED_NAMES = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
+}
+_PARTS_OF_LAYERS = {"attention": "self_attn.", "mlp": "mlp."}  # words of lora.targets
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Sizes of adapters of low rank beside a decoder's matrices, over all layers; all else is frozen."""
+
+    parameters: int  # of A and B
+    inputs: int  # features of a token that are kept for A alone; attention's output is kept anyway
+    inner: int  # features of a token between A and B
+    outputs: int  # features of a token that B adds to
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A kind of matrix of a decoder layer: how many there are, and how many of them a token meets."""
+
+    features_in: int
+    features_out: int
+    reads: str  # what several may read together
+    count: int = 1
+    active: int = 1
+
+    @property
+    def parameters(self) -> int:
+        return self.count * self.features_in * self.features_out
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes of a decoder. Biases and norms are left out: below 0.1 % of a model of useful size."""
@@ -89,32 +122,60 @@ class ModelSpec:
         Args:
             frozen: shell-style patterns; one that matches none of these names freezes nothing here.
         """
-        keys = self.hidden * self.kv_heads * self.head_dim
-        queries = self.hidden * self.heads * self.head_dim
-        sizes = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-        sizes["self_attn.o_proj"] = queries
-        if self.experts > 1:
-            up, down = self.experts * self.expert_parameters * 2 // 3, self.experts * self.expert_parameters // 3
-            sizes |= {"mlp.gate": self.hidden * self.experts, "mlp.experts.gate_up_proj": up}
-            sizes["mlp.experts.down_proj"] = down
-        else:
-            names = ("gate_proj", "up_proj", "down_proj")[-self.mlp_matrices :]
-            sizes |= {f"mlp.{name}": self.hidden * self.intermediate for name in names}
 
         def is_frozen(*names: str) -> bool:
             written = [f"{name}{end}" for name in names for end in (".weight", "")]
             return any(fnmatchcase(name, pattern) for name in written for pattern in frozen)
 
         trained = sum(
-            size
+            matrix.parameters
             for layer in range(self.layers)
-            for name, size in sizes.items()
+            for name, matrix in self._layer_matrices().items()
             if not is_frozen(f"model.layers.{layer}.{name}")
         )
         embedding, head = ("model.embed_tokens",), ("lm_head",)
         for names in (embedding + head,) if self.is_tied else (embedding, head):
             trained += 0 if is_frozen(*names) else self.embedding_parameters
         return trained + (0 if is_frozen("transformer.wpe") else self.positions * self.hidden)
+
+    def adapters(self, rank: int, targets: Sequence[str]) -> Adapters:
+        """Sizes of the adapters of `lora.targets`, by the names that most decoders give their matrices.
+
+        Args:
+            targets: `attention`, `mlp`, or shell-style patterns of module names; what they match in other architectures
+                alone is not counted. Projections that an architecture fuses are counted as if they were apart.
+        """
+        matrices = self._layer_matrices()
+        matrices.pop("mlp.gate", None)  # a router has none
+        parameters = inputs = inner = outputs = 0
+        for layer in range(self.layers):
+            chosen = {name: one for name, one in matrices.items() if _is_target(layer, name, targets)}
+            parameters += sum(rank * one.count * (one.features_in + one.features_out) for one in chosen.values())
+            inner += sum(rank * one.active for one in chosen.values())
+            outputs += sum(one.features_out * one.active for one in chosen.values())
+            kept = {one.reads: one.features_in * one.active for one in chosen.values() if one.reads != "attention"}
+            inputs += sum(kept.values())
+        return Adapters(parameters, inputs, inner, outputs)
+
+    def _layer_matrices(self) -> dict[str, _Matrix]:
+        """Of a layer, by their names in it."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = {
+            "self_attn.q_proj": _Matrix(self.hidden, queries, "norm"),
+            "self_attn.k_proj": _Matrix(self.hidden, keys, "norm"),
+            "self_attn.v_proj": _Matrix(self.hidden, keys, "norm"),
+            "self_attn.o_proj": _Matrix(queries, self.hidden, "attention"),
+        }
+        if self.experts > 1:
+            count, active, inner = self.experts, self.active_experts, self.intermediate
+            matrices["mlp.gate"] = _Matrix(self.hidden, self.experts, "second norm")
+            matrices["mlp.experts.gate_up_proj"] = _Matrix(self.hidden, 2 * inner, "second norm", count, active)
+            matrices["mlp.experts.down_proj"] = _Matrix(inner, self.hidden, "product", count, active)
+            return matrices
+        for name in ("gate_proj", "up_proj")[-self.mlp_matrices + 1 :]:
+            matrices[f"mlp.{name}"] = _Matrix(self.hidden, self.intermediate, "second norm")
+        matrices["mlp.down_proj"] = _Matrix(self.intermediate, self.hidden, "product")
+        return matrices
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, field: str = "model.path") -> ModelSpec:
@@ -159,6 +220,16 @@ class ModelSpec:
             norms_per_layer=4 if config.get("model_type") in _FOUR_NORMS else 2,
             has_head_norms=config.get("model_type") in _HEAD_NORMS,
         )
+
+
+def _is_target(layer: int, name: str, targets: Sequence[str]) -> bool:
+    names = [f"model.layers.{layer}.{one}" for one in (name, _FUSED_NAMES.get(name, name))]
+    return any(
+        name.startswith(_PARTS_OF_LAYERS[target])
+        if target in _PARTS_OF_LAYERS
+        else any(fnmatchcase(one, target) for one in names)
+        for target in targets
+    )
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:

@@ -46,7 +46,7 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     lines = [
         f"run       {config.algorithm} into {config.run.dir}, "
         + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
-        f"model     {model_spec.parameters:,} parameters in {config.model.path}" + _adapters(config),
+        f"model     {model_spec.parameters:,} parameters in {config.model.path}" + _adapters(config, model_spec),
         *(f"{'data' if one.field == 'data.train' else _held_out(one):<9} {one}" for one in sets),
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
@@ -60,7 +60,7 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
             f"{config.rollout.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt:,} responses "
             f"of at most {config.rollout.max_new_tokens:,} tokens"
         )
-    if config.mesh.dp != "auto" and config.lora.rank is None:  # of adapters there is no estimate
+    if config.mesh.dp != "auto":
         lines.append(_memory_line(config, model_spec, on_cpu=on_cpu))
     interval = config.checkpoint.interval_steps
     saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
@@ -68,11 +68,12 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     return lines
 
 
-def _adapters(config: RunConfig) -> str:
+def _adapters(config: RunConfig, model_spec: ModelSpec) -> str:
     if config.lora.rank is None:
         return ""
     begin = "" if config.lora.path is None else f" from {config.lora.path}"
-    return f", and adapters of rank {config.lora.rank}{begin}, which alone are trained"
+    beside = model_spec.adapters(config.lora.rank, config.lora.targets)
+    return f", and {beside.parameters:,} in adapters of rank {config.lora.rank}{begin}, which alone are trained"
 
 
 def _held_out(one: RecordSet) -> str:

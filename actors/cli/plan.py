@@ -88,12 +88,6 @@ def plan_command(options: argparse.Namespace) -> int:
             not fit. ResourceError: nothing fits the memory of the device that was named.
     """
     config = with_model_folders(load_config(options.config, options.overrides), with_weights=False)
-    if config.lora.rank is not None:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank}: there is no estimate of adapters yet",
-            field="lora.rank",
-            hint="plan without it; adapters take less memory and time than that",
-        )
     config = _with_ranks(config, options.ranks)
     _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
     folder = read_model_folder(config.model.path, with_weights=False)
@@ -110,6 +104,7 @@ def plan_command(options: argparse.Namespace) -> int:
         config, model_spec, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
     )
     computing = computing_of(config, model_spec, on_cpu=device.on_cpu)
+    adapters = computing.adapters_of(model_spec)
     samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
     found = simulate_settings(
@@ -127,6 +122,8 @@ def plan_command(options: argparse.Namespace) -> int:
     batch = samples if isinstance(samples, RolloutBatch) else None
     if options.json:
         record = {"lengths": spec, "is_batch": batch is not None, "parameters": model_spec.parameters}
+        if adapters is not None:
+            record |= {"adapters": dataclasses.asdict(adapters)}
         record |= dataclasses.asdict(found)
         if config.mesh.cp > 1:
             record |= {"lightest_strategy": lightest_strategy(found, attention)}
@@ -134,7 +131,7 @@ def plan_command(options: argparse.Namespace) -> int:
         print(json.dumps({**record, "estimate": outlook.to_json()}, indent=1, allow_nan=False))
     else:
         source = spec if options.lengths is not None else f"{spec} (a guess: give --lengths)"
-        print("\n".join(plan_table(config, model_spec, choice, found, outlook, source, batch)))
+        print("\n".join(plan_table(config, model_spec, choice, found, outlook, source, batch, adapters)))
     return 0
 
 

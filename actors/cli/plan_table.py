@@ -9,7 +9,7 @@ from slimefsdp.batching.plan import MIN_GAIN
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import byte_text
-from slimefsdp.model_spec import ModelSpec
+from slimefsdp.model_spec import Adapters, ModelSpec
 from slimefsdp.perf_model.recommend import Outlook, lightest_strategy
 from slimefsdp.perf_model.simulate import Simulation
 from slimefsdp.perf_model.step_time import Candidate
@@ -26,6 +26,7 @@ def plan_table(
     outlook: Outlook,
     source: str,
     batch: RolloutBatch | None,
+    adapters: Adapters | None,
 ) -> list[str]:
     """The lines of a plan.
 
@@ -33,6 +34,7 @@ def plan_table(
         choice: of the attention's strategy.
         source: where the samples are from.
         batch: that is planned; None: nothing is known but lengths.
+        adapters: that are trained; None: the model is.
     """
     mesh, updates, imbalance = found.mesh, found.updates, found.imbalance
     fewest, mean, most = found.tokens_per_rank
@@ -44,6 +46,7 @@ def plan_table(
         f"most {config.max_pack_tokens:,} tokens",
         f"model     {_count(model_spec.parameters)} parameters: {model_spec.layers} layers of {model_spec.hidden}, "
         f"{model_spec.heads} heads over {model_spec.kv_heads} key heads",
+        *([] if adapters is None else [_adapters_line(config, adapters)]),
         f"samples   {found.samples:,} with {found.tokens:,} tokens, the longest {found.longest:,}: {source}",
         *_batch_lines(config, found, batch),
         f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
@@ -72,6 +75,13 @@ def plan_table(
         "",
     ]
     return [*lines, *_memory_lines(config, outlook), "", *_time_lines(outlook)]
+
+
+def _adapters_line(config: RunConfig, adapters: Adapters) -> str:
+    return (
+        f"adapters  {_count(adapters.parameters)} parameters of rank {config.lora.rank} are trained, beside weights in "
+        f"{config.precision.compute_dtype} that are not"
+    )
 
 
 def _batch_lines(config: RunConfig, found: Simulation, batch: RolloutBatch | None) -> list[str]:

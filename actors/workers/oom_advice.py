@@ -29,7 +29,7 @@ def memory_error(
     """The typed error of one that `is_out_of_memory`, on the rank that raised it.
 
     Args:
-        config: with mesh.dp and fsdp.sharding as they are used; an estimate is made of no others, nor of adapters.
+        config: with mesh.dp and fsdp.sharding as they are used; an estimate is made of no others.
         model_config: what the role's config.json holds; None: it is not known.
     """
     tokens = getattr(error, TOKENS, None)
@@ -39,8 +39,7 @@ def memory_error(
     model_spec = model_spec_of(model_config)
     in_update = tokens is not None  # elsewhere, such as in a launch or a save, no micro-batch takes part
     hint = f"{'lower batch.max_tokens_per_rank, or ' if in_update else ''}take more ranks or memory"
-    has_estimate = role != "ref" and config.lora.rank is None  # what adapters take is estimated nowhere
-    if model_spec is not None and has_estimate and "auto" not in (config.mesh.dp, config.fsdp.sharding):
+    if model_spec is not None and role != "ref" and "auto" not in (config.mesh.dp, config.fsdp.sharding):
         expected = partial(_expected, model_spec, role, tokens, on_cpu=device.type == "cpu")
         held = expected(config)
         parts = {field.name: getattr(held, field.name) for field in fields(held) if field.name != "host"}

@@ -133,13 +133,12 @@ class RunConfig(AlgorithmSettings):
         given = "rank" if self.lora.path is None else "path"
         setting = f"lora.{given}={getattr(self.lora, given)}"
         adapters = f"adapters of {setting}"
-        frozen, sharding = self.model.frozen, self.fsdp.sharding
+        frozen = self.model.frozen
         unsupported = [
             (self.algorithm == "ppo", f"algorithm=ppo trains a critic, which is not supported beside {adapters}"),
             (frozen, f"model.frozen={short_text(list(frozen or ()))} freezes parts of what {adapters} freeze whole"),
             (self.model.compile, f"model.compile=true is not supported for layers with {adapters}"),
             (self.fsdp.cpu_offload, f"fsdp.cpu_offload=true is not supported with {adapters}"),
-            (sharding == "auto", f"fsdp.sharding=auto chooses by an estimate that does not know {adapters}"),
         ]
         for is_set, problem in unsupported:
             if is_set:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from slimefsdp.model_spec import ModelSpec
+from slimefsdp.model_spec import Adapters, ModelSpec
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -25,6 +25,7 @@ class LayerActivations:
     norms: int  # what both norms before the products keep, and those behind them where there are any
     attention: int  # from queries, keys and values to the output
     mlp: int
+    adapters: int  # what is kept for A and B
     products: int  # what selective recomputation keeps: results of matrix products, attention's output
     stream: int  # the hidden state between layers
     is_stream_kept: bool  # by the first norm; in half precision it keeps a widened copy instead
@@ -34,29 +35,44 @@ class LayerActivations:
     @property
     def kept(self) -> int:
         """Of a layer that is not recomputed."""
-        return self.norms + self.attention + self.mlp
+        return self.norms + self.attention + self.mlp + self.adapters
 
     @classmethod
-    def of_model(cls, model_spec: ModelSpec, *, compute: int, wide: int) -> LayerActivations:
+    def of_model(
+        cls, model_spec: ModelSpec, *, compute: int, wide: int, adapters: Adapters | None = None
+    ) -> LayerActivations:
         """Of the layers of a model.
 
         Args:
             compute, wide: bytes of an element of activations, and of what norms and softmaxes widen it to.
+            adapters: are trained alone. A frozen norm or product keeps nothing for its weight, and what adapters keep
+                and add is that of the mean layer.
         """
         hidden = model_spec.hidden
         queries, keys = model_spec.heads * model_spec.head_dim, model_spec.kv_heads * model_spec.head_dim
         # a norm keeps its widened input, the normed one before its weight, and what the products read
-        norms = 2 * hidden * (wide + 2 * compute) + (model_spec.norms_per_layer - 2) * hidden * (wide + compute)
-        of_rotated = wide + 2 * compute if model_spec.has_head_norms else compute
+        for_weight = compute if adapters is None else 0
+        norms = model_spec.norms_per_layer * hidden * (wide + for_weight) + 2 * hidden * for_weight
+        of_rotated = wide + compute + for_weight if model_spec.has_head_norms else compute
         attention = (queries + keys) * of_rotated + (keys + queries) * compute + model_spec.heads * wide
         per_token = model_spec.active_experts
         rows = model_spec.intermediate * compute * per_token
         routed = 3 * hidden * compute * per_token if model_spec.experts > 1 else 0
+        product = rows if adapters is None else 0  # that the last matrix reads
+        of_adapters = added = 0
+        if adapters is not None:
+            layers = model_spec.layers
+            of_adapters = (adapters.inputs + adapters.inner) * compute // layers
+            added = (adapters.outputs + adapters.inner) * compute // layers
         return cls(
             norms=norms,
             attention=attention,
-            mlp=(model_spec.mlp_matrices + 1) * rows + routed,
-            products=(2 * queries + 2 * keys + 2 * hidden) * compute + (model_spec.mlp_matrices - 1) * rows + routed,
+            mlp=model_spec.mlp_matrices * rows + product + routed,
+            adapters=of_adapters,
+            products=(2 * queries + 2 * keys + 2 * hidden) * compute
+            + (model_spec.mlp_matrices - 1) * rows
+            + routed
+            + added,
             stream=hidden * compute,
             is_stream_kept=compute == wide,
             mlp_backward=2 * rows + hidden * compute,
@@ -83,6 +99,7 @@ class HeadActivations:
         rows: int,
         entropy_grad: bool = False,
         full_kl: bool = False,
+        is_frozen: bool = False,
         on_cpu: bool = False,
     ) -> HeadActivations:
         """Of a policy.
@@ -90,21 +107,23 @@ class HeadActivations:
         Args:
             tokens: of the micro-batch on one rank. rows: those whose log-probs are asked for; 0 of a critic.
             entropy_grad, full_kl: whether the loss differentiates entropies, or the KL over the whole vocabulary.
+            is_frozen: final norm and head keep nothing for their weights, which have no gradient.
         """
         hidden, vocab = model_spec.hidden, model_spec.vocab
+        of_norm = tokens * hidden * (wide if is_frozen else wide + compute)
         if not rows:
-            return cls(kept=tokens * hidden * (wide + compute), forward=0, backward=0)
+            return cls(kept=of_norm, forward=0, backward=0)
         logits = -(-rows // _head_chunks(rows, vocab, wide, on_cpu=on_cpu)) * vocab * wide
         is_half = compute != wide
         widened = min(_WIDENED_WEIGHT_BYTES, vocab * hidden * wide) if is_half and on_cpu else 0
         buffers = 1 + entropy_grad + full_kl
         return cls(
-            kept=tokens * hidden * (wide + compute) + rows * hidden * compute * (2 if full_kl else 1),
+            kept=of_norm + rows * hidden * compute * (2 if full_kl else 1),
             forward=logits * (3 if full_kl else 2) + widened,
             backward=logits * buffers
             + rows * hidden * compute
-            + vocab * hidden * (wide + (compute if is_half else 0))
-            + (0 if is_half else widened),
+            + (0 if is_frozen else vocab * hidden * (wide + (compute if is_half else 0)))
+            + (widened if is_frozen else 0),
         )
 
 

@@ -58,7 +58,12 @@ class Flops:
 
 
 def forward_flops(
-    model_spec: ModelSpec, lengths: np.ndarray, *, counted_rows: int, depths: np.ndarray | None = None
+    model_spec: ModelSpec,
+    lengths: np.ndarray,
+    *,
+    counted_rows: int,
+    depths: np.ndarray | None = None,
+    adapter_parameters: int = 0,
 ) -> Flops:
     """Of one forward pass.
 
@@ -66,6 +71,7 @@ def forward_flops(
         lengths: tokens of every sample, in any shape; or of every node, where samples share what they begin with.
         counted_rows: tokens whose log-prob is asked for; the head projects no other. Of a critic 0.
         depths: tokens above every node in its samples, in the shape of lengths; None: nothing is shared.
+        adapter_parameters: of adapters beside the layers' weights.
     """
     ends = lengths.astype(np.float64)
     starts = np.zeros_like(ends) if depths is None else depths.astype(np.float64)
@@ -75,7 +81,9 @@ def forward_flops(
     whole_layers = model_spec.layers - model_spec.windowed_layers
     pairs = whole_layers * whole.sum() + model_spec.windowed_layers * windowed.sum()
     return Flops(
-        layers=2.0 * model_spec.layers * _active_layer_parameters(model_spec) * float(lengths.sum()),
+        layers=2.0
+        * (model_spec.layers * _active_layer_parameters(model_spec) + adapter_parameters)
+        * float(lengths.sum()),
         attention=4.0 * model_spec.heads * model_spec.head_dim * float(pairs),
         head=2.0 * model_spec.embedding_parameters * counted_rows,
     )
@@ -88,6 +96,7 @@ def training_flops(
     counted_rows: int,
     depths: np.ndarray | None = None,
     trained_share: float = 1.0,
+    adapter_parameters: int = 0,
 ) -> Flops:
     """Of one forward and backward pass, as model FLOPs utilisation (MFU) counts them: nothing is computed twice.
 
@@ -96,10 +105,11 @@ def training_flops(
     Args:
         lengths, counted_rows, depths: as `forward_flops`.
         trained_share: of the weights; a frozen weight has no gradient, though what is below it may.
+        adapter_parameters: of adapters, which are trained, too, and no part of the weights.
     """
     forward = forward_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths)
-    of_weights = 2 + trained_share
-    return Flops(forward.layers * of_weights, forward.attention * 3, forward.head * of_weights)
+    of_weights, of_adapters = 2 + trained_share, 6.0 * adapter_parameters * float(lengths.sum())
+    return Flops(forward.layers * of_weights + of_adapters, forward.attention * 3, forward.head * of_weights)
 
 
 def executed_flops(
@@ -109,6 +119,7 @@ def executed_flops(
     counted_rows: int,
     depths: np.ndarray | None = None,
     trained_share: float = 1.0,
+    adapter_parameters: int = 0,
     recomputed_layers: int = 0,
     recomputed_head: float = 0.0,
 ) -> Flops:
@@ -117,14 +128,23 @@ def executed_flops(
     Attention's backward multiplies queries with keys again, and the head's computes the logits that it did not keep.
 
     Args:
-        lengths, counted_rows, depths, trained_share: as `training_flops`.
+        lengths, counted_rows, depths, trained_share, adapter_parameters: as `training_flops`.
         recomputed_layers: decoder layers that activation checkpointing computes again, counted whole; torch leaves out
             the last product of those whose gradients do not read its result.
         recomputed_head: share of the head's projection that backward computes again
             (`slimefsdp.perf_model.activations.recomputed_head_share`).
     """
-    once = forward_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths)
-    needed = training_flops(model_spec, lengths, counted_rows=counted_rows, depths=depths, trained_share=trained_share)
+    once = forward_flops(
+        model_spec, lengths, counted_rows=counted_rows, depths=depths, adapter_parameters=adapter_parameters
+    )
+    needed = training_flops(
+        model_spec,
+        lengths,
+        counted_rows=counted_rows,
+        depths=depths,
+        trained_share=trained_share,
+        adapter_parameters=adapter_parameters,
+    )
     again = recomputed_layers / model_spec.layers
     return Flops(
         layers=needed.layers + again * once.layers,

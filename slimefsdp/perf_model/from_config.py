@@ -40,7 +40,11 @@ def computing_of(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> C
         recompute_every=config.model.checkpoint_every_n_layers,
         is_optimizer_fused=config.optim.name == "adamw" and config.optim.implementation != "foreach",
         cpu_offload=config.fsdp.cpu_offload,
-        trained_share=model_spec.trained_parameters(config.model.frozen or ()) / model_spec.parameters,
+        trained_share=model_spec.trained_parameters(config.model.frozen or ()) / model_spec.parameters
+        if config.lora.rank is None
+        else 0.0,
+        lora_rank=config.lora.rank,
+        lora_targets=config.lora.targets,
         entropy_grad=config.loss.entropy_coefficient != 0,
         full_kl=config.kl_estimator == "full",
         on_cpu=on_cpu,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
-from slimefsdp.model_spec import ModelSpec
+from slimefsdp.model_spec import Adapters, ModelSpec
 from slimefsdp.perf_model.activations import HeadActivations, LayerActivations, Recompute, is_recomputed, kept_between
 
 Sharding = Literal["full", "keep_parameters", "optimizer", "replicate"]
@@ -75,10 +76,16 @@ class Computing:
     recompute_every: int = 1
     is_optimizer_fused: bool = False
     cpu_offload: bool = False
-    trained_share: float = 1.0  # of the parameters: what has gradients and optimiser state
+    trained_share: float = 1.0  # of the model's parameters: what has gradients and optimiser state
+    lora_rank: int | None = None  # then these are adapters alone, and no share of the model's
+    lora_targets: Sequence[str] = ("attention", "mlp")
     entropy_grad: bool = False
     full_kl: bool = False
     on_cpu: bool = False  # gloo copies what it sends, and memory of the host is the device's
+
+    def adapters_of(self, model_spec: ModelSpec) -> Adapters | None:
+        """What is trained beside a model; None: all of it, or `trained_share`."""
+        return None if self.lora_rank is None else model_spec.adapters(self.lora_rank, self.lora_targets)
 
     def recomputed_share(self, layers: int) -> float:
         """Of so many layers, whose forward runs, and sends, once more in backward."""
@@ -95,26 +102,37 @@ class MicroBatches:
 
 
 def memory_per_rank(
-    model_spec: ModelSpec, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, trained_share: float = 1.0
+    model_spec: ModelSpec,
+    sharding: Sharding,
+    *,
+    shard_ranks: int,
+    sizes: ByteSizes,
+    trained_share: float = 1.0,
+    adapters: Adapters | None = None,
 ) -> Memory:
     """What a rank holds without activations.
 
     Args:
         shard_ranks: ranks that share one copy of the model, mesh.dp x mesh.cp; `replicate` shares nothing.
-        trained_share: of the parameters: the others have neither gradients nor optimiser state.
+        trained_share: of the model's parameters: the others have neither gradients nor optimiser state.
+        adapters: are trained, too; beside them the model is stored in the dtype that it computes in.
     """
-    held = -(-model_spec.parameters // (1 if sharding == "replicate" else shard_ranks))
-    trained = round(held * trained_share)
+    shards, beside = 1 if sharding == "replicate" else shard_ranks, 0 if adapters is None else adapters.parameters
+    held, held_beside = -(-model_spec.parameters // shards), -(-beside // shards)
+    trained = round(held * trained_share) + held_beside
     # the root stays whole from forward to backward; beside it one layer at a time, or everything
-    gathered = model_spec.root_parameters + max(model_spec.layer_parameters, model_spec.embedding_unit_parameters)
+    layer = model_spec.layer_parameters + beside // model_spec.layers
+    gathered = model_spec.root_parameters + max(layer, model_spec.embedding_unit_parameters)
     if sharding in ("keep_parameters", "optimizer"):
-        gathered = model_spec.parameters
-    whole_gradients = round(model_spec.parameters * trained_share) * sizes.reduce if sharding == "optimizer" else 0
+        gathered = model_spec.parameters + beside
+    whole_gradients = 0
+    if sharding == "optimizer":
+        whole_gradients = (round(model_spec.parameters * trained_share) + beside) * sizes.reduce
     return Memory(
-        parameters=held * sizes.master,
+        parameters=held * (sizes.master if adapters is None else sizes.compute) + held_beside * sizes.master,
         gradients=trained * sizes.master,
         optimizer=trained * sizes.master * sizes.optimizer_states,
-        unsharded=min(gathered, model_spec.parameters) * sizes.compute + whole_gradients,
+        unsharded=min(gathered, model_spec.parameters + beside) * sizes.compute + whole_gradients,
     )
 
 
@@ -158,20 +176,26 @@ class _Step:
         """Memory in the head, in the backward of the last layers, at the embedding, in the optimiser."""
         model, sizes, how = self.model_spec, self.sizes, self.computing
         at_rest = memory_per_rank(
-            model, self.sharding, shard_ranks=self._shards, sizes=sizes, trained_share=how.trained_share
+            model,
+            self.sharding,
+            shard_ranks=self._shards,
+            sizes=sizes,
+            trained_share=how.trained_share,
+            adapters=self._adapters,
         )
         at_rest = replace(at_rest, unsharded=0)
         before = at_rest  # what earlier micro-batches left
         if self.batch.count == 1:
             before = replace(at_rest, gradients=0)
         elif self.sharding == "optimizer":
-            before = replace(at_rest, gradients=0, unsharded=round(model.parameters * how.trained_share) * sizes.reduce)
-        layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide)
+            trained = round(model.parameters * how.trained_share) + self._adapter_parameters
+            before = replace(at_rest, gradients=0, unsharded=trained * sizes.reduce)
+        layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide, adapters=self._adapters)
         kept = kept_between(layer, model.layers, self.batch.tokens, how.recompute, how.recompute_every)
         yield from self._in_head(before, kept)
         yield from self._in_layers(before, layer)
         yield from self._at_embedding(at_rest if before.gradients else replace(before, gradients=at_rest.gradients))
-        in_optimizer = 0 if how.is_optimizer_fused else round(at_rest.parameters * how.trained_share)
+        in_optimizer = 0 if how.is_optimizer_fused else at_rest.gradients
         yield replace(at_rest, buffers=0 if how.cpu_offload and not how.on_cpu else in_optimizer)
 
     def _in_head(self, before: Memory, kept: int) -> Iterator[Memory]:
@@ -185,10 +209,12 @@ class _Step:
         """The backward of the last layers: in its MLP, in its attention, and when its gradients are summed."""
         model, sizes, how, tokens = self.model_spec, self.sizes, self.computing, self.batch.tokens
         trained = how.trained_share
-        unit, unit_reduced = self._unit(sizes.compute), round(self._unit(sizes.reduce) * trained)
+        unit, unit_reduced = self._unit(sizes.compute), self._unit_gradients(sizes.reduce)
         head_gradient = round(model.embedding_parameters * sizes.compute * trained)
         of_down = round(model.hidden * model.intermediate * sizes.compute * trained)
-        of_others = round((unit - model.attention_parameters * sizes.compute * 3 // 4) * trained)
+        of_others = self._unit_gradients(sizes.compute) - round(
+            model.attention_parameters * sizes.compute * 3 / 4 * trained
+        )
         # where layers differ in what they keep, the first that is recomputed is among these
         for behind in range(min(1 + how.recompute_every, model.layers)):  # layers whose backward is over
             at_work = model.layers - 1 - behind
@@ -211,7 +237,7 @@ class _Step:
             yield replace(state, unsharded=whole + of_others, activations=below + in_attention * tokens)
             yield replace(
                 state,
-                unsharded=whole - unit + round(unit * trained),
+                unsharded=whole - unit + self._unit_gradients(sizes.compute),
                 activations=below + layer.stream * tokens,
                 buffers=unit_reduced * self._reduce_buffers + (unit if ahead else 0),
             )
@@ -226,7 +252,7 @@ class _Step:
         freed = 0 if before.unsharded else model.layers
         whole = before.unsharded + self._gathered(0, freed) + untied
         yield replace(before, unsharded=whole + 2 * size * sizes.compute, activations=stream)
-        of_layers = round(model.layers * self._unit(sizes.reduce) * trained)
+        of_layers = model.layers * self._unit_gradients(sizes.reduce)
         gradients = size * sizes.compute * (1 if model.is_tied else 2)
         yield replace(
             before,
@@ -244,8 +270,17 @@ class _Step:
             rows=self.batch.rows,
             entropy_grad=how.entropy_grad,
             full_kl=how.full_kl,
+            is_frozen=how.lora_rank is not None,
             on_cpu=how.on_cpu,
         )
+
+    @cached_property
+    def _adapters(self) -> Adapters | None:
+        return self.computing.adapters_of(self.model_spec)
+
+    @property
+    def _adapter_parameters(self) -> int:
+        return 0 if self._adapters is None else self._adapters.parameters
 
     @property
     def _shards(self) -> int:
@@ -269,7 +304,11 @@ class _Step:
         return 2 if self.copies * self.shard_ranks > 1 else 1
 
     def _unit(self, element_bytes: int) -> int:
-        return self.model_spec.layer_parameters * element_bytes
+        return (self.model_spec.layer_parameters + self._adapter_parameters // self.model_spec.layers) * element_bytes
+
+    def _unit_gradients(self, element_bytes: int) -> int:
+        trained = round(self.model_spec.layer_parameters * self.computing.trained_share)
+        return (trained + self._adapter_parameters // self.model_spec.layers) * element_bytes
 
     def _gathered(self, of_layers: int, behind: int = 0) -> int:
         """Bytes of parameters that are whole.
@@ -284,14 +323,17 @@ class _Step:
         return root + (self.model_spec.layers - behind) * self._unit(self.sizes.compute)
 
 
-def gathered_parameters(model_spec: ModelSpec, sharding: Sharding, micro_batches: float) -> float:
-    """Parameters that a rank makes whole in an update, counted as often as they are.
+def gathered_parameters(
+    model_spec: ModelSpec, sharding: Sharding, micro_batches: float, adapters: Adapters | None = None
+) -> float:
+    """Parameters that a rank makes whole in an update, those of adapters too, counted as often as they are.
 
     In forward and, but for the root's, again in backward; `keep_parameters` once a micro-batch, `optimizer` once.
     """
+    parameters = model_spec.parameters + (0 if adapters is None else adapters.parameters)
     if sharding == "optimizer":
-        return float(model_spec.parameters)
-    each = model_spec.parameters * (1 if sharding == "keep_parameters" else 2)
+        return float(parameters)
+    each = parameters * (1 if sharding == "keep_parameters" else 2)
     return micro_batches * (each if sharding == "keep_parameters" else each - model_spec.root_parameters)
 
 
@@ -304,17 +346,22 @@ def sharding_traffic(
     sizes: ByteSizes,
     micro_batches: float = 1,
     trained_share: float = 1.0,
+    adapters: Adapters | None = None,
 ) -> ShardingTraffic:
     """What a rank sends for the forward and backward of an update's micro-batches, by ring collectives.
 
     Gradients are summed over the shards, then over the copies of the model, in every micro-batch; under `optimizer`
     once.
+
+    Args:
+        trained_share, adapters: as `memory_per_rank`.
     """
     if sharding == "replicate":
         dp_replicate, shard_ranks = dp_replicate * shard_ranks, 1
-    gathered = gathered_parameters(model_spec, sharding, micro_batches) * sizes.compute
+    gathered = gathered_parameters(model_spec, sharding, micro_batches, adapters) * sizes.compute
     sums = 1 if sharding == "optimizer" else micro_batches
-    summed = sums * model_spec.parameters * trained_share * sizes.reduce
+    trained = model_spec.parameters * trained_share + (0 if adapters is None else adapters.parameters)
+    summed = sums * trained * sizes.reduce
     others = (shard_ranks - 1) / shard_ranks
     return ShardingTraffic(
         all_gather=round(gathered * others),
@@ -345,10 +392,11 @@ def choose_sharding(
         others: bytes there that are not this model's.
         levels: to choose from.
     """
+    how = computing or Computing()
 
     def held(level: Sharding) -> int:
         found = step_memory(
-            model_spec, level, batch, shard_ranks=shard_ranks, copies=dp_replicate, sizes=sizes, computing=computing
+            model_spec, level, batch, shard_ranks=shard_ranks, copies=dp_replicate, sizes=sizes, computing=how
         )
         return found.total + others
 
@@ -360,7 +408,8 @@ def choose_sharding(
             shard_ranks=shard_ranks,
             sizes=sizes,
             micro_batches=batch.count,
-            trained_share=1.0 if computing is None else computing.trained_share,
+            trained_share=how.trained_share,
+            adapters=how.adapters_of(model_spec),
         )
         return sent.total, sent.copied, held(level)
 

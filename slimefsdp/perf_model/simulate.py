@@ -208,6 +208,8 @@ def simulate_plan(
     counted_of_computed = min(1.0, counted_share * tokens / computed_tokens)
     counted_rows = round(computed_tokens * counted_of_computed)
     most = balance.most_tokens_at_once
+    adapters = computing.adapters_of(model_spec)
+    beside = 0 if adapters is None else adapters.parameters
     largest = MicroBatches(most, max(1, round(most * counted_of_computed)), max(micro_batches))
     return Simulation(
         mesh=mesh,
@@ -233,13 +235,21 @@ def simulate_plan(
             sizes=sizes,
             micro_batches=sum(micro_batches) / num_updates,
             trained_share=computing.trained_share,
+            adapters=adapters,
         ),
         memory=_memory_of_levels(model_spec, mesh, largest, sizes, computing),
         largest=largest,
         needed_flops=training_flops(
-            model_spec, nodes, counted_rows=counted_rows, depths=depths, trained_share=computing.trained_share
+            model_spec,
+            nodes,
+            counted_rows=counted_rows,
+            depths=depths,
+            trained_share=computing.trained_share,
+            adapter_parameters=beside,
         ).over(num_updates),
-        forward_flops=forward_flops(model_spec, nodes, counted_rows=counted_rows, depths=depths).over(num_updates),
+        forward_flops=forward_flops(
+            model_spec, nodes, counted_rows=counted_rows, depths=depths, adapter_parameters=beside
+        ).over(num_updates),
     )
 
 

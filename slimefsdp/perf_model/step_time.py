@@ -114,11 +114,12 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     of_head = recomputed_head_share(model, wide=sizes.wide, rows=work.batch.rows, on_cpu=computing.on_cpu)
     products = work.needed.layers + work.needed.head + of_head * work.forward.head + again * work.forward.layers
     attention = work.needed.attention + (0.5 + again) * work.forward.attention
-    layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide)
+    adapters = computing.adapters_of(model)
+    beside = 0 if adapters is None else adapters.parameters
+    layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide, adapters=adapters)
     touched = layer.kept * model.layers * work.tokens * (_PASSES_OVER_ACTIVATIONS + recomputed)
     shards = 1 if sharding == "replicate" else work.shard_ranks
-    held = model.parameters / shards
-    trained = held * computing.trained_share
+    trained = (model.parameters * computing.trained_share + beside) / shards
     passes = _PASSES_OVER_PARAMETERS + _PASSES_OVER_STATES * sizes.optimizer_states
     of_optimizer = trained * sizes.master * passes
     sent = sharding_traffic(
@@ -129,13 +130,15 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
         sizes=sizes,
         micro_batches=work.batch.count,
         trained_share=computing.trained_share,
+        adapters=adapters,
     )
     touched += sent.copied
     to_host = 0.0
     if computing.cpu_offload:
-        gathered = gathered_parameters(model, sharding, work.batch.count) / shards
+        gathered = gathered_parameters(model, sharding, work.batch.count, adapters) / shards
         sums = 1 if sharding == "optimizer" else work.batch.count
-        to_host = gathered * sizes.master + trained * sizes.master * sums
+        stored = sizes.master if adapters is None else sizes.compute
+        to_host = gathered * stored + trained * sizes.master * sums
     attention_bytes = work.attention_bytes + work.attention_bytes_again * recomputed
     return StepTime(
         products=work.slowdown * products / (1e12 * rates.matrix_tflops),
@@ -158,8 +161,9 @@ class _Others:
 def _others_at_rest(
     beside: ColocatedModels, sharding: Sharding, *, shard_ranks: int, sizes: ByteSizes, computing: Computing
 ) -> _Others:
-    reference = _at_rest(beside.reference, sharding, shard_ranks, sizes, 0.0).total
-    critic = _at_rest(beside.headless_critic, sharding, shard_ranks, sizes, 1.0).total
+    frozen, critics = replace(computing, trained_share=0.0, lora_rank=None), _of_critic(computing)
+    reference = _at_rest(beside.reference, sharding, shard_ranks, sizes, frozen).total
+    critic = _at_rest(beside.headless_critic, sharding, shard_ranks, sizes, critics).total
     is_read = computing.full_kl or not beside.reference_rests_on_host
     shown = (reference if is_read else 0) + (0 if beside.critic_rests_on_host else critic)
     # offloaded, all that is at rest is on the host
@@ -167,12 +171,24 @@ def _others_at_rest(
 
 
 def _at_rest(
-    model: ModelSpec | None, sharding: Sharding, shard_ranks: int, sizes: ByteSizes, trained_share: float
+    model: ModelSpec | None, sharding: Sharding, shard_ranks: int, sizes: ByteSizes, computing: Computing
 ) -> Memory:
     if model is None:
         return Memory(0, 0, 0, 0)
-    held = memory_per_rank(model, sharding, shard_ranks=shard_ranks, sizes=sizes, trained_share=trained_share)
+    held = memory_per_rank(
+        model,
+        sharding,
+        shard_ranks=shard_ranks,
+        sizes=sizes,
+        trained_share=computing.trained_share,
+        adapters=computing.adapters_of(model),
+    )
     return replace(held, unsharded=0, gradients=0)
+
+
+def _of_critic(computing: Computing) -> Computing:
+    """Nothing of a critic is frozen but what its adapters freeze."""
+    return replace(computing, trained_share=1.0 if computing.lora_rank is None else 0.0)
 
 
 def bytes_beside(
@@ -193,7 +209,7 @@ def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Mem
     others = _others_at_rest(beside, sharding, shard_ranks=work.shard_ranks, sizes=sizes, computing=computing)
     reference, critic, shown = others.reference, others.critic, others.shown
     hidden = reference + critic - shown
-    policy = _at_rest(work.model_spec, sharding, work.shard_ranks, sizes, computing.trained_share)
+    policy = _at_rest(work.model_spec, sharding, work.shard_ranks, sizes, computing)
     is_offloaded = computing.cpu_offload and not computing.on_cpu
     if is_offloaded:
         policy = Memory(0, 0, 0, 0, host=policy.total)
@@ -213,9 +229,9 @@ def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Mem
             )
         )
     if (model := beside.headless_critic) is not None:
-        # all of it is trained, and no gradient of logits is added to that of the tokens
+        # no gradient of logits is added to that of the tokens
         batch = replace(work.batch, rows=0)
-        training = _step_memory(work, model, sharding, replace(computing, trained_share=1.0), batch)
+        training = _step_memory(work, model, sharding, _of_critic(computing), batch)
         resting = hidden - (critic if beside.critic_rests_on_host or is_offloaded else 0)
         awake = policy.total + (0 if is_offloaded else reference - resting)
         moments.append(replace(training, others=awake, host=training.host + policy.host + resting))

@@ -378,13 +378,14 @@ def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, 
     peak = config.profile.peak_tflops
     if peak is None and mesh.device.type == "cuda" and compute_dtype(config).itemsize == 2:
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device))
-    weights, trained = (
-        sum(parameter.numel() for _, parameter in named) for named in (model.named_weights(), model.trained_weights())
-    )
+    weights = [parameter for _, parameter in model.named_weights()]
+    adapters = sum(parameter.numel() for _, parameter in model.all_parameters()) - sum(p.numel() for p in weights)
+    trained = sum(parameter.numel() for parameter in weights if parameter.requires_grad)
     return Throughput(
         ranks=dist.get_world_size(mesh.group),
         model_spec=model_spec_of(folder.config),
-        trained_share=trained / weights,
+        trained_share=trained / sum(parameter.numel() for parameter in weights),
+        adapter_parameters=adapters,
         has_vocabulary_head=isinstance(model, PolicyModel),
         peak_tflops=peak,
     )

@@ -109,6 +109,7 @@ class Throughput:
     ranks: int
     model_spec: ModelSpec | None  # None: they are not known
     trained_share: float = 1.0  # of the weights
+    adapter_parameters: int = 0  # beside them
     has_vocabulary_head: bool = True
     peak_tflops: float | None = None  # of one rank's device; None: not known
 
@@ -149,4 +150,5 @@ class Throughput:
             counted_rows=counted,
             depths=depths[samples],
             trained_share=self.trained_share,
+            adapter_parameters=self.adapter_parameters,
         ).total

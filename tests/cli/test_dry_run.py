@@ -47,7 +47,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["mesh.dp=auto"], ["dp_replicate 1 x dp "]),
         (["mesh.dp=2", "rollout.placement=colocated"], ["1 embedded in the places of ranks"]),
         (["batch.samples_per_update=96"], ["3 a step of 256 samples (96 each, the last of an epoch 64)"]),
-        (["lora.rank=4"], ["adapters of rank 4, which alone are trained"]),
+        (["lora.rank=4"], ["in adapters of rank 4, which alone are trained", "by an estimate"]),
         (["checkpoint.interval_steps=1", "rollout.prompts_per_step=3"], ["every 1 step", "24 samples"]),
     ],
 )

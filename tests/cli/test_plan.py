@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actors.cli.main import main
 from slimefsdp.batching.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ConfigError, ResourceError, byte_text
+from slimefsdp.errors import ResourceError, byte_text
 from tests.support.refusals import assert_refusal
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -69,10 +69,22 @@ def test_a_device_that_is_advised_for_a_tiny_model_is_in_its_unit_and_fits(
         main(["--debug", "plan", str(config), "--memory-gb", f"{0.8 * enough / 1e9:.9f}"])
 
 
-def test_adapters_are_refused_for_there_is_no_estimate_of_them(config: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        main(["--debug", "plan", str(config), "lora.rank=4"])
-    assert_refusal(caught.value, ConfigError, "lora.rank", "lora.rank=4")
+def test_a_plan_of_adapters_takes_less_of_everything_and_says_how_many_are_trained(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(*overrides: str) -> dict[str, Any]:
+        assert main(["plan", str(config), "--json", "--lengths", "fixed(64)", *overrides]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    whole, adapters = planned(), planned("lora.rank=4")
+    assert "adapters" not in whole and adapters["adapters"]["parameters"] == 4 * 2 * (224 + 3 * 96)
+    chosen = [found["estimate"]["chosen"] for found in (whole, adapters)]
+    assert chosen[1]["memory"]["total"] < chosen[0]["memory"]["total"]
+    assert chosen[1]["seconds"]["products"] < 0.9 * chosen[0]["seconds"]["products"]
+    assert adapters["sharding"]["reduce_scatter"] < 0.5 * whole["sharding"]["reduce_scatter"]
+    assert main(["plan", str(config), "--lengths", "fixed(64)", "lora.rank=4", "fsdp.sharding=auto"]) == 0
+    assert "parameters of rank 4 are trained" in capsys.readouterr().out
 
 
 def rates(folder: Path, **changes: Any) -> list[str]:

@@ -365,7 +365,6 @@ RULES = [
             "model__frozen": ["*.mlp.*"],
             "model__compile": True,
             "fsdp__cpu_offload": True,
-            "fsdp__sharding": "auto",
         }.items()
     ),
     (

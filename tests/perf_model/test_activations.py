@@ -16,6 +16,7 @@ from slimefsdp.distributed.activation_checkpointing import recompute_layers
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import fused_log_probs
 from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.lora import Lora, add_adapters
 from slimefsdp.perf_model.activations import (
     HEAD_CHUNK_BYTES,
     HeadActivations,
@@ -29,10 +30,13 @@ TOKENS = 96
 SIZES = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "head_dim": 32, "vocab_size": 97}
 
 
-def saved_bytes(kind: str, dtype: torch.dtype, recompute: Any = "none") -> int:
+def saved_bytes(kind: str, dtype: torch.dtype, recompute: Any = "none", lora: Lora | None = None) -> int:
     """Bytes of distinct storages that a decoder's forward leaves for its backward, weights and buffers left out."""
     policy = PolicyModel(tiny_model(kind, dtype=dtype, **SIZES))
     policy.hf.set_attn_implementation(register_attention())
+    if lora is not None:
+        add_adapters(policy, lora, base_dtype=dtype)
+        policy.hf.get_input_embeddings().weight.requires_grad_(True)  # what lies below all adapters keeps nothing
     recompute_layers(policy.decoder_layers(), recompute, 1)
     attention = Attention(Choice("local", "one rank"))
     attend = attention.for_pack(attention.layout([0, TOKENS]), torch.device("cpu"))
@@ -67,6 +71,21 @@ def test_a_layer_keeps_what_autograd_saves_of_it(kind: str, dtype: torch.dtype, 
     assert saved_bytes(kind, dtype) == pytest.approx(expected, rel=0.06)
 
 
+@pytest.mark.parametrize("targets", [("attention", "mlp"), ("attention",), ("mlp",), ("*.1.*.down_proj",)], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_adapters_frozen_norms_and_products_keep_nothing_for_their_weights(
+    kind: str, dtype: torch.dtype, targets: tuple[str, ...]
+) -> None:
+    model = ModelSpec.from_config(tiny_model(kind, **SIZES).config.to_dict())
+    layer = LayerActivations.of_model(model, compute=dtype.itemsize, wide=4, adapters=model.adapters(8, targets))
+    saved = saved_bytes(kind, dtype, lora=Lora(8, 8.0, targets, seed=0))
+    expected = kept_between(layer, model.layers, TOKENS, "none", 1)
+    assert saved == pytest.approx(expected, rel=0.06)
+    everything = LayerActivations.of_model(model, compute=dtype.itemsize, wide=4)
+    assert layer.kept < everything.kept
+
+
 def test_recomputed_layers_keep_their_input_alone() -> None:
     layer = LayerActivations.of_model(ModelSpec(64, 4, 4, 2, 32, 160, 97), compute=4, wide=4)
     full = kept_between(layer, 4, TOKENS, "full", 1)
@@ -89,6 +108,8 @@ def test_the_head_of_many_rows_holds_two_chunks_of_logits_and_a_gradient_of_its_
     widened = half.forward - found.forward
     assert widened == (8 * 2**20 if device == "cpu" else 0)
     assert half.backward - found.forward // 2 == rows * 64 * 2 + 32_768 * 64 * (4 + 2)
+    frozen = of_model(compute=2, rows=rows, is_frozen=True)
+    assert frozen.backward == half.backward - 32_768 * 64 * (4 + 2) + widened  # the block is widened once more
     critic = of_model(compute=4, rows=0)
     assert critic.forward == critic.backward == 0 < critic.kept
 

@@ -14,6 +14,7 @@ from slimefsdp.distributed.activation_checkpointing import recompute_layers
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
+from slimefsdp.models.lora import Lora, add_adapters
 from slimefsdp.perf_model.flops import executed_flops, forward_flops, training_flops
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
@@ -50,12 +51,16 @@ def test_matrix_products_of_training_are_those_that_torch_counts(kind):
     assert whole == pytest.approx(attention * pairs / (TOKENS**2 * model_spec.layers), rel=1e-12)
 
 
+@pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute):
+def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute, rank):
     hf = tiny_model("qwen3")
     model_spec = ModelSpec.from_config(hf.config.to_dict())
     hf.set_attn_implementation(register_attention())
     policy = PolicyModel(hf)
+    if rank is not None:
+        add_adapters(policy, Lora(rank, 8.0, ["attention", "mlp"], seed=0), base_dtype=torch.float32)
+        hf.get_input_embeddings().weight.requires_grad_(True)  # what is frozen below all adapters has no backward
     if recompute:
         recompute_layers(policy.decoder_layers(), "full", 1)
     tokens, rows = torch.arange(1, 14), torch.tensor([3, 4, 5, 6, 10, 11])
@@ -67,8 +72,14 @@ def test_executed_operations_are_those_of_our_own_forward_and_backward(recompute
         policy(share, policy.attention.for_pack(layout, torch.device("cpu")), temperature=1.0)[0].sum().backward()
     found = counted(flops)
     products = sum(count for operation, count in found.items() if operation.startswith(("aten.mm", "aten.addmm")))
+    adapters = 0 if rank is None else model_spec.adapters(rank, ["attention", "mlp"]).parameters
     expected = executed_flops(
-        model_spec, np.array([9, 4]), counted_rows=6, recomputed_layers=model_spec.layers if recompute else 0
+        model_spec,
+        np.array([9, 4]),
+        counted_rows=6,
+        recomputed_layers=model_spec.layers if recompute else 0,
+        trained_share=1.0 if rank is None else 0.0,
+        adapter_parameters=adapters,
     )
     assert expected.layers + expected.head == products
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from slimefsdp.model_spec import ModelSpec
@@ -124,3 +126,36 @@ def test_auto_takes_what_sends_least_among_what_fits() -> None:
     # with one micro-batch there is nothing to put off, and sums on every rank send a third less than gathers and shards
     once = MicroBatches(8192, 4096, 1)
     assert chosen(1e6, once) == chosen(1e6, once)
+
+
+def test_beside_adapters_the_model_is_held_once_in_the_compute_dtype() -> None:
+    adapters = SEVEN.adapters(32, ["attention", "mlp"])
+    assert 0.02 < adapters.parameters / SEVEN.parameters < 0.04
+    for level, shards in (("full", 4), ("replicate", 1)):
+        held = memory_per_rank(
+            SEVEN, level, shard_ranks=4, sizes=ByteSizes(), trained_share=0.0, adapters=adapters
+        )  # fmt: skip
+        beside = adapters.parameters * 4 / shards
+        assert held.parameters == pytest.approx(14 * GB / shards + beside, rel=1e-3)
+        assert held.gradients == pytest.approx(beside) and held.optimizer == pytest.approx(2 * beside)
+
+
+def test_adapters_alone_are_summed_and_the_head_has_no_gradient() -> None:
+    adapters = SEVEN.adapters(32, ["attention", "mlp"])
+    whole = sharding_traffic(SEVEN, "full", dp_replicate=2, shard_ranks=4, sizes=ByteSizes())
+    sent = sharding_traffic(
+        SEVEN, "full", dp_replicate=2, shard_ranks=4, sizes=ByteSizes(), trained_share=0.0, adapters=adapters
+    )
+    assert whole.all_gather < sent.all_gather < 1.04 * whole.all_gather
+    assert sent.reduce_scatter == pytest.approx(adapters.parameters * 4 * 3 / 4, rel=1e-3)
+    assert sent.all_reduce == pytest.approx(adapters.parameters * 4 / 4, rel=1e-3)
+    for level in SHARDINGS:
+        assert peak(level, trained_share=0.0, lora_rank=32) < peak(level)
+    widest = replace(SEVEN, vocab=1_000_000)
+    how = Computing(trained_share=0.0, lora_rank=32)
+    frozen, trained = (
+        step_memory(widest, "full", STEP, shard_ranks=8, sizes=ByteSizes(), computing=computing)
+        for computing in (how, Computing())
+    )
+    # its gradient in float32 and rounded is as large as six bytes of each of its weights
+    assert trained.head - frozen.head > 0.9 * 6 * widest.embedding_parameters

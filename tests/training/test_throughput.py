@@ -94,6 +94,20 @@ def step_of(rank: int, config: RunConfig, role: Role, batch: RolloutBatch) -> di
     return Trainer(config, role, device=CPU).train_step(batch)
 
 
+def test_a_train_step_counts_adapters_beside_frozen_weights(ranks: RankPool, tiny_folder: TinyFolder) -> None:
+    config = settings(tiny_folder(vocab_size=97), lora={"rank": 4})
+    batch = fresh_batch()
+    (metrics,) = ranks.run(1, step_of, config, "actor", batch)
+    chosen = plan_training(config, batch).samples_of(0)
+    rows = int(batch.mask[np.isin(batch.sample_ids, chosen)].sum())
+    model_spec = ModelSpec.from_config(tiny_model(vocab_size=97).config.to_dict())
+    adapters = model_spec.adapters(4, config.lora.targets).parameters
+    lengths = batch.lengths[chosen]
+    flops = training_flops(model_spec, lengths, counted_rows=rows, trained_share=0.0, adapter_parameters=adapters)
+    rate = flops.total / metrics["train_seconds"] / 1e12
+    assert metrics["tflops_per_rank"] == pytest.approx(rate, rel=1e-12)
+
+
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_train_step_reports_them_for_its_own_model_and_ranks(
     role: Role, ranks: RankPool, tiny_folder: TinyFolder
