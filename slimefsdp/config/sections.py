@@ -238,7 +238,7 @@ class ModelSettings(Settings):
 
 
 class LoraSettings(Settings):
-    """Adapters of low rank, which are trained in place of the policy's parameters (docs/lora.md)."""
+    """Adapters of low rank, trained in place of the parameters of the policy and of a critic (docs/lora.md)."""
 
     rank: PositiveInt | None = Field(
         None, description="columns of an adapter's B, rows of its A; null: no adapters, the parameters are trained"

@@ -135,7 +135,6 @@ class RunConfig(AlgorithmSettings):
         adapters = f"adapters of {setting}"
         frozen = self.model.frozen
         unsupported = [
-            (self.algorithm == "ppo", f"algorithm=ppo trains a critic, which is not supported beside {adapters}"),
             (frozen, f"model.frozen={short_text(list(frozen or ()))} freezes parts of what {adapters} freeze whole"),
             (self.model.compile, f"model.compile=true is not supported for layers with {adapters}"),
             (self.fsdp.cpu_offload, f"fsdp.cpu_offload=true is not supported with {adapters}"),

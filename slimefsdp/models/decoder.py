@@ -130,12 +130,17 @@ class DecoderModel(nn.Module):
         return [(name.removeprefix("hf."), parameter) for name, parameter in self.named_parameters()]
 
     def saved_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """What a checkpoint holds: the `named_weights`; of a model with adapters these alone, the rest stays as it was.
+        """What a checkpoint holds: the `named_weights`; of a model with adapters the trained ones, the rest stays.
 
         Where nothing has adapters, frozen weights are among them.
         """
-        adapters = [(name, parameter) for name, parameter in self.all_parameters() if name.endswith(_ADAPTER)]
-        return adapters or self.named_weights()
+        has_adapters = any(name.endswith(_ADAPTER) for name, _ in self.all_parameters())
+        return self.trained_weights() if has_adapters else self.named_weights()
+
+    @property
+    def trained_beside_adapters(self) -> frozenset[str]:
+        """Names of the weights that are trained whole where all others have adapters or are frozen."""
+        return frozenset()
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
         """Those of `named_weights` that a folder with these tensors fills: all; a head may begin at 0 instead.
@@ -158,7 +163,7 @@ class DecoderModel(nn.Module):
         return dict(config)
 
     def trained_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """Those of `all_parameters` that have gradients: all but what `freeze` took out, or the adapters alone."""
+        """Those of `all_parameters` that have gradients: all but what `freeze` took out, or adapters and a new head."""
         return [(name, parameter) for name, parameter in self.all_parameters() if parameter.requires_grad]
 
 
@@ -288,6 +293,11 @@ class ValueModel(DecoderModel):
     def has_tied_embeddings(self) -> bool:
         """Never: the head has one row."""
         return False
+
+    @property
+    def trained_beside_adapters(self) -> frozenset[str]:
+        """The head, which may begin at 0."""
+        return frozenset(_HEADS)
 
     def weights_in(self, stored: Mapping[str, TensorEntry]) -> list[tuple[str, nn.Parameter]]:
         """The decoder's, out of the folder of a causal LM; all out of that of a token classifier.

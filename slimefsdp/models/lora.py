@@ -78,7 +78,8 @@ class LoraLinear(nn.Linear):
 def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) -> None:
     """Freezes the model's parameters, stores them in `base_dtype`, and puts adapters beside the targets.
 
-    For before sharding; the adapters have the dtype that the parameters had, and wait for `draw_adapters`.
+    For before sharding; the adapters have the dtype that the parameters had, and wait for `draw_adapters`. A critic's
+    head stays as it is, and is trained.
 
     Raises:
         ConfigError: a target matches nothing, or what can have no adapter; or the rank is more than a matrix has.
@@ -94,9 +95,10 @@ def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) ->
                 hint=f"set it to at most {smaller}, or leave that module out of lora.targets",
             )
     master_dtype = next(iter(targets.values())).weight.dtype
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(base_dtype)
+    for name, parameter in model.named_weights():
+        if name not in model.trained_beside_adapters:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(base_dtype)
     for name, linear in targets.items():
         parent, _, own_name = name.rpartition(".")
         setattr(model.hf.get_submodule(parent), own_name, LoraLinear(linear, lora.rank, lora.alpha, dtype=master_dtype))
@@ -138,14 +140,14 @@ def merged_rows(model: DecoderModel) -> dict[str, Callable[[], torch.Tensor]]:
 
 @torch.no_grad()
 def base_digest(model: DecoderModel, group: dist.ProcessGroup) -> str:
-    """Collective: of the bits of all weights but the adapters, the same on every mesh.
+    """Collective: of the bits of all weights that are frozen beside adapters, the same on every mesh.
 
     Each weight counts by the sum of its bits as whole numbers, in which no order and no split shows.
 
     Args:
         group: the ranks that share a copy of the model.
     """
-    named = model.named_weights()
+    named = [(name, parameter) for name, parameter in model.named_weights() if not parameter.requires_grad]
     sums = []
     for _, parameter in named:
         rows = local_shard(parameter).contiguous()

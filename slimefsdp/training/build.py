@@ -95,7 +95,7 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
 
 
 def lora_of(config: RunConfig) -> Lora | None:
-    """The adapters of an actor, where it has any."""
+    """The adapters of an actor, and of a critic, where they have any."""
     settings = config.lora
     if settings.rank is None:
         return None
@@ -240,7 +240,8 @@ def model_for(
 ) -> AnyModel:
     """Collective: the folder's model, sharded over all ranks of the mesh, its weights loaded or drawn.
 
-    What does not train is frozen: model.frozen of an actor, all but its adapters under lora.rank, all of a reference.
+    What does not train is frozen: model.frozen of an actor, under lora.rank all of an actor and a critic but adapters
+    and the critic's head, and all of a reference.
 
     Args:
         kind: PolicyModel or ValueModel.
@@ -261,7 +262,7 @@ def model_for(
         attention_for=partial(attention_for, config, mesh, cost),
         random_seed=None if folder.has_weights else config.run.seed,
         frozen=(config.model.frozen or ()) if role == "actor" else (),
-        lora=lora_of(config) if role == "actor" else None,
+        lora=None if role == "ref" else lora_of(config),
         adapters=peft_folder_for(config, mesh.group) if role == "actor" else None,
         read_by=config.model.read,
     )

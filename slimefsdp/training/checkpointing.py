@@ -83,6 +83,7 @@ class Checkpoints:
             "optim.name": config.optim.name,
             "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
         }
+        path = "critic.path" if role == "critic" else "model.path"
         if config.lora.rank is not None:  # other runs have no such entries, as the first versions had none
             self._identity |= {
                 "lora.rank": config.lora.rank,
@@ -90,7 +91,7 @@ class Checkpoints:
                 "lora.targets": sorted(config.lora.targets),
                 # the weights that these adapters are beside are in no checkpoint, and must be found as they were
                 "precision.compute_dtype": config.precision.compute_dtype,  # in which they are stored
-                "model.path": f"a folder of weights {base_digest(model, mesh.shard_group)}",
+                path: f"a folder of weights {base_digest(model, mesh.shard_group)}",
             }
         self._background: BackgroundSave | None = None
         if config.checkpoint.async_save:

@@ -361,7 +361,6 @@ RULES = [
             [f"{name.replace('__', '.')}=", "lora.rank=8"],
         )
         for name, value in {
-            "algorithm": "ppo",
             "model__frozen": ["*.mlp.*"],
             "model__compile": True,
             "fsdp__cpu_offload": True,

@@ -10,98 +10,24 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError
 from slimefsdp.preparation.plan import plan_everything, plan_training
 from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
-from tests.support.classifiers import plain_classifier, save_classifier, separate_values
+from tests.support.classifiers import save_classifier, separate_values
+from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
-from tests.support.plain_step import make_batch, settings
+from tests.support.plain_critic import PlainCritic, critic_batch, critic_settings, plain_targets
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
 from tests.support.rpcs import RPCS
 from tests.support.tiny_models import TinyFolder, save_tiny_model
 
 CPU = torch.device("cpu")
-CLIP, GAMMA, LAMBDA = 0.3, 0.97, 0.9
 MESHES = pytest.mark.parametrize("mesh", [{"dp": 1}, {"dp": 2}, {"cp": 2}], ids=["1", "2 dp", "2 cp"])
-
-
-def critic_settings(path: Path, **sections: Any) -> RunConfig:
-    """PPO, without the terms that belong to a policy's loss."""
-    tree = settings(path, loss={"kl_coefficient": 0.0, "entropy_coefficient": 0.0}).model_dump(exclude_unset=True)
-    tree |= {
-        "algorithm": "ppo",
-        "advantage": {"gamma": GAMMA, "gae_lambda": LAMBDA},
-        "critic": {"clip": CLIP},
-    }
-    for name, values in sections.items():
-        tree[name] = {**tree.get(name, {}), **values}
-    return config_from_dict(tree)
-
-
-def critic_batch(seed: int = 0) -> RolloutBatch:
-    """Holes in the masks, rewards of whole samples and of tokens, values near which the clip decides for some."""
-    rng = np.random.default_rng(seed)
-    batch = make_batch(Path(), seed=seed)
-    values, token_rewards = rng.normal(size=(2, batch.num_response_tokens))
-    return batch.replace(values=values, token_rewards=token_rewards * batch.mask)
-
-
-def plain_targets(batch: RolloutBatch, gae_lambda: float = LAMBDA, kl: np.ndarray | None = None) -> np.ndarray:
-    """Lambda-returns of the trained tokens by their recursion, token by token; 0 elsewhere."""
-    assert batch.values is not None and batch.token_rewards is not None and batch.rewards is not None
-    targets = np.zeros(batch.num_response_tokens)
-    for sample in range(batch.num_samples):
-        trained = np.flatnonzero((batch.sample_ids == sample) & batch.mask)
-        next_value = next_target = 0.0
-        for place in reversed(trained):
-            reward = float(batch.token_rewards[place]) - (0.0 if kl is None else kl[place])
-            reward += float(batch.rewards[sample]) if place == trained[-1] else 0.0
-            targets[place] = reward + GAMMA * ((1 - gae_lambda) * next_value + gae_lambda * next_target)
-            next_value, next_target = float(batch.values[place]), targets[place]
-    return targets
-
-
-class PlainCritic:
-    """Separate forwards of transformers' own classifier, the value loss written out, torch's SGD."""
-
-    def __init__(self, path: Path, config: RunConfig) -> None:
-        self.model = plain_classifier(path)
-        lr = config.critic.lr or config.optim.lr
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=config.optim.betas[0])
-        self.max_norm = config.optim.max_grad_norm
-
-    def backward(self, batch: RolloutBatch, targets: np.ndarray, chosen: np.ndarray) -> float:
-        returns = torch.tensor(targets[np.isin(batch.sample_ids, chosen)])
-        batch = batch.select(chosen)
-        values, old = separate_values(self.model, batch), torch.tensor(np.array(batch.values), dtype=torch.float64)
-        bounded = torch.minimum(torch.maximum(values, old - CLIP), old + CLIP)
-        per_token = 0.5 * torch.maximum((values - returns) ** 2, (bounded - returns) ** 2)
-        loss = per_token[torch.tensor(batch.mask)].mean()
-        loss.backward()
-        return loss.item()
-
-    def step(self) -> None:
-        norm = torch.stack([parameter.grad.square().sum() for parameter in self.model.parameters()]).sum().sqrt()
-        for parameter in self.model.parameters():
-            parameter.grad.mul_(min(1.0, self.max_norm / float(norm)))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.grad.clone() for name, parameter in self.model.named_parameters()}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
-
-
-def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    assert a.keys() == b.keys()
-    return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
 def of_critic(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
