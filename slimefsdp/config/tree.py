@@ -137,7 +137,6 @@ class RunConfig(AlgorithmSettings):
         unsupported = [
             (frozen, f"model.frozen={short_text(list(frozen or ()))} freezes parts of what {adapters} freeze whole"),
             (self.model.compile, f"model.compile=true is not supported for layers with {adapters}"),
-            (self.fsdp.cpu_offload, f"fsdp.cpu_offload=true is not supported with {adapters}"),
         ]
         for is_set, problem in unsupported:
             if is_set:

@@ -363,7 +363,6 @@ RULES = [
         for name, value in {
             "model__frozen": ["*.mlp.*"],
             "model__compile": True,
-            "fsdp__cpu_offload": True,
         }.items()
     ),
     (

@@ -115,6 +115,8 @@ SPREAD: dict[str, dict[str, Any]] = {
     "keep_parameters": {"fsdp": {"sharding": "keep_parameters"}, "mesh": {"dp": 2}},
     "optimizer": {"fsdp": {"sharding": "optimizer"}, "mesh": {"dp": 2, "cp": 2}},
     "replicate": {"fsdp": {"sharding": "replicate"}, "mesh": {"dp": 2}},
+    "on the host": {"fsdp": {"cpu_offload": True}, "mesh": {"dp": 2}, "optim": OPTIMIZERS["adamw"]},
+    "on the host, whole": {"fsdp": {"cpu_offload": True, "sharding": "optimizer"}, "mesh": {"dp": 2, "cp": 2}},
     "small units": {"fsdp": {"wrap_layers": ["Qwen3MLP", "Linear"]}, "mesh": {"dp": 2}},
     "clipped": {"optim": {"max_grad_norm": 0.01, "lr": 5.0}, "mesh": {"dp": 2}},
 }
