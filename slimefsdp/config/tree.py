@@ -132,15 +132,11 @@ class RunConfig(AlgorithmSettings):
             return self
         given = "rank" if self.lora.path is None else "path"
         setting = f"lora.{given}={getattr(self.lora, given)}"
-        adapters = f"adapters of {setting}"
-        frozen = self.model.frozen
-        unsupported = [
-            (frozen, f"model.frozen={short_text(list(frozen or ()))} freezes parts of what {adapters} freeze whole"),
-            (self.model.compile, f"model.compile=true is not supported for layers with {adapters}"),
-        ]
-        for is_set, problem in unsupported:
-            if is_set:
-                raise ValueError(f"{problem}; choose another value, or remove lora.{given}")
+        if self.model.frozen:
+            raise ValueError(
+                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of {setting} freeze "
+                "whole; remove one of them"
+            )
         for name in _changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
             raise ValueError(
                 f"reference.{name}={getattr(self.reference, name)} is for a reference with weights of its own, and "

@@ -353,17 +353,11 @@ RULES = [
         {"lora__path": "x", "reference__offload": "none"},
         ["reference.offload=none", "lora.path=x", "reference.path"],
     ),
-    *(
-        (
-            "check_lora_support",
-            {name: value},
-            {"lora__rank": 8, name: value},
-            [f"{name.replace('__', '.')}=", "lora.rank=8"],
-        )
-        for name, value in {
-            "model__frozen": ["*.mlp.*"],
-            "model__compile": True,
-        }.items()
+    (
+        "check_lora_support",
+        {"model__frozen": ["*.mlp.*"]},
+        {"lora__rank": 8, "model__frozen": ["*.mlp.*"]},
+        ["model.frozen=", "lora.rank=8"],
     ),
     (
         "check_lora_support",
