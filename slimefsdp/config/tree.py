@@ -134,8 +134,8 @@ class RunConfig(AlgorithmSettings):
         setting = f"lora.{given}={getattr(self.lora, given)}"
         if self.model.frozen:
             raise ValueError(
-                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of {setting} freeze "
-                "whole; remove one of them"
+                f"model.frozen={short_text(list(self.model.frozen))} freezes parts of what adapters of {setting} "
+                "freeze whole; remove one of them"
             )
         for name in _changed(self.reference, ["offload", "update_interval_steps"] if self.reference_is_policy else []):
             raise ValueError(

@@ -49,11 +49,10 @@ def pid_of(engine: Any) -> int:
     return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid()), timeout=PATIENCE_S))
 
 
-# with the run of test_loop.py that is extended: a group, engines, a recovery from the call log, a resume, an export
-@pytest.mark.default_tier
-def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
-    cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
-) -> None:
+def straight_and_struck(
+    make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], **sections: dict[str, Any]
+) -> list[list[dict[str, str]]]:
+    """The curves of a run and of the same one in which a rank and an engine are killed, and what both recorded."""
     curves = []
     for name in ("straight", "struck"):
         judged.clear()
@@ -62,13 +61,13 @@ def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
             batch={"samples_per_update": 4},
             optim={"schedule": "cosine", "total_updates": 2 * STEPS},
             loss={"kl_coefficient": 0.1},
-            reference={"update_interval_steps": 3},
             data={"train": str(example / "train.jsonl")},
             rollout={
                 "prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 6, "engines": 1,
                 "reward": f"{variety.__module__}:variety", "reward_workers": 0,
             },
             checkpoint={"interval_steps": 2},
+            **sections,
         )  # fmt: skip
         train(config)
         curves.append([bits(row) for row in rows_of(config)])
@@ -79,10 +78,30 @@ def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
             }
         )
     victims.clear()
-    assert curves[0] == curves[1]
     (line,) = (tmp_path / "struck" / RECOVERIES).read_text().splitlines()
     recovery = json.loads(line)
     assert (recovery["code"], recovery["rank"], recovery["checkpoint_step"]) == ("worker_died", 1, 0)
     assert recovery["calls_repeated"] >= 1 and recovery["differences"] == []
     assert not (tmp_path / "straight" / RECOVERIES).exists()
+    return curves
+
+
+# with the run of test_loop.py that is extended: a group, engines, a recovery from the call log, a resume, an export
+@pytest.mark.default_tier
+def test_a_killed_rank_and_a_killed_engine_leave_the_curve_as_it_is(
+    cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
+) -> None:
+    reference = {"update_interval_steps": 3}
+    straight, struck = straight_and_struck(make_config, example, tmp_path, started, reference=reference)
+    assert straight == struck
+    assert "engines were lost" in capsys.readouterr().err
+
+
+def test_so_they_do_where_adapters_are_trained(
+    cluster: None, make_config: Any, example: Path, tmp_path: Path, started: dict[str, Any], capsys: Any
+) -> None:
+    straight, struck = straight_and_struck(make_config, example, tmp_path, started, lora={"rank": 4})
+    assert straight == struck
+    kl = [float.fromhex(row["kl_ref"]) for row in straight]
+    assert kl[0] < kl[-1], "the engine's weights, and the policy's, leave those of the model"
     assert "engines were lost" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from tests.support.trainers import fingerprint, fresh_batch, settings
 CPU = torch.device("cpu")
 SPEEDS = ("train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank")
 FLOAT16 = {"compute_dtype": "float16"}
+ADAPTERS = pytest.mark.parametrize("adapters", [{}, {"lora": {"rank": 4}}], ids=["all weights", "adapters"])
 
 
 def gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
@@ -59,14 +60,17 @@ def weights_after_steps(
         trainer = Trainer(config, device=CPU)
         trainer.updater._loss_scaling = None if scale is None else LossScale(scale, growth_interval=2)
         metrics = trainer.train_step(batch)
-    weights = {name: p.full_tensor().detach() for name, p in trainer.policy.named_weights()}
+    weights = {name: p.full_tensor().detach() for name, p in trainer.policy.all_parameters()}
     return weights, metrics, trainer.updater.loss_scale
 
 
-def test_a_scaled_step_ends_with_the_weights_of_an_unscaled_one(folder: Path, ranks: RankPool) -> None:
+@ADAPTERS
+def test_a_scaled_step_ends_with_the_weights_of_an_unscaled_one(
+    folder: Path, ranks: RankPool, adapters: dict[str, Any]
+) -> None:
     config = settings(
         folder, mesh={"dp": 2}, precision={"compute_dtype": "float64"}, batch={"samples_per_update": 2},
-        optim={"name": "sgd", "lr": 0.1},
+        optim={"name": "sgd", "lr": 0.1}, **adapters,
     )  # fmt: skip
     plain, plain_metrics, _ = ranks.run(2, weights_after_steps, config, fresh_batch(), None)[0]
     for ours, metrics, end in ranks.run(2, weights_after_steps, config, fresh_batch(), 2.0**10):
@@ -111,12 +115,16 @@ def test_a_scale_that_is_too_large_is_halved_until_updates_are_taken(folder: Pat
     assert list(first["health"].group_norms.values()) == groups and first["health"].update == first["taken"] - 1
 
 
-def test_float16_learns_what_float32_learns(folder: Path, ranks: RankPool) -> None:
+@ADAPTERS
+def test_float16_learns_what_float32_learns(folder: Path, ranks: RankPool, adapters: dict[str, Any]) -> None:
     batches = [fresh_batch(seed) for seed in range(3)]
     optim = {"name": "sgd", "lr": 0.1}
-    plain = ranks.run(1, trained, settings(folder, optim=optim), batches)[0]
+    plain = ranks.run(1, trained, settings(folder, optim=optim, **adapters), batches)[0]
     precision = FLOAT16 | {"loss_scale_init": 1024}  # the tiny model's gradients are large
-    ours = ranks.run(2, trained, settings(folder, mesh={"dp": 2}, optim=optim, precision=precision), batches)[0]
+    config = settings(folder, mesh={"dp": 2}, optim=optim, precision=precision, **adapters)
+    ours = ranks.run(2, trained, config, batches)[0]
+    if adapters:  # what they are beside is stored in the dtype that it computes in, they are not
+        assert ours["dtypes"] == {torch.float16, torch.float32}
     for mine, theirs in zip(ours["steps"], plain["steps"], strict=True):
         assert "loss_scale" in mine and "loss_scale" not in theirs and "grad_norm/head" not in mine
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)

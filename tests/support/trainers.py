@@ -51,7 +51,7 @@ def fresh_batch(seed: int = 0) -> RolloutBatch:
 def fingerprint(policy: PolicyModel) -> str:
     """Collective: a digest of every bit of every weight."""
     digest = hashlib.sha256()
-    for name, parameter in policy.named_weights():
+    for name, parameter in policy.all_parameters():
         # a copy: on one rank the full tensor is the shard, and what numpy has seen can no longer sleep
         digest.update(name.encode() + parameter.full_tensor().detach().clone().numpy().tobytes())
     return digest.hexdigest()

@@ -38,10 +38,10 @@ SUBSETS = [subset for size in range(3) for subset in itertools.combinations(TAGS
 
 
 def tensors_of(trainer: Trainer, tag: str) -> list[torch.Tensor]:
-    assert trainer.reference is not None
     model = {"parameters": trainer.policy, "reference": trainer.reference}
     if tag in model:
-        return [*model[tag].parameters(), *model[tag].buffers()]
+        found = model[tag]
+        return [] if found is None else [*found.parameters(), *found.buffers()]
     return [value for state in trainer.updater.optimizer.state.values() for value in state.values() if value.ndim > 0]
 
 
@@ -58,6 +58,8 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "reference gathered from the host": {"mesh": {"dp": 2}, "reference": {"offload": "fsdp"}},
     "reference on the device": {"mesh": {"dp": 2}, "reference": {"offload": "none"}},
     "bfloat16": {"mesh": {"dp": 2}, "precision": {"compute_dtype": "bfloat16"}},
+    "adapters": {"mesh": {"dp": 2}, "lora": {"rank": 4}},
+    "adapters in float16": {"lora": {"rank": 4}, "precision": {"compute_dtype": "float16", "loss_scale_init": 256}},
     "float16": {"precision": {"compute_dtype": "float16", "loss_scale_init": 256}},
 }
 
@@ -77,7 +79,7 @@ def a_cycle_for_every_subset(
         memory = trainer.memory()
         freed.append(
             {tag: storage_bytes(tensors_of(trainer, tag)) for tag in TAGS} == expected
-            and memory.asleep == tags
+            and memory.asleep == tuple(tag for tag in tags if awake[tag])  # under adapters there is no reference
             and (memory.parameters, memory.optimizer, memory.reference) == tuple(expected.values())
             and report.device_bytes_before == sum(awake[tag] for tag in tags)
             and report.device_bytes_after == 0
