@@ -152,8 +152,9 @@ def make_run(make_ppo: Any, example: Path, tmp_path_factory: pytest.TempPathFact
     """A run in which everything moves: a KL in the rewards whose coefficient adapts, and several updates a step."""
     folder = tmp_path_factory.mktemp("ppo")
 
-    def make(name: str, *, steps: int, **sections: Any) -> RunConfig:
+    def make(name: str, *, steps: int, lora: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
         return make_ppo(
+            lora=lora or {},
             run={"dir": str(folder / name), "steps": steps, "seed": 5, "export_dir": str(folder / f"{name}_{steps}")},
             batch={"samples_per_update": 8},
             loss={"kl_coefficient": 0.1, "kl_in": "reward", "kl_target": 0.01, "kl_horizon": 50},
@@ -208,6 +209,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(straight: RunConfi
     assert list(map(bits, rows_of(config))) == list(map(bits, rows_of(straight)))
     assert model_bits(config) == model_bits(straight)
     assert critic_bits(config, STEPS) == critic_bits(straight, STEPS) != critic_bits(straight, 3)
+
+
+def test_so_it_does_where_both_train_adapters(cluster: None, make_run: Any) -> None:
+    configs = []
+    for name, steps, resume in (("adapted", STEPS, False), ("stopped", 3, False), ("stopped", STEPS, True)):
+        configs.append(make_run(name, steps=steps, resume=resume, lora={"rank": 4}))
+        train(configs[-1])
+    straight, _, resumed = configs
+    assert list(map(bits, rows_of(resumed))) == list(map(bits, rows_of(straight)))
+    assert model_bits(resumed) == model_bits(straight)
+    assert critic_bits(resumed, STEPS) == critic_bits(straight, STEPS)
+    assert abs(rows_of(straight)[-1]["critic/value"]) > 0.01
 
 
 def test_a_policys_checkpoint_without_the_critics_is_not_resumed(straight: RunConfig, make_run: Any) -> None:
