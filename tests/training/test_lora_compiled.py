@@ -41,6 +41,11 @@ def compiled_life(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str
     trainer.zero_grad()
     trainer.train_step(batch)
     found["graphs"].append(int(counters["stats"]["unique_graphs"]))
+    for name, alpha in (("first", 2.0), ("second", 3.0)):
+        trainer.create_adapter(name, alpha=alpha)
+        fill_b(trainer)
+        found[name] = trainer.compute_log_probs(batch).log_probs
+        found["graphs"].append(int(counters["stats"]["unique_graphs"]))
     return found | {"gradients": gradients, "adapters": adapters_of(trainer)}
 
 
@@ -64,7 +69,10 @@ def test_compiled_layers_compute_the_same_with_adapters_on_and_off(tiny_folder: 
     for what in ("gradients", "adapters"):
         largest = max(value.abs().max().item() for value in plain[what].values())
         assert largest > 0.05 and largest_difference(ours[what], plain[what]) <= 1e-5 * max(1.0, largest)
-    on, *turns, trained = ours["graphs"]
+    for name in ("first", "second"):
+        assert np.abs(ours[name] - plain[name]).max() <= 1e-5
+    on, *turns, trained, first, second = ours["graphs"]
     # once with adapters and once without, however often they change, and once more with gradients
     assert on < turns[0] == turns[1] == turns[2] <= 2 * on and turns[2] < trained <= 3 * on + 1
+    assert first == second == trained, "another adapter's alpha is a number that the same graphs are given"
     assert plain["graphs"][-1] == 0
