@@ -73,7 +73,8 @@ def _accuracy(file: Path) -> dict[str, Any]:
         responses[row["prompt"]].append(row)
     rows = [row for group in responses.values() for row in group]
     ended = [row for row in rows if row["finished"]]
-    share = share_of([fmean(map(_is_solved, group)) for group in responses.values()])
+    groups = responses.values()
+    share = share_of([fmean(map(_is_solved, group)) for group in groups], min(map(len, groups)))
     return {
         "problems": len(responses),
         "responses": len(rows),

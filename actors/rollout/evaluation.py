@@ -149,20 +149,40 @@ class Share:
     high: float
 
 
-def share_of(values: Sequence[float]) -> Share:
+def share_of(values: Sequence[float], answers_each: int = 1) -> Share:
     """The mean of one value a prompt, each between 0 and 1.
 
     The interval is Wilson's, with the number of prompts that would have the variance found if each value were 0 or 1
-    (the effective sample size of Kish). Of values that are 0 or 1 it is Wilson's own. Prompts are what is drawn at
-    random: several responses to one are not independent.
+    (the effective sample size of Kish): of single answers it is Wilson's own. Of several answers the variance is an
+    estimate, and one of a few prompts a rough one: it is the unbiased one, as far from it as Student's t is wider than
+    the normal distribution. However alike the values are, no more is counted than all answers would be as prompts of
+    their own. Prompts are what is drawn at random: several answers to one are not independent.
+
+    Args:
+        answers_each: independent answers that a value is the mean of; of pass@k, the responses to a prompt by k.
     """
     count, mean = len(values), math.fsum(values) / len(values)
-    variance = math.fsum((value - mean) ** 2 for value in values) / count
-    effective = count * mean * (1 - mean) / variance if variance > 0 else count
+    effective = float(count)
+    if answers_each > 1 and count > 1 and 0 < mean < 1:
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+        least = mean * (1 - mean) / answers_each  # where all prompts are equally hard
+        wider = (_student_95(count - 1) / _NORMAL_95) ** 2
+        effective = count * mean * (1 - mean) / max(variance * wider, least)
     square = _NORMAL_95**2 / effective
     middle = (mean + square / 2) / (1 + square)
     reach = math.sqrt(square * mean * (1 - mean) + square**2 / 4) / (1 + square)
     return Share(mean, max(0.0, min(mean, middle - reach)), min(1.0, max(mean, middle + reach)))  # but for rounding
+
+
+def _student_95(degrees: int) -> float:
+    """As `_NORMAL_95`, of Student's t: within 1 % from 3 degrees of freedom on (Abramowitz and Stegun, 26.7.5)."""
+    z = _NORMAL_95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
 
 
 def pass_probability(k: int, solved: int, drawn: int) -> float:
@@ -187,8 +207,9 @@ def solved_metrics(
         return {}
     is_solved = [[one.scores["reward"] >= solved_reward for one in group] for group in groups]
     metrics: dict[str, float] = {}
+    drawn = min(map(len, groups))
     for k in pass_at:
-        share = share_of([pass_probability(k, sum(group), len(group)) for group in is_solved])
+        share = share_of([pass_probability(k, sum(group), len(group)) for group in is_solved], max(1, drawn // k))
         name = f"{prefix}pass@{k}"
         metrics |= {name: share.value, f"{name}_low": share.low, f"{name}_high": share.high}
     ended = [

@@ -148,15 +148,38 @@ def test_the_interval_of_single_answers_is_where_their_share_is_two_errors_away(
             assert abs(end - share.value) / math.sqrt(end * (1 - end) / count) == pytest.approx(1.959964, abs=1e-5)
 
 
-def test_nineteen_of_twenty_intervals_hold_what_they_estimate() -> None:
+HARDNESS: dict[str, Callable[[np.random.Generator, tuple[int, int]], np.ndarray]] = {
+    "equally_hard": lambda rng, shape: np.full(shape, 0.25),
+    "equally_easy": lambda rng, shape: np.full(shape, 0.9),
+    "mostly_hard": lambda rng, shape: rng.beta(1, 3, shape),
+    "around_half": lambda rng, shape: rng.beta(5, 5, shape),
+}
+
+
+@pytest.mark.parametrize("hardness", HARDNESS)
+@pytest.mark.parametrize(("count", "drawn", "k"), [(4, 4, 1), (10, 8, 1), (10, 8, 4), (20, 4, 1), (120, 8, 1)])
+def test_nineteen_of_twenty_intervals_hold_what_they_estimate(count: int, drawn: int, k: int, hardness: str) -> None:
     rng = np.random.default_rng(0)
-    ability = rng.beta(0.5, 0.5, 100_000)  # of prompts: some are hard, some easy
-    held = 0
-    for _ in range(2000):
-        drawn = rng.binomial(4, rng.choice(ability, 60)) / 4
-        share = share_of(drawn.tolist())
-        held += share.low <= ability.mean() <= share.high
-    assert held / 2000 == pytest.approx(0.95, abs=0.015)
+    ability = HARDNESS[hardness](rng, (2000, count))
+    whole = HARDNESS[hardness](rng, (1000, 400))
+    truth = float((1 - (1 - whole) ** k).mean())
+    found = [[pass_probability(k, one, drawn) for one in row] for row in rng.binomial(drawn, ability).tolist()]
+    shares = [share_of(row, drawn // k) for row in found]
+    held = sum(share.low <= truth <= share.high for share in shares) / len(shares)
+    assert held >= 0.94, "of 95 %, by 2000 draws"
+
+
+def test_prompts_with_equal_values_count_as_no_more_than_their_answers() -> None:
+    bound = share_of([1.0] * 20 + [0.0] * 60)  # 20 prompts of 4 answers each, as if each were a prompt
+    equal = share_of([0.25] * 20, 4)
+    assert (equal.low, equal.high) == pytest.approx((bound.low, bound.high))
+    nearly = share_of([0.25] * 19 + [0.5], 4)
+    assert abs((nearly.high - nearly.low) / (equal.high - equal.low) - 1) < 0.05, "one other answer changes little"
+    unequal = share_of([1.0] * 5 + [0.0] * 15, 4)
+    single = share_of([1.0] * 5 + [0.0] * 15)
+    assert unequal.low < single.low and unequal.high > single.high, "what varies as prompts do is known no better"
+    assert share_of([0.0] * 20, 4) == share_of([0.0] * 20), "of none solved nothing is known of the variance"
+    assert share_of([0.25], 4) == share_of([0.25])
 
 
 def test_solved_prompts_are_counted_with_those_among_the_answers_that_ended() -> None:
@@ -168,6 +191,8 @@ def test_solved_prompts_are_counted_with_those_among_the_answers_that_ended() ->
     assert found["eval/pass@1"] == 0.25 and found["eval/pass@2"] == pytest.approx((1 - 1 / 6) / 2)
     assert found["eval/finished"] == 3 / 8 and found["eval/solved_of_finished"] == 2 / 3
     assert found["eval/pass@1_low"] < 0.25 < found["eval/pass@1_high"]
+    share = share_of([0.5, 0.0], 4)
+    assert (found["eval/pass@1_low"], found["eval/pass@1_high"]) == (share.low, share.high)
     assert solved_metrics(groups, (1,), 0.5, "")["pass@1"] == 0.75
     assert "solved_of_finished" not in solved_metrics([groups[1]], (1,), 1.0, "")
     assert solved_metrics(groups, (), 1.0, "") == solved_metrics([], (1,), 1.0, "") == {}
