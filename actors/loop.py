@@ -27,15 +27,16 @@ from actors.rollout.rewards import Rewards
 from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RecordedBatches, RunFolder
 from actors.signals import Interrupts
-from actors.startup import stage
+from actors.startup import stage, waiting
 from actors.workers.worker_group import WorkerGroup
+from slimefsdp.algorithms.registry import GROUPED
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
 from slimefsdp.monitoring.curves import draw_curves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
-from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, SFT_COLUMNS, Column, ProgressTable, grpo_columns
+from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column, ProgressTable, grpo_columns
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup
@@ -194,13 +195,14 @@ class RolloutLoop:
         self._are_colocated = config.rollout.placement == "colocated"
         self._version = -1  # of the engines' weights; of the policy's, which they will have, where they are colocated
         self._engines_are_behind = True
+        self._has_said_so = False  # that a step had nothing to learn from
         self._ahead: AheadCollector | None = None  # once the first step has begun
         self._prompts_behind: dict[str, Any] | None = None  # of the batch that was trained on last
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """Of the table of progress, with one for each held-out set."""
-        return grpo_columns(self._evaluator.columns()) if self._collector.heldout else GRPO_COLUMNS
+        return grpo_columns(self._evaluator.columns())
 
     @property
     def prompts(self) -> PromptStream:
@@ -244,13 +246,15 @@ class RolloutLoop:
         """
         seconds: Metrics = {"generate": 0.0, "reward": 0.0, "train": 0.0, "sync": 0.0}
         seconds |= {"turn": 0.0} if self._are_colocated else {}
-        batch, scores = self._collected(step, seconds)
+        with waiting(f"step {step + 1}", self._collector.progress):
+            batch, scores = self._collected(step, seconds)
         if self._are_colocated:
             self._engines.end_turn(seconds, wakes_trainer=batch is not None)
         metrics: Metrics = {"updates": 0.0}
         if batch is not None:
             metrics |= self._staleness(batch)
             metrics |= self._trained(step, batch, seconds)
+        self._say_if_nothing_differs(step, batch, metrics)
         self._engines_are_behind |= metrics["updates"] > 0
         interval = self._config.evaluation.interval_steps
         is_last = step + 1 == self._config.run.steps
@@ -267,6 +271,19 @@ class RolloutLoop:
         if evaluates:
             metrics |= self._evaluated(step + 1, seconds)
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
+
+    def _say_if_nothing_differs(self, step: int, batch: RolloutBatch | None, metrics: Metrics) -> None:
+        """Of the first step only: where it goes on, the table shows it."""
+        differs = self._config.estimator not in GROUPED or metrics.get("zero_variance_groups") != 1.0
+        if self._has_said_so or (batch is not None and differs):
+            return
+        self._has_said_so = True
+        found = "there is nothing to train on" if batch is None else "no prompt has responses with differing rewards"
+        print(
+            f"step {step + 1}: {found}, so the rewards teach nothing in it (said once)",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _evaluated(self, done: int, seconds: Metrics) -> Metrics:
         """Held-out metrics after so many steps, in a turn of the engines where they are colocated."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, Self
 
+from actors.startup import waited_for
 from slimefsdp.errors import Interrupted
 
 # signals this soon after the first are the same request: `timeout`, shells and schedulers send one to the process and
@@ -123,7 +124,8 @@ class Interrupts:
             )
         if self._first is None:
             self._first = now
-            _say(f"{number.name}: the run ends {self._when()}; a second signal ends it at once\n")
+            now_at = f" It waits now for {said}." if (said := waited_for()) else ""
+            _say(f"{number.name}: the run ends {self._when()}; a second signal ends it at once.{now_at}\n")
             self._start_grace()
         elif now - self._first >= ONE_REQUEST_S:
             _end(f"a second signal, {number.name}, ended the run at once", _GO_ON, 128 + number)

@@ -1,4 +1,5 @@
-"""What a command does until its first step, said on stderr: a line a stage, and how far it is while it lasts.
+"""What a command does, said on stderr: a line a stage until its first step, and how far it is while it lasts; of steps
+only how far one is that takes long.
 
 Nobody hears of it in a program of one's own: `reporting` is what the command line does.
 """
@@ -9,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
 HEARTBEAT_S = 10.0  # between lines about one stage, in a log file
 REFRESH_S = 1.0  # of the one line on a terminal
+WAITING_S = 30.0  # until a step says how far it is, and between its lines
 _reporter: Reporter | None = None
+_waited_for: Callable[[], str] | None = None
 
 
 class Reporter:
@@ -50,6 +53,23 @@ class Reporter:
             if self._is_live:
                 print(file=self._stream, flush=True)
 
+    @contextmanager
+    def waiting(self, what: str, progress: Callable[[], str]) -> Iterator[None]:
+        """Says how far it is now and then, on lines of their own: those of a table stand before and after them."""
+        over = threading.Event()
+
+        def tell() -> None:
+            while not over.wait(WAITING_S):
+                print(f"[{time.monotonic() - self._began:4.0f} s] {what}: {progress()}", file=self._stream, flush=True)
+
+        thread = threading.Thread(target=tell, name="waiting", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(timeout=5)
+
     def _say(self, what: str, progress: str) -> None:
         line = f"[{time.monotonic() - self._began:4.0f} s] {what}{f': {progress}' if progress else ''}"
         if self._is_live:
@@ -82,6 +102,28 @@ def stage(what: str, progress: Callable[[], str] = lambda: "going on", *, is_sho
         return
     with _reporter.stage(what, progress, is_short=is_short):
         yield
+
+
+@contextmanager
+def waiting(what: str, progress: Callable[[], str]) -> Iterator[None]:
+    """What a step waits for: nothing is said of it at first, how far it is where it lasts and somebody reports it.
+
+    Args:
+        progress: how far it is, asked from another thread.
+    """
+    global _waited_for
+    before, _waited_for = _waited_for, lambda: f"{what}: {progress()}"
+    try:
+        with nullcontext() if _reporter is None else _reporter.waiting(what, progress):
+            yield
+    finally:
+        _waited_for = before
+
+
+def waited_for() -> str:
+    """What is waited for at the moment and how far it is; empty where nothing is."""
+    asked = _waited_for
+    return "" if asked is None else asked()
 
 
 def is_reporting() -> bool:

@@ -103,12 +103,30 @@ class Collector:
         self._gate = threading.Condition()
         self._drawing = 0  # calls of the engines under way
         self._closed = 0  # to more of them
-        self.samples_drawn = 0  # so far
+        self._drawn_alone = self._asked = 0  # responses that are no episodes; responses or episodes asked for; so far
+        self._before = (0, 0, 0)  # as of `_counts`, when the present step began
         self.heldout = prompts.heldout
 
     def first_prompts(self, count: int) -> list[Any]:
         """Of the training file; they are not taken."""
         return [record["prompt"] for record in self._train[:count]]
+
+    @property
+    def samples_drawn(self) -> int:
+        """Responses so far, or episodes that have ended."""
+        return self._counts()[0]
+
+    def progress(self) -> str:
+        """How far the collecting of a step is."""
+        drawn, asked, turns = (now - then for now, then in zip(self._counts(), self._before, strict=True))
+        if isinstance(self._rewards, EpisodeRunner):
+            return f"{drawn} of {asked} episodes have ended, {turns} responses drawn"
+        return f"{drawn} of {asked} responses" + (", and rewards are awaited" if drawn >= asked > 0 else "")
+
+    def _counts(self) -> tuple[int, int, int]:
+        rewards = self._rewards
+        ended, turns = (rewards.ended, rewards.responses_drawn) if isinstance(rewards, EpisodeRunner) else (0, 0)
+        return ended + self._drawn_alone, self._asked, turns
 
     def collect(self, step: int, version: int | None, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step and the metrics of its samples; None where nothing is left to train on.
@@ -120,6 +138,7 @@ class Collector:
             seconds: what drawing and rewarding took is added here, as `generate` and `reward`; with colocated engines
                 also what their turn took, as `turn` and `sync`.
         """
+        self._before = self._counts()
         recorded = self._recorded(step, version)
         if recorded is not None:
             return recorded
@@ -284,6 +303,7 @@ class Collector:
         """
         most = most or self._config.rollout.max_new_tokens
         seed = (self._config.run.seed, *purpose)
+        self._asked += len(records) * per_prompt
         if environment_seeds is None:
             environment_seeds = [self._environment_seed(purpose, place) for place in range(len(records))]
         if isinstance(self._rewards, EpisodeRunner):
@@ -298,7 +318,6 @@ class Collector:
                     greedy=greedy,
                     may_mix=self._config.rollout.max_staleness > 0,
                 )
-                self.samples_drawn += len(outcomes)
         else:
             version, outcomes = self._rewarded(records, per_prompt, seed, most, seconds, greedy)
         groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
@@ -330,7 +349,7 @@ class Collector:
 
         def score(sample: SampledResponse) -> None:
             added.append((sample.prompt, sample.number))
-            self.samples_drawn += 1
+            self._drawn_alone += 1
             scoring.add(Response(records[sample.prompt], sample.text, sample.finished))
 
         with self._drawing_samples(seconds), timed(seconds, "generate"):

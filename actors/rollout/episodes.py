@@ -106,6 +106,8 @@ class EpisodeRunner:
         self._own_limit = config.environment.max_tokens
         self._limit = most_sample_tokens(config)
         self._calls = itertools.count()
+        self.ended = 0  # episodes, so far
+        self.responses_drawn = 0  # so far
 
     def run(
         self,
@@ -167,6 +169,7 @@ class EpisodeRunner:
     ) -> set[int]:
         """All turns of these episodes; the versions of the weights that sampled."""
         self._begin(episodes, seconds)
+        self.ended += sum(not one.goes_on for one in episodes)
         versions: set[int] = set()
         while going := [one for one in episodes if one.goes_on]:
             requests, owners = self._requests(going, seed, max_new_tokens, greedy)
@@ -178,6 +181,7 @@ class EpisodeRunner:
             ) -> None:
                 one = owners[sample.prompt, sample.number]
                 places[id(one)] = len(pending.calls)
+                self.responses_drawn += 1
                 pending.add(one.call([*one.said, (sample.text, sample.finished)], self._max_turns))
 
             began = time.perf_counter()
@@ -189,6 +193,7 @@ class EpisodeRunner:
                 one.add_response(sample)
                 versions.update(span.version for span in sample.versions)
             self._answer(going, [outcomes[places[id(one)]] for one in going])
+            self.ended += sum(not one.goes_on for one in going)
             _add(seconds, "generate", drawn - began)
             _add(seconds, "reward", time.perf_counter() - drawn)
         return versions

@@ -96,7 +96,7 @@ class Evaluator:
     def columns(self) -> list[Column]:
         """One for each held-out set, in the table of a run's progress."""
         columns = []
-        for name in self._collector.heldout:
+        for name in self._collector.heldout if self._config.evaluation.interval_steps is not None else ():
             metric, instead = (self._prefix(name) + score for score in self._known_by)
             columns.append(Column(f"eval/{name}" if name else "held-out", metric, instead=instead))
         return columns

@@ -63,16 +63,19 @@ def grpo_columns(held_out: Sequence[Column]) -> tuple[Column, ...]:
 class ProgressTable:
     """Prints one line per step; all lines of a table have the same width.
 
-    The step stands first and the time left last, around the given columns. The header is repeated every 20 rows.
+    The step stands first and the time left last, around the given columns. The header is repeated every 20 rows. After
+    the first step the columns are those of which a row has had a value, under a header of their own.
 
     Args:
-        columns: what to show of the metrics, such as `GRPO_COLUMNS`; a metric that is absent is printed as `-`.
+        columns: what to show of the metrics, such as `GRPO_COLUMNS`; a value that a row lacks is printed as `-`.
         total_steps: the step after which the run ends.
         stream: the standard output of the moment if not given.
     """
 
     def __init__(self, columns: Sequence[Column], *, total_steps: int, stream: TextIO | None = None) -> None:
-        self._columns = columns
+        self._columns = tuple(columns)
+        self._shown = self._columns
+        self._known: set[Column] = set()  # of which a row had a value
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
         self._step_width = max(len("step"), 2 * len(str(total_steps)) + 1)
@@ -86,24 +89,33 @@ class ProgressTable:
         times the steps to go: a median, because the first step and those with an evaluation are longer.
         """
         assert 0 <= step <= self._total_steps
-        if self._rows % ROWS_PER_HEADER == 0:
-            self._print_header()
-        self._rows += 1
         seconds = metrics.get("seconds/step", metrics.get("train_seconds", math.nan))
         if math.isfinite(seconds):
             self._recent_seconds.append(seconds)
+        before, self._shown = self._shown, self._columns_with(metrics)
+        self._rows = 0 if self._shown != before else self._rows
+        if self._rows % ROWS_PER_HEADER == 0:
+            self._print_header()
+        self._rows += 1
         pace = statistics.median(self._recent_seconds) if self._recent_seconds else math.nan
         cells = [f"{step}/{self._total_steps}".rjust(self._step_width)]
-        for column in self._columns:
+        for column in self._shown:
             value = column.value(metrics)
             text = "-" if value is None else number_text(value, column.spec, column.width)
             cells.append(text.rjust(column.width))
         cells.append(duration_text(pace * (self._total_steps - step)).rjust(_MIN_WIDTH))
         self._print(cells)
 
+    def _columns_with(self, metrics: Mapping[str, float]) -> tuple[Column, ...]:
+        """Those to show from this row on."""
+        self._known |= {column for column in self._columns if column.value(metrics) is not None}
+        if not self._recent_seconds or not self._known:
+            return self._columns  # an evaluation before the first step says nothing about the columns of steps
+        return tuple(column for column in self._columns if column in self._known)
+
     def _print_header(self) -> None:
         titles = ["step".rjust(self._step_width)]
-        titles += [column.title.rjust(column.width) for column in self._columns]
+        titles += [column.title.rjust(column.width) for column in self._shown]
         titles.append("ETA".rjust(_MIN_WIDTH))
         self._print(titles)
         self._print(["-" * len(title) for title in titles])

@@ -7,7 +7,7 @@ import io
 import pytest
 
 from actors import startup
-from actors.startup import reporting, stage
+from actors.startup import reporting, stage, waited_for, waiting
 from tests.support.waiting import wait_until
 
 
@@ -40,6 +40,24 @@ def test_a_terminal_has_one_line_a_stage(monkeypatch: pytest.MonkeyPatch) -> Non
         assert wait_until(lambda: "1 of 2 ready" in written.getvalue())
         raise KeyError
     assert written.getvalue().count("\n") == 1 and written.getvalue().endswith("\n"), "an error begins on its own line"
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_step_that_takes_long_says_how_far_it_is_on_lines_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]
+) -> None:
+    monkeypatch.setattr(startup, "WAITING_S", 600.0)
+    written = stream()
+    with reporting(written):
+        with waiting("step 2", lambda: "1 of 64 responses"):
+            assert waited_for() == "step 2: 1 of 64 responses"
+        assert waited_for() == written.getvalue() == "", "a step that takes no time is not spoken of"
+        monkeypatch.setattr(startup, "WAITING_S", 0.05)
+        with waiting("step 3", lambda: "17 of 64 responses"):
+            assert wait_until(lambda: written.getvalue().count("\n") > 1)
+    assert all(line.endswith("s] step 3: 17 of 64 responses") for line in written.getvalue().splitlines())
+    with waiting("step 4", lambda: "18 of 64 responses"):
+        assert waited_for() == "step 4: 18 of 64 responses", "a signal is answered in a program of one's own, too"
 
 
 def test_a_program_of_ones_own_is_not_told(capfd: pytest.CaptureFixture[str]) -> None:

@@ -44,6 +44,24 @@ def test_a_column_shows_another_metric_of_a_row_without_its_own():
     assert [line.split()[1] for line in printed(table, rows, 3)[2:]] == ["0.500", "0.250", "-"]
 
 
+def test_columns_that_no_step_has_a_value_of_are_left_out_until_one_has():
+    rows = [
+        (0, {"eval/exact": 0.25}),
+        (1, {"rollout/reward": 0.5, "seconds/step": 1.0}),
+        (2, {"rollout/reward": 0.5, "seconds/step": 1.0}),
+        (3, {"rollout/reward": 0.5, "rollout/exact": 0.5, "seconds/step": 1.0}),
+        (4, {"seconds/step": 1.0}),
+    ]
+    lines = printed(GRPO_COLUMNS, rows, 4)
+    heads = [line.split() for line in lines if line.split()[0] == "step"]
+    assert heads[0][1:4] == ["reward", "exact", "held-out"], "before the first step all of them"
+    assert heads[1:] == [
+        ["step", "reward", "held-out", "s/step", "ETA"],
+        ["step", "reward", "exact", "held-out", "s/step", "ETA"],
+    ]
+    assert lines[-1].split()[1:4] == ["-", "-", "-"]
+
+
 @given(data=st.data(), columns=st.sampled_from([GRPO_COLUMNS, SFT_COLUMNS]), total_steps=st.integers(1, 10**7))
 def test_every_line_has_the_same_width(data, columns, total_steps):
     seconds = st.floats(min_value=0) | st.just(math.nan)
@@ -52,8 +70,10 @@ def test_every_line_has_the_same_width(data, columns, total_steps):
     metrics = st.fixed_dictionaries({}, optional=values)
     rows = data.draw(st.lists(st.tuples(st.integers(0, total_steps), metrics), min_size=1, max_size=5))
     lines = printed(columns, rows, total_steps)
-    assert len(lines) == len(rows) + 2
-    assert len({len(line) for line in lines}) == 1
+    heads = [place for place, line in enumerate(lines) if line.split()[0] == "step"]
+    assert len(lines) == len(rows) + 2 * len(heads)
+    for start, end in zip(heads, [*heads[1:], len(lines)], strict=True):
+        assert len({len(line) for line in lines[start:end]}) == 1
     assert all(line.isascii() for line in lines)  # any terminal and any log file can take it
 
 
@@ -89,7 +109,8 @@ def test_the_header_comes_back_every_twenty_rows():
 
 def test_a_cell_ends_where_its_heading_ends_and_an_absent_metric_is_a_dash():
     shown = {"rollout/reward": 0.25, "rollout_mismatch_max": 3.2e-5, "seconds/step": 61.24}
-    header, _, row = printed(GRPO_COLUMNS, [(7, shown)], 120)
+    whole = {column.metric: 0.5 for column in GRPO_COLUMNS}
+    header, _, _, row = printed(GRPO_COLUMNS, [(6, whole), (7, shown)], 120)
     expected = {"step": "7/120", "reward": "0.250", "mismatch": "3.2e-05", "s/step": "61.2"}
     expected |= dict.fromkeys(("exact", "held-out", "loss", "entropy", "grad norm"), "-")
     for title, text in expected.items():
