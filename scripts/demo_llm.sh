@@ -50,8 +50,9 @@ while [ $# -gt 0 ]; do
       [ "$2" = embedded ] || [ -x "$(from_here "$2")" ] || fail "$1 $2 is no program"
       engine_python=$([ "$2" = embedded ] && echo embedded || from_here "$2")
       ;;
+    --help | -h) sed -n '2,17s/^# \{0,1\}//p' scripts/demo_llm.sh; exit 0 ;;
     *.*=*) settings+=("$1"); shift; continue ;;
-    *) fail "$1 is no argument; the head of this file lists them, and settings are like optim.lr=1e-5" ;;
+    *) fail "$1 is no argument; --help lists them, and settings are like optim.lr=1e-5" ;;
   esac
   shift 2
 done

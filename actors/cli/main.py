@@ -138,14 +138,31 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     strays = [item for item in rest if item.startswith("-") or "=" not in item or not takes_settings]
     if strays:
         near = difflib.get_close_matches(strays[0], options.parser._option_string_actions, n=1)
+        hint = f"{f'did you mean {near[0]}? ' if near else ''}`{options.parser.prog} --help` says what it takes"
+        if takes_settings and (meant := _settings_like(strays[0], words)):
+            hint = f"settings are written without dashes: write {' or '.join(meant)}"
         raise ConfigError(
             f"{strays[0]} is no argument of {options.parser.prog}",
             field=strays[0],
-            hint=f"{f'did you mean {near[0]}? ' if near else ''}`{options.parser.prog} --help` says what it takes",
+            hint=hint,
         )
     if takes_settings:
         options.overrides += rest
     return options
+
+
+def _settings_like(option: str, words: Sequence[str]) -> list[str]:
+    """The settings that may have been meant by `--steps 3`, `--run.steps=3` or the like, with their values."""
+    name, equals, value = option.lstrip("-").partition("=")
+    following = words[words.index(option) + 1 :][:1] if option in words and not equals else []
+    value = value if equals else next((word for word in following if not word.startswith("-")), "..")
+    name = name.replace("-", "_")
+    known = [
+        f"{section}.{field}"
+        for section, info in RunConfig.model_fields.items()
+        for field in getattr(info.annotation, "model_fields", ())
+    ]
+    return [f"{one}={value}" for one in known if name in (one, one.partition(".")[2])]
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, h
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
+from actors.rollout.environment_trial import try_environment
 from actors.rollout.filters import load_filter
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
@@ -34,6 +35,7 @@ from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.preparation import advantages
 from slimefsdp.rpc import ROLES
 
+_METRICS = "metrics.jsonl"
 _PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
 
 # what belongs to the machine: files of a run do not
@@ -67,7 +69,10 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tupl
         config = with_data_commits(with_model_folders(config))
         prompts = _checked_but_lengths(config, takes_folder=takes_folder)
     prompts = without_overlong(config, prompts)  # last: it takes seconds
+    try_environment(config, prompts)
     warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
+    if not takes_folder:
+        _check_leftovers(config)  # who only looks is told of everything else that is wrong first
     return config, prompts
 
 
@@ -84,9 +89,7 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
     try:
         _check_folders(config, takes_folder=takes_folder)
     except OSError as error:
-        raise ConfigError(
-            f"cannot use {error.filename}: {error.strerror}", field="run.dir", hint="name folders that you may write to"
-        ) from None
+        raise _unusable(error) from None
     return prompts
 
 
@@ -186,30 +189,43 @@ def _check_folders(config: RunConfig, *, takes_folder: bool) -> None:
         FolderLock(run_dir).acquire()  # held until this process ends: another one must not begin while Ray starts
     else:
         FolderLock(run_dir).require_free()
-    metrics = run_dir / "metrics.jsonl"
-    refuse_unless_plain(metrics)
-    # without a row nothing was trained: a run that ended while it started may start again
-    if not config.checkpoint.resume and metrics.exists() and metrics.stat().st_size:
-        raise ConfigError(
-            f"run.dir={run_dir} holds an earlier run",
-            field="run.dir",
-            hint="choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints",
-        )
-    if export_dir is None:
-        return
-    if export_dir.exists() and any(export_dir.iterdir()):
-        raise ConfigError(
-            f"run.export_dir={export_dir} is not empty",
-            field="run.export_dir",
-            hint="choose another folder"
-            + (", and raise run.steps if the run has ended already" if config.checkpoint.resume else ""),
-        )
-    if export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
+    refuse_unless_plain(run_dir / _METRICS)
+    if takes_folder:
+        _check_leftovers(config)
+    if export_dir is not None and export_dir.resolve() in (run_dir.resolve(), *run_dir.resolve().parents):
         raise ConfigError(
             f"run.export_dir={export_dir} would hold run.dir={run_dir}",
             field="run.export_dir",
             hint="use a folder of its own, such as model/ inside run.dir",
         )
+
+
+def _check_leftovers(config: RunConfig) -> None:
+    """Whether an earlier run has left anything where this one would write."""
+    run_dir, export_dir, resumes = config.run.dir, config.run.export_dir, config.checkpoint.resume
+    assert run_dir is not None
+    left: dict[str, tuple[str, str]] = {}  # by setting: what is there, and the way out
+    try:
+        metrics = run_dir / _METRICS
+        # without a row nothing was trained: a run that ended while it started may start again
+        if not resumes and metrics.exists() and metrics.stat().st_size:
+            hint = "choose another run.dir, remove it, or set checkpoint.resume=true if it has checkpoints"
+            left["run.dir"] = (f"run.dir={run_dir} holds an earlier run", hint)
+        if export_dir is not None and export_dir.exists() and any(export_dir.iterdir()):
+            hint = "choose another run.export_dir, or run.export_dir=null for a run that leaves no model"
+            hint += ", and raise run.steps if the run has ended already" if resumes else ""
+            left["run.export_dir"] = (f"run.export_dir={export_dir} is not empty", hint)
+    except OSError as error:
+        raise _unusable(error) from None
+    if left:
+        problems, hints = zip(*left.values(), strict=True)
+        raise ConfigError(", and ".join(problems), field=next(iter(left)), hint="; ".join(hints))
+
+
+def _unusable(error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot use {error.filename}: {error.strerror}", field="run.dir", hint="name folders that you may write to"
+    )
 
 
 def check_models(config: RunConfig) -> None:

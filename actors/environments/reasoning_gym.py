@@ -93,17 +93,44 @@ def chunk_seed(seed: int, chunk: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {chunk}".encode()).digest()[:4]) >> 1
 
 
-def _configuration(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, checked by name; their values are checked by the data set."""
+def data_set_names() -> list[str]:
+    """All of reasoning_gym's, sorted.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    return sorted(_data_sets())
+
+
+def settings_of(name: str) -> list[tuple[str, str, str]]:
+    """Name, type and default of each setting of a data set, but for `seed` and `size`.
+
+    Raises:
+        ConfigError: reasoning_gym is not installed or has no such data set.
+    """
     data_sets = _data_sets()
     if name not in data_sets:
         near = difflib.get_close_matches(name, data_sets, n=3, cutoff=0.5)
         raise ConfigError(
             f"reasoning_gym has no data set {name!r}",
             field="NAME",
-            hint=f"name one of its {len(data_sets)}" + (f", such as {', '.join(near)}" if near else ""),
+            hint=f"name one of its {len(data_sets)}" + (f", such as {', '.join(near)}" if near else " (--list)"),
         )
-    known = {field.name for field in dataclasses.fields(data_sets[name][1])} - {"seed", "size"}
+    found = []
+    for field in dataclasses.fields(data_sets[name][1]):
+        if field.name in ("seed", "size"):
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        shown = "(needed)" if default is dataclasses.MISSING else repr(default)
+        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+        kind = kind if not hasattr(field.type, "__args__") else str(field.type)
+        found.append((field.name, kind, shown))
+    return found
+
+
+def _configuration(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, checked by name; their values are checked by the data set."""
+    known = {key for key, _, _ in settings_of(name)}
     for key in settings:
         if key in ("seed", "size"):
             hint = "give --seed, --train and --heldout"
@@ -124,7 +151,7 @@ def _data_sets() -> Mapping[str, Any]:
         raise ConfigError(
             "the package reasoning-gym is not installed",
             field="reasoning-gym",
-            hint="install the `reasoning-gym` extra",
+            hint="install the `reasoning-gym` extra: .venv/bin/pip install -c constraints.txt -e '.[reasoning-gym]'",
         )
     from reasoning_gym.factory import DATASETS
 

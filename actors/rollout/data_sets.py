@@ -82,7 +82,8 @@ def require_reader(source: DataSource, field: str) -> None:
         raise ConfigError(
             f"{field}={source} needs the package datasets, which is not installed",
             field=field,
-            hint="install the `data` extra, or write the records into a JSONL file",
+            hint="install the `data` extra: .venv/bin/pip install -c constraints.txt -e '.[data]'; or write the "
+            "records into a JSONL file",
         )
 
 

@@ -7,12 +7,13 @@ ray.
 from __future__ import annotations
 
 import inspect
+import numbers
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from actors.rollout.prompts import prompt_fault
-from actors.rollout.rewards import RESERVED, checked_score
+from actors.rollout.rewards import MOST, RESERVED, checked_score
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
 from slimefsdp.errors import ConfigError, SlimeError, short_repr
@@ -83,7 +84,15 @@ class Environment:
 
 
 class EnvironmentFault(Exception):
-    """What an environment returned cannot be used; the text says why."""
+    """What an environment returned cannot be used; the text says why, and goes on with where it was.
+
+    Args:
+        hint: the way out, where it is known.
+    """
+
+    def __init__(self, text: str, hint: str = "correct the environment") -> None:
+        super().__init__(text)
+        self.hint = hint
 
 
 def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environment]:
@@ -92,7 +101,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
     Raises:
         ConfigError: it cannot be imported, is no environment, or does not take these arguments.
     """
-    found: Any = load_function(name, field="rollout.environment", example=_EXAMPLE)
+    found: Any = load_function(name, field="rollout.environment", example=_EXAMPLE, is_class=True)
     if not (isinstance(found, type) and issubclass(found, Environment)) or found.step is Environment.step:
         raise ConfigError(
             f"{name} is no environment",
@@ -188,17 +197,26 @@ def checked_result(result: Any) -> StepResult:
     for name, value in {"reward": result.reward, **result.scores}.items():
         number = checked_score(name, value)
         if number is None:
-            raise EnvironmentFault(f"{short_repr(name)}: {short_repr(value)}, no finite number under a short name")
+            raise EnvironmentFault(f"{short_repr(name)}: {_score_fault(name, value)},")
         scores[name] = number
     if taken := sorted((OF_EPISODES | RESERVED) & result.scores.keys()):
-        raise EnvironmentFault(f"a score with the name {taken[0]}, under which something else is logged")
+        raise EnvironmentFault(f"a score with the name {taken[0]}, under which something else is logged,")
     if result.observation is None:
         if not result.done:
-            raise EnvironmentFault("no observation, though it is not done")
+            raise EnvironmentFault("no observation, though it is not done,", "give observation=, or done=True")
     elif not result.done:
         _check_text(result.observation, "observation", may_be_text=True)
     observation = None if result.done else result.observation  # of the last step nothing follows
     return StepResult(observation, scores.pop("reward"), result.done, scores)
+
+
+def _score_fault(name: Any, value: Any) -> str:
+    """Why the number of a score cannot be logged."""
+    if checked_score("reward", value) is not None:
+        return f"{short_repr(value)}, under what is no short printable name"
+    if isinstance(value, numbers.Real):
+        return f"{short_repr(value)}, which is not finite, or beyond {MOST:g}"
+    return f"{short_repr(value)}, which is a {type(value).__name__} and not a number"
 
 
 def _check_text(given: Any, what: str, *, may_be_text: bool) -> None:

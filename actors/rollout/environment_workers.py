@@ -178,7 +178,7 @@ class EnvironmentHost:
         try:
             answer = made()
         except EnvironmentFault as fault:
-            raise failed_episode(f"{self._name} returned {fault}", call, turn, _CORRECT) from fault
+            raise failed_episode(f"{self._name} returned {fault}", call, turn, fault.hint) from fault
         if turn < len(call.digests) and answer.digest != call.digests[turn]:
             raise failed_episode(
                 f"{self._name}, made anew after its process was lost, did not answer as it had before",

@@ -24,6 +24,7 @@ from slimefsdp.monitoring.progress_table import Column
 
 _NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % within
 _SHOWN_GROUPS = 50  # in the file for people
+_MOST_OF_VALUE = 2000  # characters of a value of a record, which stand beside each of its responses
 
 
 def metric_prefix(heldout_set: str) -> str:
@@ -248,7 +249,18 @@ def _row(record: Record, one: ScoredSample) -> dict[str, Any]:
         "tokens": one.sample.response_length,
         "finished": one.sample.finished,
         "scores": one.scores,
+        "record": _rest_of(record),
     }
+
+
+def _rest_of(record: Record) -> dict[str, Any]:
+    """What a record has beside its prompt, such as the true answer; of what is long, the beginning of its JSON."""
+    return {key: _bounded(value) for key, value in record.items() if key != "prompt"}
+
+
+def _bounded(value: Any) -> Any:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
 
 
 def _text(record: Record, one: ScoredSample) -> str:
@@ -258,4 +270,5 @@ def _text(record: Record, one: ScoredSample) -> str:
     scores = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
     how = "ended" if one.sample.finished else "cut"
     head = f"=== {place_of(record)}, response {one.sample.number}: {scores}; {one.sample.response_length} tokens, {how}"
-    return f"{head}\n{prompt}\n---\n{one.sample.text}\n\n"
+    answer = f"--- answer: {_bounded(record['answer'])}\n" if "answer" in record else ""
+    return f"{head}\n{prompt}\n---\n{one.sample.text}\n{answer}\n"

@@ -126,17 +126,8 @@ def count_tokens(
         "with_answers": with_answers,
         "template_kwargs": dict(template_kwargs or {}),
     }
-    # the package of this file, whatever lies in the present folder
-    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "actors.rollout.tokenizer"],
-            input=json.dumps(asked).encode(),
-            capture_output=True,
-            timeout=min(timeout_s, LONGEST_WAIT_S),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            check=False,
-        )
+        done = run_beside("actors.rollout.tokenizer", asked, timeout_s)
     except subprocess.TimeoutExpired:
         raise ResourceError(
             f"counting the tokens of {len(records)} records took more than cluster.call_timeout_s={timeout_s:g}",
@@ -157,16 +148,40 @@ def count_tokens(
     return [(prompt, response) for prompt, response in answer["counts"]]
 
 
-def _end_with_parent() -> None:
-    """A template that computes for ever must not outlive the command that was ended while it waited."""
+def run_beside(module: str, asked: Mapping[str, Any], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """A module of ours, run in a process of its own with what it is asked as JSON on its standard input.
+
+    Raises:
+        subprocess.TimeoutExpired: it was ended after so long.
+    """
+    # the package of this file, whatever lies in the present folder
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run(
+        [sys.executable, "-P", "-m", module],
+        input=json.dumps(asked).encode(),
+        capture_output=True,
+        timeout=min(timeout_s, LONGEST_WAIT_S),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+
+
+def end_with_parent() -> None:
+    """Code of others that computes for ever must not outlive the command that was ended while it waited."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _main() -> None:
-    _end_with_parent()
+def stream_of_answer() -> int:
+    """What was standard output, where the answer goes; libraries print to standard error instead."""
     stream = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries may print
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return stream
+
+
+def _main() -> None:
+    end_with_parent()
+    stream = stream_of_answer()
     asked = json.load(sys.stdin.buffer)
     records = [Record(fields, place) for fields, place in asked["records"]]
     answer: dict[str, Any]

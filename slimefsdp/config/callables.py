@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import traceback
@@ -12,26 +13,34 @@ from slimefsdp.errors import ConfigError
 
 
 def load_function(
-    name: str, *, field: str, example: str, takes: Sequence[str] | None = None, may_be_async: bool = False
+    name: str,
+    *,
+    field: str,
+    example: str,
+    takes: Sequence[str] | None = None,
+    may_be_async: bool = False,
+    is_class: bool = False,
 ) -> Callable[..., Any]:
-    """The function `module:function`, imported.
+    """The function `module:function`, or the class `module:Class`, imported.
 
     Args:
         field: the setting that names it.
         example: a name that would do, for the error.
         takes: the arguments it will be given, by place, with their names for the error; None: not looked at.
         may_be_async: a coroutine function will do.
+        is_class: errors speak of a class.
 
     Raises:
         ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
             be called with these arguments.
     """
     module_name, colon, function_name = name.partition(":")
+    what = "class" if is_class else "function"
     if not (module_name and colon and function_name):
         raise ConfigError(
-            f"{name!r} does not name a function",
+            f"{name!r} does not name a {what}",
             field=field,
-            hint=f"write it as module:function, e.g. {example}",
+            hint=f"write it as module:{'Class' if is_class else 'function'}, e.g. {example}",
         )
     try:
         module = importlib.import_module(module_name)
@@ -47,15 +56,27 @@ def load_function(
         raise ConfigError(
             f"module {module_name!r} has no {function_name!r}",
             field=field,
-            hint=f"name a function that {module_name} defines",
+            hint=_near_names(module, function_name, is_class=is_class) or f"name a {what} that {module_name} defines",
         ) from error
     if not callable(function):
         raise ConfigError(
-            f"{name!r} is a {type(function).__name__}, which cannot be called", field=field, hint="name a function"
+            f"{name!r} is a {type(function).__name__}, which cannot be called", field=field, hint=f"name a {what}"
         )
     if takes is not None:
         _check_arguments(function, name, field, takes, may_be_async)
     return function
+
+
+def _near_names(module: Any, name: str, *, is_class: bool) -> str:
+    """What may have been meant; empty where nothing is like it."""
+    names = [
+        one
+        for one, value in vars(module).items()
+        if not one.startswith("_") and (isinstance(value, type) if is_class else callable(value))
+    ]
+    lowered = {one.lower(): one for one in names}  # guess is near to Guess
+    near = difflib.get_close_matches(name.lower(), lowered, n=2)
+    return f"did you mean {' or '.join(lowered[one] for one in near)}?" if near else ""
 
 
 def failure_of(name: str, error: BaseException) -> str:

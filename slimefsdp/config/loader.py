@@ -223,7 +223,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         )
     node = tree
     for depth, key in enumerate(keys[:-1], start=1):
-        child = node.setdefault(key, {})
+        if node.get(key) is None:  # null empties a section, of which names may follow
+            node[key] = {}
+        child = node[key]
         if not isinstance(child, dict):
             section = ".".join(keys[:depth])
             raise ConfigError(

@@ -21,6 +21,7 @@ from slimefsdp.config.sections import (
     RankCount,
     Settings,
     broken_rule,
+    class_name,
     function_name,
     path_or_id,
     path_text,
@@ -284,7 +285,7 @@ class RolloutSettings(Settings):
         description="reward function as `module:function`, or the URL of a server that answers as one would; "
         "needed by `train` but under sft, or else rollout.environment",
     )
-    environment: Annotated[str, AfterValidator(function_name)] | None = Field(
+    environment: Annotated[str, AfterValidator(class_name)] | None = Field(
         None,
         description="what answers each response and rewards it, turn by turn, in the place of a reward function: a "
         "class as `module:Class` (docs/environments.md)",

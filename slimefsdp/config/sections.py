@@ -71,10 +71,20 @@ def _two_fractions(value: Any) -> tuple[float, float]:
     return (float(value[0]), float(value[1]))
 
 
+_NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
 def function_name(value: str) -> str:
     """The value, if it has the form `module:function`. Raises the error of `broken_rule` otherwise."""
-    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+    if not _NAMED.fullmatch(value):
         raise broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
+    return value
+
+
+def class_name(value: str) -> str:
+    """The value, if it has the form `module:Class`. Raises the error of `broken_rule` otherwise."""
+    if not _NAMED.fullmatch(value):
+        raise broken_rule("must be module:Class", "write it like actors.environments.tools:ToolUse")
     return value
 
 

@@ -20,6 +20,7 @@ from slimefsdp.config.loader import apply_override, read_yaml_mapping
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import DataSettings, EnvironmentSettings, EvaluationSettings, RolloutSettings
 from slimefsdp.config.sections import (
+    MOST,
     AttentionSettings,
     BatchSettings,
     CheckpointSettings,
@@ -503,7 +504,24 @@ def config_from_dict(tree: dict[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise config_error(error.errors(include_url=False), _known_settings()) from None
+        findings = error.errors(include_url=False)
+    refusal = config_error(findings, _known_settings())
+    if refusal.field in ("optim", "optim.total_updates") and (needed := _updates_of(tree, findings)) is not None:
+        refusal.hint = f"set optim.total_updates={needed}, the updates of run.steps, or more"
+    raise refusal
+
+
+def _updates_of(tree: dict[str, Any], findings: Sequence[Any]) -> int | None:
+    """The updates of settings that lack nothing but optim.total_updates; None where they are not known."""
+    section = tree.get("optim") or {}
+    is_alone = len(findings) == 1 and findings[0]["type"] == "missing" and isinstance(section, dict)
+    if not is_alone:
+        return None
+    try:
+        config = RunConfig.model_validate({**tree, "optim": {**section, "total_updates": MOST}})
+    except ValidationError:  # something else is wrong, too, which comes next
+        return None
+    return None if config.run.steps is None else config.run.steps * config.updates_per_step
 
 
 def _known_settings() -> dict[str, dict[str, bool]]:

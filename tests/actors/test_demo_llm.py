@@ -86,6 +86,12 @@ def test_two_steps_of_the_demo_evaluate_train_and_say_so_and_a_second_call_goes_
     assert again.stdout.startswith("| held-out family |") and first.stdout.endswith(again.stdout)
 
 
+def test_help_is_the_head_of_the_script(tmp_path: Path) -> None:
+    done = demo("--help", cwd=tmp_path)
+    assert done.returncode == 0 and "--engine-python PATH" in done.stdout and "set -euo" not in done.stdout
+    assert done.stdout.rstrip().endswith("then nothing is installed.") and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -112,6 +112,7 @@ def test_the_settings_of_a_run_say_how_it_evaluates(asked: list[str], tmp_path: 
     [
         ("data.heldout", [], ConfigError, "data.heldout"),
         ("rollout.reward", [], ConfigError, "rollout.reward"),
+        ("rollout.reward", [], ConfigError, "rollout.environment=.."),
         ("data.heldout", ["data.heldout=no.jsonl"], ConfigError, "no.jsonl"),
         ("data.heldout", ["data.heldout.gone=no.jsonl"], ConfigError, "data.heldout.gone"),
         ("data.heldout", ["data.heldout={}"], ConfigError, "data.heldout"),

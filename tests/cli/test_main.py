@@ -72,6 +72,12 @@ def write_strange_model(folder: Path) -> None:
     save_file({"a": np.zeros(2, np.float32)}, folder / "strange" / "model.safetensors")
 
 
+def write_without_updates(folder: Path) -> None:
+    tree = yaml.safe_load((folder / "config.yaml").read_text())
+    del tree["optim"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+
+
 def rewrite(old: str, new: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
         file = folder / "config.yaml"
@@ -120,6 +126,28 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
     "a data file that is missing": (nothing, ["data.train=no.jsonl"], 2, "data.train", ["no.jsonl"]),
     "a data file with a bad line": (write_bad_jsonl, ["data.train=bad.jsonl"], 2, "data.train", ["bad.jsonl:2"]),
     "a reward of another form": (nothing, ["rollout.reward=exact"], 2, "rollout.reward", ["module:function"]),
+    "an environment of another form": (
+        nothing,
+        ["rollout.environment=bisect_game"],
+        2,
+        "rollout.environment",
+        ["module:Class", "actors.environments.tools:ToolUse"],
+    ),
+    "a setting written as an option": (nothing, ["--steps", "3"], 2, "--steps", ["write run.steps=3"]),
+    "a setting in full written as an option": (
+        nothing,
+        ["--optim.lr=1e-6"],
+        2,
+        "--optim.lr=1e-6",
+        ["write optim.lr=1e-6"],
+    ),
+    "updates that are not said": (
+        write_without_updates,
+        [],
+        2,
+        "optim",
+        ["optim.total_updates=2,"],
+    ),
     "a reward module that is missing": (
         nothing,
         ["rollout.reward=a.b:c"],
@@ -132,7 +160,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
         ["rollout.reward=actors.rollout.rewards:sorted_digit"],
         2,
         "rollout.reward",
-        ["sorted_digit"],
+        ["sorted_digit", "did you mean sorted_digits?"],
     ),
     "a filter that is missing": (
         nothing,

@@ -29,6 +29,21 @@ def with_default(a, b, c=1): ...
 """
 
 
+@pytest.mark.parametrize(
+    ("name", "is_class", "hint"),
+    [
+        ("duoble", False, "did you mean double?"),
+        ("add", True, "did you mean Add?"),
+        ("doubl", True, "name a class that package_of_own.inner defines"),
+        ("numbe", False, "name a function that package_of_own.inner defines"),
+    ],
+)
+def test_a_name_that_is_like_one_of_the_module_is_answered_by_that(name: str, is_class: bool, hint: str) -> None:
+    with refused(ConfigError, "rollout.filter", name) as caught:
+        load_function(f"package_of_own.inner:{name}", field="rollout.filter", example="a:b", is_class=is_class)
+    assert caught.value.hint == hint
+
+
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "package_of_own").mkdir()

@@ -202,6 +202,13 @@ def test_an_override_sets_one_value_and_leaves_its_neighbours():
     assert tree == {"a": {"b": 1e-6, "c": 2}, "d": {"e": {"f": [1, "x"]}}, "g": None, "h": {"i": "a=b"}}
 
 
+def test_null_empties_what_names_are_then_put_into():
+    tree = {"data": {"heldout": {"old": "a.jsonl"}}}
+    for override in ("data.heldout=null", "data.heldout.sums=b.jsonl", "data.heldout.products=c.jsonl"):
+        apply_override(tree, override)
+    assert tree == {"data": {"heldout": {"sums": "b.jsonl", "products": "c.jsonl"}}}
+
+
 @pytest.mark.parametrize(
     "override",
     ["", "=", "=3", "a", "a.b", ".", ".a=1", "a.=1", "a..b=1", "a b=1", "a =1", " a=1", "--a.b=1", "a-b=1", "a.0=1",
@@ -215,7 +222,7 @@ def test_an_override_of_another_form_is_refused_and_shown(override):
 
 
 def test_an_override_into_a_value_names_both_and_leaves_the_tree():
-    for value, shown in ((3, "3"), (None, "null"), ([1], "[1]"), ("m", "'m'")):
+    for value, shown in ((3, "3"), ([1], "[1]"), ("m", "'m'")):
         tree = {"a": {"b": value}}
         with refused(ConfigError, "a.b.c", "a.b.c='x'", f"a.b={shown}"):
             apply_override(tree, "a.b.c=x")

@@ -97,6 +97,8 @@ WRONG: dict[str, tuple[list[str], str, str]] = {
     "a seed as a setting": (["chain_sum", "out", "seed=3"], "seed", "seed"),
     "no number of problems": (["chain_sum", "out", "--train", "0"], "--train", "0"),
     "what JSON does not keep": (["rearc", "out", "--train", "1", "--heldout", "1"], "NAME", "rearc"),
+    "no data set": ([], "NAME", "--list"),
+    "no folder": (["chain_sum"], "DIR", "--settings"),
     "a data set of data sets": (["composite", "out"], "SETTINGS", "composite"),
 }
 
@@ -113,12 +115,26 @@ def test_wrong_words_are_typed_errors_and_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_data_sets_and_what_one_can_be_set_to_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "reasoning-gym", "--list"]) == 0
+    names = capsys.readouterr().out.splitlines()
+    assert names == sorted(reasoning_gym.factory.DATASETS) and set(NAMES) <= set(names)
+    assert main(["data", "reasoning-gym", "chain_sum", "--settings"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "min_terms: int = 2" in lines and "allow_negation: bool = False" in lines
+    assert not any(line.startswith(("seed", "size")) for line in lines)
+    assert main(["data", "reasoning-gym", "chain_som", "--settings"]) == 2
+    assert "chain_sum" in capsys.readouterr().err
+    assert all(environment.settings_of(name) is not None for name in names), "of every one"
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(environment, "find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name))
     environment._data_sets.cache_clear()
-    with refused(ConfigError, "reasoning-gym", "reasoning-gym"):
+    with refused(ConfigError, "reasoning-gym", "reasoning-gym") as caught:
         distinct_problems("chain_sum", {}, train=1, heldout=1)
+    assert "-c constraints.txt -e '.[reasoning-gym]'" in str(caught.value.hint)
 
 
 # ---------------------------------------------------------------------- answers and rewards

@@ -109,7 +109,7 @@ def test_the_header_comes_back_every_twenty_rows():
 
 def test_a_cell_ends_where_its_heading_ends_and_an_absent_metric_is_a_dash():
     shown = {"rollout/reward": 0.25, "rollout_mismatch_max": 3.2e-5, "seconds/step": 61.24}
-    whole = {column.metric: 0.5 for column in GRPO_COLUMNS}
+    whole = {column.metric: 0.5 for column in GRPO_COLUMNS} | {"seconds/step": 61.24}
     header, _, _, row = printed(GRPO_COLUMNS, [(6, whole), (7, shown)], 120)
     expected = {"step": "7/120", "reward": "0.250", "mismatch": "3.2e-05", "s/step": "61.2"}
     expected |= dict.fromkeys(("exact", "held-out", "loss", "entropy", "grad norm"), "-")

@@ -195,14 +195,18 @@ def test_an_episode_that_is_lost_in_a_process_is_refused_if_it_does_not_repeat(l
 @pytest.mark.parametrize(
     ("told", "fault"),
     [
-        ("tuple", "which is no StepResult"), ("none", "no observation, though"), ("nan", "'reward': nan"),
-        ("text reward", "'reward': '1'"), ("maybe", "neither True nor False"), ("giant", f"{MOST_CHARACTERS:,}"),
-        ("number", "is a int"), ("messages", "index 0"), ("reserved", "turns"), ("keys", "no JSON"),
+        ("tuple", "which is no StepResult"), ("none", "no observation, though it is not done, in turn"),
+        ("nan", "'reward': nan, which is not finite"),
+        ("text reward", "'reward': '1', which is a str and not a number, in"),
+        ("maybe", "neither True nor False"), ("giant", f"{MOST_CHARACTERS:,}"),
+        ("number", "is a int"), ("messages", "index 0"), ("reserved", "something else is logged, in turn"),
+        ("keys", "no JSON"),
     ],
 )  # fmt: skip
 def test_what_an_environment_must_not_return_is_named(launch: Any, told: str, fault: str) -> None:
     (outcome,) = Played(launch(), 1).say(told)
     assert isinstance(outcome, BatchError) and fault in outcome.message and "in turn 1 of episode 0" in outcome.message
+    assert outcome.hint == ("give observation=, or done=True" if told == "none" else "correct the environment")
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "sort 31"}, {"role": "assistant", "content": "1"}]
     groups = [
         (
-            Record({"prompt": "sort 21"}, "held.jsonl:1"),
+            Record({"prompt": "sort 21", "answer": "12", "parts": ["x" * 9000], "level": 3}, "held.jsonl:1"),
             [scored(1.0, text="12"), scored(0.0, number=1, text="", finished=False)],
         ),
         (Record({"prompt": chat}, "held.jsonl:2"), [scored(1.0, text="\ud800 13")]),  # half a surrogate pair
@@ -215,9 +215,13 @@ def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
         ("held.jsonl:1", 1, 0.0, False),
         ("held.jsonl:2", 0, 1.0, True),
     ]
+    kept = rows[0]["record"]
+    assert (kept["answer"], kept["level"]) == ("12", 3) and rows[2]["record"] == {}
+    assert kept["parts"].startswith('["xxx') and len(kept["parts"]) < 2100 and "9,004 characters" in kept["parts"]
     assert rows[0] | {"prompt": "sort 21", "response": "12", "tokens": 2} == rows[0] and rows[2]["prompt"] == chat
     text = (tmp_path / "evaluations" / "step_00000003.txt").read_text()
     assert all(part in text for part in ("held.jsonl:1, response 1", "sort 21", "\n12\n", "[user] sort 31", "cut"))
+    assert text.count("--- answer: 12\n") == 2, "of the record that has one, with each response"
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,160 @@
+"""An environment begins an episode of each file's first record before anything starts, in a process that may hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from actors.cli.main import main
+from actors.environments import Environment, StepResult
+from actors.environments.tools import ToolUse
+from actors.rollout.environment_trial import begin_episodes, try_environment
+from actors.rollout.prompt_files import Prompts
+from actors.rollout.prompts import Record, encode_prompt
+from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.errors import ConfigError
+from tests.support.refusals import refused
+from tests.support.runs import startable
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+HERE = __name__
+TRAIN, HELD = Record({"prompt": "1"}, "train.jsonl:1"), Record({"prompt": "2"}, "held.jsonl:4")
+
+
+class Begins(Environment):
+    """As it is told to, at the record with the prompt 2."""
+
+    def __init__(self, how: str = "well") -> None:
+        self.how = how if how != "init" else how[9]
+
+    async def reset(self, record: Any, seed: int) -> Any:
+        print("this is no answer")
+        if record["prompt"] != "2":
+            return record["prompt"]
+        if self.how == "raises":
+            raise OSError("the world is full")
+        if self.how == "ends":
+            os._exit(3)
+        if self.how == "waits":
+            await asyncio.sleep(3600)
+        if self.how == "hangs":
+            time.sleep(3600)
+        return None if self.how == "nothing" else "2"
+
+    def step(self, response: str, finished: bool) -> StepResult:
+        return StepResult(done=True)
+
+
+class Timer:
+    """Of an episode; none of these hangs."""
+
+    def start(self) -> None:
+        pass
+
+    cancel = start
+
+
+def begun(how: str, *records: Record, encode: Any = len, name: str = f"{HERE}:Begins", **arguments: Any) -> None:
+    begin_episodes(name, {"how": how} if how else arguments, records, seed=1, encode=encode, timed=lambda _: Timer())  # type: ignore[arg-type,return-value]
+
+
+def test_what_an_environment_does_wrong_at_the_beginning_is_named_with_its_record() -> None:
+    begun("well", TRAIN, HELD)
+    for how, words in (
+        ("raises", ("OSError: the world is full", "held.jsonl:4")),
+        ("init", ("IndexError", "train.jsonl:1")),
+        ("nothing", ("a prompt that is a NoneType", "held.jsonl:4")),
+    ):
+        with refused(ConfigError, "rollout.environment", f"{HERE}:Begins", *words):
+            begun(how, TRAIN, HELD)
+
+
+def test_a_chat_template_that_writes_no_tools_is_found_before_a_run_starts(example: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(example / "model")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    name = f"{ToolUse.__module__}:{ToolUse.__name__}"
+
+    def encode(prompt: Any) -> list[int]:
+        return encode_prompt(tokenizer, prompt)
+
+    with refused(ConfigError, "rollout.environment", "does not write them", "train.jsonl:1") as caught:
+        begun("", TRAIN, name=name, encode=encode, tools=["calculator"])
+    assert "described: prompt" in str(caught.value.hint)
+    begun("", TRAIN, name=name, encode=encode, tools=["calculator"], described="prompt")
+    tokenizer.chat_template += "{{ tools }}"
+    begun("", TRAIN, name=name, encode=encode, tools=["calculator"])
+
+
+@pytest.fixture
+def config(example: Path, tmp_path: Path) -> Any:
+    def made(how: str, **environment: Any) -> RunConfig:
+        tree = startable(example, tmp_path)
+        del tree["rollout"]["reward"]
+        tree["rollout"]["environment"] = f"{HERE}:Begins"
+        tree["environment"] = {"arguments": {"how": how}, **environment}
+        tree["evaluation"] = {"interval_steps": 1}
+        return config_from_dict(tree)
+
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "words"),
+    [
+        ("waits", 1.0, "did not return within 1 s when an episode of held.jsonl:4"),
+        ("hangs", 1.0, "did not return within 1 s when an episode of held.jsonl:4"),
+        ("ends", 60.0, "ended its process with status 3"),
+        ("well", 60.0, None),
+    ],
+)
+def test_an_environment_that_hangs_or_ends_its_process_costs_its_trial_alone(
+    config: Any, how: str, timeout_s: float, words: str | None
+) -> None:
+    found, prompts = config(how, timeout_s=timeout_s), Prompts([TRAIN, TRAIN], {"": [HELD, TRAIN]})
+    if words is None:
+        try_environment(found, prompts)
+        return
+    with refused(ConfigError, "rollout.environment", words):
+        try_environment(found, prompts)
+    unasked = found.model_copy(update={"evaluation": found.evaluation.model_copy(update={"interval_steps": None})})
+    if how == "ends":
+        try_environment(unasked, prompts)  # of whose held-out records no episode ever begins
+
+
+@pytest.mark.slow
+def test_check_tries_the_environment_and_imports_no_ray(config: Any, tmp_path: Path) -> None:
+    tree = config("raises").model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "held.jsonl").write_text('{"prompt": "2"}\n')
+    tree["data"]["heldout"] = str(tmp_path / "held.jsonl")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    watched = (
+        "import sys; from actors.cli.main import main; code = main(sys.argv[1:]); "
+        "sys.exit(9 if 'ray' in sys.modules else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", watched, "check", tmp_path / "c.yaml"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == 2 and "OSError: the world is full" in done.stderr and "held.jsonl:1" in done.stderr
+
+
+@pytest.mark.slow
+def test_train_does_not_start_with_an_environment_that_cannot_begin(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = config("init").model_dump(mode="json", exclude_unset=True)
+    del tree["evaluation"]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["train", str(tmp_path / "c.yaml"), "--dry-run"]) == 2
+    assert "IndexError" in capsys.readouterr().err
