@@ -25,7 +25,8 @@ from slimefsdp.batching.packing import LocalShare
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.model_spec import windowed_layers
-from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
+from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
+from slimefsdp.models.lora_modules import LoraLinear
 
 _ADAPTER = (".lora_A", ".lora_B")  # ends of the names of an adapter's matrices
 
@@ -222,18 +223,23 @@ class PolicyModel(DecoderModel):
             with_entropy=True,
             entropy_grad=entropy_grad,
             softcap=inputs.softcap,
+            adapter=inputs.adapter,
         )
         assert entropy is not None
         return torch.stack([log_probs, entropy])
 
     def head_inputs(self, share: LocalShare, pack_attention: PackAttention) -> HeadInputs:
-        """What the share's logits are made of, [pairs, hidden_dim] and [vocab, hidden_dim].
+        """What the share's logits are made of, [pairs, hidden_dim] and [vocab, hidden_dim], and the head's adapter.
 
         Of a sharded model it is called like `forward`, once it is known to FSDP (`register_fsdp_forward_method`); the
         weight is the gathered one, which lasts until the root is resharded.
         """
-        hidden = self.hidden_states(share.tokens, share.positions, pack_attention)
-        return HeadInputs(hidden[share.rows], self.hf.get_output_embeddings().weight, self.softcap)
+        hidden = self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows]
+        head = self.hf.get_output_embeddings()
+        adapter = None
+        if isinstance(head, LoraLinear) and head.is_on:
+            adapter = HeadAdapter(head.low(hidden), head.lora_B)
+        return HeadInputs(hidden, head.weight, self.softcap, adapter)
 
     def is_like(self, other: PolicyModel) -> bool:
         """Whether another policy computes the same function of equal weights: same configuration, names and shapes."""

@@ -30,12 +30,20 @@ BLOCK_BYTES = 8 * 2**20
 CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 
 
+class HeadAdapter(NamedTuple):
+    """What a head's adapter adds to the logits: low @ high.T."""
+
+    low: Tensor  # [rows, rank]: hidden states through A, times the scale
+    high: Tensor  # [vocab, rank]: B
+
+
 class HeadInputs(NamedTuple):
     """What a model's logits are made of."""
 
     hidden: Tensor  # [rows, hidden_dim] in the compute dtype
     weight: Tensor  # [vocab, hidden_dim] of the same dtype
     softcap: float | None = None  # the final logit soft-cap of Gemma 2
+    adapter: HeadAdapter | None = None  # of the same dtype
 
 
 def token_log_probs(
@@ -48,6 +56,7 @@ def token_log_probs(
     entropy_grad: bool = False,
     chunk_bytes: int | None = None,
     softcap: float | None = None,
+    adapter: HeadAdapter | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each row's target under softmax(softcapped(hidden @ weight.T) / temperature), and its entropy.
 
@@ -64,12 +73,13 @@ def token_log_probs(
         chunk_bytes: bound on the two logits-sized buffers of one chunk; a chunk has at least two rows where there are
             two, and soft-cap together with entropy_grad takes a third buffer. None: that of CHUNK_BYTES.
         softcap: the final logit soft-cap of Gemma 2: logits = softcap * tanh(logits / softcap), before the temperature.
+        adapter: adds low @ high.T to hidden @ weight.T; a weight that is frozen costs no gradient of its own.
 
     Returns:
         log_probs [rows], and entropy [rows] or None; both float32, or float64 for float64 inputs.
     """
     assert with_entropy or not entropy_grad, "entropy_grad needs with_entropy"
-    model = HeadInputs(hidden, weight, softcap)
+    model = HeadInputs(hidden, weight, softcap, adapter)
     return _apply(model, targets, None, temperature, with_entropy, entropy_grad, chunk_bytes)[:2]
 
 
@@ -88,9 +98,9 @@ def token_log_probs_and_kl(
     equal bit for bit; gradients flow through it to the model alone.
 
     Args:
-        model: hidden and weight carry the gradient.
+        model: hidden, weight and adapter carry the gradient.
         targets: [rows] int64, as above.
-        reference: of the same rows and vocabulary, with a hidden_dim and a soft-cap of its own.
+        reference: of the same rows and vocabulary, with a hidden_dim and a soft-cap of its own, and no adapter.
         temperature: divides the logits of both.
         chunk_bytes: as above; the reference takes one buffer more.
 
@@ -99,6 +109,7 @@ def token_log_probs_and_kl(
     """
     assert reference.hidden.shape[0] == model.hidden.shape[0], "model and reference have different rows"
     assert reference.weight.shape[0] == model.weight.shape[0], "model and reference have different vocabularies"
+    assert reference.adapter is None, "a reference with an adapter"
     log_probs, entropy, kl = _apply(model, targets, reference, temperature, True, entropy_grad, chunk_bytes)
     assert entropy is not None and kl is not None
     return log_probs, entropy, kl
@@ -113,7 +124,8 @@ def _apply(
     entropy_grad: bool,
     chunk_bytes: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    hidden, weight, softcap = model
+    hidden, weight, softcap, adapter = model
+    low, high = adapter or (None, None)
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
     # the same chunks with and without a reference: another number of rows may take another path of the product
@@ -122,7 +134,7 @@ def _apply(
     rows_per_chunk = chunk_bytes // (weight.shape[0] * _logits_dtype(hidden).itemsize * 2)
     bounds = chunk_bounds(hidden.shape[0], rows_per_chunk)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
-        hidden, weight, targets, reference, temperature, softcap, with_entropy, entropy_grad, bounds
+        hidden, weight, low, high, targets, reference, temperature, softcap, with_entropy, entropy_grad, bounds
     )
     return result
 
@@ -146,6 +158,8 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        low: Tensor | None,
+        high: Tensor | None,
         targets: Tensor,
         reference: HeadInputs | None,
         temperature: float,
@@ -165,6 +179,8 @@ class _TokenLogProbs(torch.autograd.Function):
             logits, exps = logits_buffer[: end - start], exps_buffer[: end - start]  # [chunk, vocab]
             difference = ref_buffer[: end - start]
             _write_logits(hidden[start:end], weight, logits)
+            if low is not None and high is not None:
+                _add_product(low[start:end], high.t(), logits)
             _cap_and_scale(logits, temperature, softcap)
             torch.amax(logits, dim=1, out=largest[start:end])
             logits.sub_(largest[start:end, None])
@@ -188,9 +204,9 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.sub(log_sum, mean_logit, out=entropy[start:end])
         if entropy is not None and not entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        ref_hidden, ref_weight, ctx.ref_softcap = reference or (None, None, None)
+        ref_hidden, ref_weight, ctx.ref_softcap, _ = reference or (None, None, None, None)
         ctx.save_for_backward(
-            hidden, weight, targets, largest, exp_sums, entropy if entropy_grad else None,
+            hidden, weight, low, high, targets, largest, exp_sums, entropy if entropy_grad else None,
             ref_hidden, ref_weight, mean_difference,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
@@ -204,11 +220,14 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None, kl_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, largest, exp_sums, entropy, ref_hidden, ref_weight, mean_difference = ctx.saved_tensors
+        hidden, weight, low, high, targets, largest, exp_sums, entropy, *of_reference = ctx.saved_tensors
+        ref_hidden, ref_weight, mean_difference = of_reference
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(largest)
         hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight, dtype=largest.dtype) if ctx.needs_input_grad[1] else None
+        low_grad = torch.empty_like(low) if ctx.needs_input_grad[2] else None
+        high_grad = torch.zeros_like(high, dtype=largest.dtype) if ctx.needs_input_grad[3] else None
         buffer, ctx.kept_logits = ctx.kept_logits, None  # another backward of this graph finds gradients in the buffer
         is_kept = buffer is not None
         if buffer is None:
@@ -221,6 +240,8 @@ class _TokenLogProbs(torch.autograd.Function):
             tanh = None if tanh_buffer is None else tanh_buffer[: end - start]
             if not (is_kept and end == len(hidden)):
                 _write_logits(hidden[start:end], weight, logits)
+                if low is not None:
+                    _add_product(low[start:end], high.t(), logits)
                 _cap_and_scale(logits, ctx.temperature, ctx.softcap, tanh)
                 logits.sub_(largest[start:end, None])
             target_grad = log_probs_grad[start:end] / ctx.temperature
@@ -249,9 +270,14 @@ class _TokenLogProbs(torch.autograd.Function):
             if hidden_grad is not None:
                 _write_hidden_grad(logits, weight, hidden_grad[start:end])
             if weight_grad is not None:
-                _add_weight_grad(logits, hidden[start:end], weight_grad)
+                _add_product(logits.t(), hidden[start:end], weight_grad)
+            if low_grad is not None:
+                _write_hidden_grad(logits, high, low_grad[start:end])
+            if high_grad is not None:
+                _add_product(logits.t(), low[start:end], high_grad)
         weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
-        return hidden_grad, weight_grad, None, None, None, None, None, None, None
+        high_grad = None if high_grad is None else high_grad.to(high.dtype)
+        return hidden_grad, weight_grad, low_grad, high_grad, None, None, None, None, None, None, None
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
@@ -314,9 +340,9 @@ def _write_hidden_grad(logits_grad: Tensor, weight: Tensor, out: Tensor) -> None
         out.copy_(total)
 
 
-def _add_weight_grad(logits_grad: Tensor, hidden: Tensor, total: Tensor) -> None:
-    """total [vocab, hidden_dim] += logits_grad.T @ hidden, without a second [vocab, hidden_dim] tensor."""
-    if hidden.is_cuda and hidden.dtype != total.dtype:
-        torch.addmm(total, logits_grad.to(hidden.dtype).t(), hidden, out_dtype=total.dtype, out=total)
+def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
+    """total [rows, columns] += left @ right, in total's dtype, without a second tensor of total's size."""
+    if right.is_cuda and right.dtype != total.dtype:
+        torch.addmm(total, left.to(right.dtype), right, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(logits_grad.t(), hidden.to(total.dtype))
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

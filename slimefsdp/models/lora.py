@@ -18,14 +18,13 @@ from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.load_weights import local_rows
+from slimefsdp.models.lora_modules import LoraLinear
 from slimefsdp.models.random_init import seed_of_module
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
@@ -39,40 +38,8 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: Sequence[str]  # words of `_PARTS`, or patterns of module names
+    targets: Sequence[str]  # words of `_PARTS`, `head`, or patterns of module names
     seed: int
-
-
-class LoraLinear(nn.Linear):
-    """A linear module with an adapter, which begins as nothing: B is 0.
-
-    Args:
-        linear: whose weight and bias it takes over.
-        dtype: of the adapter.
-    """
-
-    def __init__(self, linear: nn.Linear, rank: int, alpha: float, *, dtype: torch.dtype) -> None:
-        super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        self.weight, self.bias = linear.weight, linear.bias
-        device = linear.weight.device
-        self.lora_A = nn.Parameter(torch.empty(rank, linear.in_features, dtype=dtype, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=dtype, device=device))
-        self.scale = alpha / rank
-        self.is_on = True
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., out_features]."""
-        output = F.linear(input, self.weight, self.bias)
-        if not self.is_on:
-            return output
-        return output + self.scale * F.linear(F.linear(input, self.lora_A), self.lora_B)
-
-    @torch.no_grad()
-    def merged_rows(self) -> torch.Tensor:
-        """Collective: this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the adapter's dtype."""
-        a = self.lora_A.full_tensor() if isinstance(self.lora_A, DTensor) else self.lora_A
-        b = local_shard(self.lora_B)  # sharded over the same rows as the weight
-        return torch.addmm(local_shard(self.weight).to(b.dtype), b, a, alpha=self.scale)
 
 
 def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) -> None:
@@ -182,6 +149,7 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, nn.Linear
     }
     in_stack = set(model.decoder_layers())
     layers = [name for name, module in model.hf.named_modules() if module in in_stack]
+    head = model.hf.get_output_embeddings()
     chosen: dict[str, nn.Linear] = {}
     for target in targets:
         if target in _PARTS:
@@ -192,6 +160,8 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, nn.Linear
                 for name, module in owners.items()
                 if name.startswith(parts) and any(p.ndim > 1 for p in module.parameters(recurse=False))
             ]
+        elif target == "head":
+            matched = [name for name, module in owners.items() if module is head]
         else:
             matched = [name for name in owners if fnmatchcase(name, target)]
         if not matched:
@@ -199,15 +169,19 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, nn.Linear
             raise ConfigError(
                 f"lora.targets has {target!r}, which matches no module of this model that has parameters",
                 field="lora.targets",
-                hint=f"use attention, mlp or patterns of names, of which the nearest are {', '.join(near)}",
+                hint=f"use attention, mlp, head or patterns of names, of which the nearest are {', '.join(near)}",
             )
         for name in matched:
-            if problem := _why_unsupported(name, owners[name], layers):
+            is_in_reach = owners[name] is head or name.startswith(tuple(f"{layer}." for layer in layers))
+            if problem := _why_unsupported(
+                name, owners[name], is_in_reach=is_in_reach, is_tied=owners[name] is head and model.has_tied_embeddings
+            ):
                 raise ConfigError(
                     f"lora.targets has {target!r}, which matches {name}: {problem}, and adapters of those are not "
                     "supported",
                     field="lora.targets",
-                    hint="choose nn.Linear modules of the decoder layers, such as [attention] or ['*.q_proj']",
+                    hint="choose nn.Linear modules of the decoder layers, such as [attention] or ['*.q_proj'], or an "
+                    "untied head",
                 )
             module = owners[name]
             assert isinstance(module, nn.Linear)
@@ -215,10 +189,11 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, nn.Linear
     return {name: chosen[name] for name in owners if name in chosen}
 
 
-def _why_unsupported(name: str, module: nn.Module, layers: Sequence[str]) -> str | None:
-    if not name.startswith(tuple(f"{layer}." for layer in layers)):
-        # the loss reads the head's weight without calling it, and an embedding may be that weight, too
-        return "it is outside of the decoder layers, as heads and embeddings are"
+def _why_unsupported(name: str, module: nn.Module, *, is_in_reach: bool, is_tied: bool) -> str | None:
+    if is_tied:
+        return "its weight is the embedding, too (tie_word_embeddings)"
+    if not is_in_reach:
+        return "it is outside of the decoder layers, as embeddings are"
     if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)) or ".experts" in name:
         return "it is a stack of experts"
     if type(module) is not nn.Linear:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.models import fused_log_probs
-from slimefsdp.models.fused_log_probs import chunk_bounds, token_log_probs
+from slimefsdp.models.fused_log_probs import HeadAdapter, chunk_bounds, token_log_probs
 from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
 from tests.support.tiers import examples
 
@@ -95,10 +95,14 @@ def test_only_what_requires_grad_gets_a_gradient(frozen):
     assert torch.equal(weight.grad, both[1]) if frozen == "hidden" else torch.equal(hidden.grad, both[0])
 
 
-def test_a_frozen_weight_costs_no_tensor_of_its_size():
-    hidden, weight, targets, _ = random_case(6, 40, 11)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_frozen_weight_costs_no_tensor_of_its_size(has_adapter, dtype, monkeypatch):
+    monkeypatch.setattr(fused_log_probs, "BLOCK_BYTES", 400)  # halves are widened a little at a time
+    hidden, weight, targets, _ = random_case(6, 40, 11, dtype)
+    adapter = HeadAdapter(hidden[:, :2], weight.detach()[:, :2].clone().requires_grad_()) if has_adapter else None
     with LargestTensor() as recorder:
-        token_log_probs(hidden, weight.detach(), targets)[0].sum().backward()
+        token_log_probs(hidden, weight.detach(), targets, adapter=adapter)[0].sum().backward()
     assert hidden.grad is not None and 0 < recorder.elements < weight.numel()
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
+from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
 from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
 from tests.support.tiers import examples
 
@@ -28,7 +28,7 @@ def naive_kl(hidden, weight, reference, temperature=1.0, softcap=None):
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         return (logits / temperature).log_softmax(-1)
 
-    log_p, log_q = log_softmax(hidden, weight, softcap), log_softmax(*reference)
+    log_p, log_q = log_softmax(hidden, weight, softcap), log_softmax(*reference[:3])
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
@@ -80,6 +80,41 @@ def test_values_and_gradients_equal_log_softmax_in_float64(temperature, softcap,
     for got_grad, want_grad in zip(gradients(got, loss_weights, (hidden, weight)), truths, strict=True):
         assert want_grad.abs().max() > 0.1
         assert worst(got_grad, want_grad) < 1e-12
+
+
+@pytest.mark.parametrize("temperature, softcap, ref_softcap", SETTINGS)
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_an_adapter_is_as_good_as_its_product_in_the_weight(temperature, softcap, ref_softcap, chunk):
+    hidden, weight, targets, _ = random_case(29, 12, 83)
+    generator = torch.Generator().manual_seed(4)
+    a, b = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 12), (83, 3)))
+    leaves = [hidden, a.requires_grad_(), b.requires_grad_()]
+    reference = random_reference(29, 7, 83, softcap=ref_softcap)
+    got = token_log_probs_and_kl(
+        HeadInputs(hidden, weight.detach(), softcap, HeadAdapter(0.7 * hidden @ a.t(), b)),
+        targets,
+        reference,
+        temperature=temperature,
+        entropy_grad=True,
+        chunk_bytes=chunk_bytes_for(chunk, 83),
+    )
+    merged = HeadInputs(hidden, weight.detach() + 0.7 * b @ a, softcap)
+    want = naive_outputs(merged, targets, reference, temperature)
+    assert max(map(worst, got, want)) < 1e-12
+    loss_weights = weights_of_losses(29)
+    truths = gradients(want, loss_weights, leaves)
+    for got_grad, want_grad in zip(gradients(got, loss_weights, leaves), truths, strict=True):
+        assert want_grad.abs().max() > 0.1
+        assert worst(got_grad, want_grad) < 1e-12
+
+
+def test_an_adapter_that_is_nothing_changes_no_bit():
+    hidden, weight, targets, _ = random_case(29, 12, 83, torch.bfloat16)
+    model, reference = HeadInputs(hidden, weight), HeadInputs(hidden.detach(), weight.detach())
+    adapter = HeadAdapter(hidden[:, :3], torch.zeros(83, 3, dtype=torch.bfloat16))
+    without = token_log_probs_and_kl(model, targets, reference)
+    with_it = token_log_probs_and_kl(model._replace(adapter=adapter), targets, reference)
+    assert all(map(torch.equal, without, with_it)) and not with_it[2].any()
 
 
 def test_the_kl_alone_may_be_the_loss():

@@ -125,6 +125,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "replicate": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
     "sgd": {"optim": {"name": "sgd"}},
     "recomputed": {"model": {"activation_checkpointing": "full"}},
+    "with the head": {"mesh": {"dp": 2}, "lora": {"targets": ["attention", "head"]}},
 }
 
 

@@ -16,6 +16,7 @@ from actors.rollout.tokenizer import encode_records
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, SlimeError, StateError
+from slimefsdp.optim.optimizer_step import layer_group
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
 from tests.support.plain_lora import (
@@ -42,22 +43,25 @@ def lora_settings(path: Path, **sections: Any) -> RunConfig:
     return settings(path, lora=lora, **sections)
 
 
-MODELS = {
-    "qwen3": ("qwen3", {}, ALL),
-    "tied llama": ("llama", {"tie_word_embeddings": True}, ALL),
-    "phi3": ("phi3", {}, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+LAYERS, WITH_HEAD = ["attention", "mlp"], ["attention", "mlp", "head"]
+# kind, changes, our targets, peft's
+MODELS: dict[str, tuple[str, dict[str, Any], list[str], Any]] = {
+    "qwen3": ("qwen3", {}, LAYERS, ALL),
+    "tied llama": ("llama", {"tie_word_embeddings": True}, LAYERS, ALL),
+    "phi3": ("phi3", {}, LAYERS, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
+    "qwen3 with its head": ("qwen3", {}, WITH_HEAD, [*ALL, "lm_head"]),
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_equal_those_of_peft_in_float64(tiny_folder: TinyFolder, ranks: RankPool, model: str) -> None:
-    kind, changes, targets = MODELS[model]
+    kind, changes, ours, theirs = MODELS[model]
     folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
-    config, batch = lora_settings(folder), make_batch(folder)
-    start, ours, others = ranks.run(1, lora_gradients, config, batch)[0]
-    plain = plain_gradients(folder, config, batch, start, targets)
+    config, batch = lora_settings(folder, lora={"targets": ours}), make_batch(folder)
+    start, gradients, others = ranks.run(1, lora_gradients, config, batch)[0]
+    plain = plain_gradients(folder, config, batch, start, theirs)
     assert min(g.abs().max().item() for g in plain.values()) > 1e-4
-    assert largest_difference(ours, plain) <= 1e-12
+    assert largest_difference(gradients, plain) <= 1e-12
     assert others == []
 
 
@@ -76,7 +80,7 @@ def axes(mesh: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("dp_replicate", "dp", "cp"), mesh, strict=True))
 
 
-def compare_training(ranks: RankPool, folder: Path, config: RunConfig, targets: list[str] = ALL) -> None:
+def compare_training(ranks: RankPool, folder: Path, config: RunConfig, targets: Any = ALL) -> None:
     """Every rank's adapters after a step, which are peft's after the same updates."""
     batch = make_batch(folder)
     found = ranks.run(config.ranks, lora_training, config, batch)
@@ -86,7 +90,7 @@ def compare_training(ranks: RankPool, folder: Path, config: RunConfig, targets: 
         assert largest_difference(ours["start"], start) == 0  # drawn alike, however they are sharded
         assert largest_difference(ours["end"], plain) <= 1e-12
         assert ours["base moved"] == [] and ours["in sync"] and ours["metrics"]["updates"] >= 3
-        assert set(ours["norms"]) == {"layer_0", "layer_1"}
+        assert set(ours["norms"]) == {layer_group(name) for name in start}
         assert {name for unit in ours["description"].units for name in unit.parameters} >= plain.keys()
     assert largest_difference(plain, start) > 1e-2
 
@@ -103,9 +107,10 @@ def test_adapters_after_several_updates_are_those_of_peft_on_any_mesh(
 def test_adapters_of_other_architectures_are_those_of_peft(
     tiny_folder: TinyFolder, ranks: RankPool, model: str
 ) -> None:
-    kind, changes, targets = MODELS[model]
+    kind, changes, ours, theirs = MODELS[model]
     folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
-    compare_training(ranks, folder, lora_settings(folder, mesh={"dp": 2}, optim=OPTIMIZERS["adamw"]), targets)
+    config = lora_settings(folder, lora={"targets": ours}, mesh={"dp": 2}, optim=OPTIMIZERS["adamw"])
+    compare_training(ranks, folder, config, theirs)
 
 
 SPREAD: dict[str, dict[str, Any]] = {
@@ -131,6 +136,33 @@ def test_adapters_are_those_of_peft_however_the_model_is_spread_and_stored(
     compare_training(ranks, folder, lora_settings(folder, **sections))
 
 
+HEADS: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
+    "with the layers": (WITH_HEAD, [*ALL, "lm_head"], {"mesh": {"dp": 2}}),
+    "alone": (["head"], ["lm_head"], {"mesh": {"dp": 2}}),
+    "one rank": (["*head"], ["lm_head"], {}),
+    "cp 2": (WITH_HEAD, [*ALL, "lm_head"], {"mesh": {"cp": 2}}),
+    "dp 2 x cp 2": (WITH_HEAD, [*ALL, "lm_head"], {"mesh": {"dp": 2, "cp": 2}}),
+    "two copies of two shards": (WITH_HEAD, [*ALL, "lm_head"], {"mesh": {"dp_replicate": 2, "dp": 2}}),
+    "recomputed": (WITH_HEAD, [*ALL, "lm_head"], {"model": {"activation_checkpointing": "full"}, "mesh": {"dp": 2}}),
+    "shared prompts": (WITH_HEAD, [*ALL, "lm_head"], {"batch": {"share_prefixes": "always"}, "mesh": {"dp": 2}}),
+    **{
+        sharding: (WITH_HEAD, [*ALL, "lm_head"], {"fsdp": {"sharding": sharding}, "mesh": {"dp": 2}})
+        for sharding in ("keep_parameters", "optimizer", "replicate")
+    },
+    "an entropy bonus": (WITH_HEAD, [*ALL, "lm_head"], {"loss": {"entropy_coefficient": 0.1}, "mesh": {"cp": 2}}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", HEADS)
+def test_adapters_of_the_head_are_those_of_peft(folder: Path, ranks: RankPool, case: str, optimizer: str) -> None:
+    targets, theirs, changes = HEADS[case]
+    sections = {name: dict(values) for name, values in changes.items()}
+    sections["model"] = {"path": str(folder), **sections.get("model", {})}
+    config = lora_settings(folder, lora={"targets": targets}, optim=OPTIMIZERS[optimizer], **sections)
+    compare_training(ranks, folder, config, theirs)
+
+
 @pytest.mark.parametrize(
     ("targets", "theirs"),
     [(["attention"], ALL[:4]), (["mlp"], ALL[4:]), (["*.q_proj", "*.1.*.down_proj"], r".*q_proj|.*\.1\..*down_proj")],
@@ -146,8 +178,9 @@ def test_chosen_targets_are_those_of_peft(folder: Path, ranks: RankPool, targets
 @pytest.mark.parametrize("estimator", ["k3", "full"])
 @pytest.mark.parametrize("mesh", ["one rank", "dp 2 x cp 2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("targets", [LAYERS, WITH_HEAD], ids=["layers", "with the head"])
 def test_the_reference_is_the_policy_without_adapters_and_no_second_copy(
-    folder: Path, ranks: RankPool, mesh: str, dtype: str, estimator: str
+    folder: Path, ranks: RankPool, mesh: str, dtype: str, estimator: str, targets: list[str]
 ) -> None:
     # one update a step: the first is at the weights that old log-probs are recomputed with
     sections: dict[str, Any] = {
@@ -156,6 +189,7 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_copy(
         "loss": {"kl_estimator": estimator, "epochs": 1, "old_log_probs": "recompute", "kl_coefficient": 0.1},
         "batch": {"samples_per_update": None},
         "optim": {"name": "adamw", "lr": 0.05},
+        "lora": {"targets": targets},
     }
     batch = fresh_batch()
     config = lora_settings(folder, **sections)
@@ -187,16 +221,16 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_copy(
 def test_engines_and_exports_get_what_peft_merges(
     tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, model: str, mesh: str
 ) -> None:
-    kind, changes, targets = MODELS[model]
+    kind, changes, ours, theirs = MODELS[model]
     folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
-    config, batch = lora_settings(folder, mesh=axes(MESHES[mesh])), make_batch(folder)
+    config, batch = lora_settings(folder, lora={"targets": ours}, mesh=axes(MESHES[mesh])), make_batch(folder)
     found = ranks.run(config.ranks, merged_weights, config, batch, tmp_path / "export")[0]
-    plain = plain_training(folder, config, batch, found["start"], targets)
+    plain = plain_training(folder, config, batch, found["start"], theirs)
     merged = plain.merged()
     assert largest_difference(found["engine"], merged) <= 1e-12
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     assert largest_difference(dict(exported.named_parameters()), found["engine"]) == 0
-    changed = [name for name in found["base"] if any(name.endswith(f"{target}.weight") for target in targets)]
+    changed = [name for name in found["base"] if any(name.endswith(f"{target}.weight") for target in theirs)]
     assert found["came first"] == sorted(merged) and found["came"] == sorted(changed) != sorted(merged)
     assert found["bytes"] == 8 * sum(merged[name].numel() for name in changed)
     apart = [name for name, weight in merged.items() if not torch.equal(weight, found["base"][name])]
@@ -293,9 +327,15 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, list[str]]] =
         {"tie_word_embeddings": True},
         {"targets": ["lm_head"]},
         "lora.targets",
-        ["lm_head", "head"],
+        ["lm_head", "tie_word_embeddings"],
     ),
-    "a head": ("qwen3", {}, {"targets": ["attention", "*head"]}, "lora.targets", ["lm_head", "outside"]),
+    "a tied head by its word": (
+        "qwen3",
+        {"tie_word_embeddings": True},
+        {"targets": WITH_HEAD},
+        "lora.targets",
+        ["head"],
+    ),
     "an embedding": ("qwen3", {}, {"targets": ["*embed*"]}, "lora.targets", ["model.embed_tokens", "outside"]),
     "a norm": ("qwen3", {}, {"targets": ["*.self_attn.*"]}, "lora.targets", ["q_norm", "Qwen3RMSNorm"]),
     "experts": ("qwen3_moe", {}, {}, "lora.targets", ["'mlp'", "mlp.experts", "stack of experts"]),

@@ -44,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "qwen3": ("qwen3", {}, ["q_proj", "v_proj", "down_proj"]),
     "tied llama": ("llama", {"tie_word_embeddings": True}, "all-linear"),
     "phi3": ("phi3", {}, FUSED),
+    "qwen3 with its head": ("qwen3", {}, ["q_proj", "lm_head"]),
 }
 MESHES: dict[str, dict[str, int]] = {"dp 2": {"dp": 2}, "one rank": {}, "cp 2": {"cp": 2}}
 
@@ -172,12 +173,20 @@ def test_a_tensor_that_does_not_fit_the_model_is_named_by_all_ranks(
         assert_refusal(error, ModelError, "lora.path", *named)
 
 
-def test_adapters_of_a_head_are_refused_by_name(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_a_head_that_is_tied_or_saved_beside_its_adapters_is_refused_by_name(
+    folder: Path, tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path
+) -> None:
     with_head = trained_by_peft(
         folder, lora_settings(folder), make_batch(folder), tmp_path / "head", ["q_proj", "lm_head"]
     )
+    tied = tiny_folder(vocab_size=97, intermediate_size=55, tie_word_embeddings=True)
+    ((error,),) = ranks.run(1, refusal, settings(tied, lora={"path": str(with_head)}))
+    assert_refusal(error, ConfigError, "lora.targets", "lm_head", "tie_word_embeddings")
+    # what peft writes unless it is told not to
+    rewrite(with_head, tensors={"base_model.model.lm_head.base_layer.weight": torch.zeros(97, 32)})
     ((error,),) = ranks.run(1, refusal, settings(folder, lora={"path": str(with_head)}))
-    assert_refusal(error, ConfigError, "lora.targets", "lm_head")
+    assert_refusal(error, ModelError, "lora.path", "lm_head.base_layer.weight")
+    assert "save_embedding_layers=False" in error.hint
 
 
 def test_adapters_that_were_trained_beside_other_weights_are_refused_by_all(
