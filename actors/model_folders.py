@@ -32,7 +32,7 @@ def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunCo
     if config.lora.path is None:
         return config
     adapters = read_peft_folder(config.lora.path)
-    return config.with_adapters(adapters.rank, adapters.alpha, list(adapters.modules))
+    return config.with_adapters(adapters.rank, adapters.alpha, adapters.targets)
 
 
 def _with_local_folders(config: RunConfig, with_weights: bool) -> RunConfig:

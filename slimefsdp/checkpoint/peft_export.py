@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from slimefsdp.errors import CheckpointError
 from slimefsdp.io.atomic_dir import new_folder
 from slimefsdp.io.hub import HubId, id_of_snapshot
 from slimefsdp.io.safetensors_file import TensorFileWriter, TensorSpec
-from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, CONFIG_FILE, TENSOR_FILE, tensor_name
+from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, CONFIG_FILE, TENSOR_FILE, stack_modules, tensor_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,41 +43,64 @@ def write_peft_folder(
 
     Args:
         path: a folder that is absent or empty; missing parents are made.
-        specs: of the matrices under the names `<module>.lora_A` and `<module>.lora_B`, in the order in which they come.
+        specs: of the matrices under the names `<module>.lora_A` and `<module>.lora_B`, of stacks of experts
+            `<module>.<parameter>_lora_A` and `.._lora_B`, in the order in which they come; stacks of a module in its
+            order.
         dtype: of what is written; None: each matrix's own.
 
     Raises:
         CheckpointError: `path` is taken, `dtype` is too narrow for a value, or the disk refused. Nothing is left behind
             at `path` or beside it, also when `tensors` raises.
     """
+    places = _places(spec.name for spec in specs)
     written = [
-        TensorSpec(_peft_name(spec.name), dtype or spec.dtype, _shape(spec.name, spec.shape, facts.rank))
+        TensorSpec(tensor_name(*places[spec.name]), dtype or spec.dtype, _shape(spec.name, spec.shape, facts.rank))
         for spec in specs
     ]
-    modules = list(dict.fromkeys(spec.name.rpartition(".")[0] for spec in specs))
+    modules = list(dict.fromkeys(places[spec.name][0] for spec in specs if len(spec.shape) == 2))
+    stacks = list(dict.fromkeys(_adapted(spec.name)[0] for spec in specs if len(spec.shape) == 3))
     with new_folder(path) as folder:
-        text = json.dumps(_config(facts, modules), indent=2, sort_keys=True)
+        text = json.dumps(_config(facts, modules, stacks), indent=2, sort_keys=True)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
         metadata = {"format": "pt", BASE_DIGEST: facts.base_digest, BASE_DTYPE: facts.base_dtype}
         with TensorFileWriter(folder / TENSOR_FILE, written, metadata=metadata) as writer:
             for spec, (name, tensor) in zip(written, tensors, strict=True):
-                rows, columns = spec.shape
-                writer.write(_peft_name(name), in_dtype(name, tensor[:rows, :columns].contiguous(), spec.dtype))
+                writer.write(spec.name, in_dtype(name, _laid_out(name, tensor, facts.rank), spec.dtype))
+
+
+def _laid_out(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """A matrix as peft has it, without the rows of A, or columns of B, that are room for a larger rank."""
+    is_a = name.endswith("lora_A")
+    tensor = tensor[..., :rank, :] if is_a else tensor[..., :rank]
+    if tensor.ndim == 3:
+        tensor = tensor.flatten(0, 1) if is_a else tensor.permute(1, 2, 0).flatten(1, 2)
+    return tensor.contiguous()
 
 
 def _shape(name: str, shape: tuple[int, ...], rank: int) -> tuple[int, int]:
-    """Of a matrix without the rows of A, or columns of B, that are room for a larger rank."""
-    return (rank, shape[1]) if name.endswith("lora_A") else (shape[0], rank)
+    """Of `_laid_out`."""
+    *stack, rows, columns = shape
+    ranks = rank * math.prod(stack)
+    return (ranks, columns) if name.endswith("lora_A") else (rows, ranks)
 
 
-def _peft_name(name: str) -> str:
-    module, _, matrix = name.rpartition(".")
-    if matrix not in ("lora_A", "lora_B"):
+def _adapted(name: str) -> tuple[str, str]:
+    """What a matrix is of, a module or a stack of experts, and which of the two it is."""
+    found = re.fullmatch(r"(.+)[._]lora_([AB])", name)
+    if not found:
         raise CheckpointError(f"{name} is no matrix of an adapter", field="specs", hint="pass those of adapters alone")
-    return tensor_name(module, matrix.removeprefix("lora_"))
+    return found[1], found[2]
 
 
-def _config(facts: AdapterFacts, modules: list[str]) -> dict[str, Any]:
+def _places(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Names of matrices -> peft's module, and A or B."""
+    found = {name: _adapted(name) for name in names}
+    stacks = dict.fromkeys(of for name, (of, _) in found.items() if not name.startswith(f"{of}."))
+    inside = stack_modules(stacks)
+    return {name: (inside.get(of, of), matrix) for name, (of, matrix) in found.items()}
+
+
+def _config(facts: AdapterFacts, modules: list[str], stacks: list[str]) -> dict[str, Any]:
     hub_id = id_of_snapshot(facts.base) or HubId(str(facts.base))
     return {
         "peft_type": "LORA",
@@ -86,6 +111,7 @@ def _config(facts: AdapterFacts, modules: list[str]) -> dict[str, Any]:
         "r": facts.rank,
         "lora_alpha": int(facts.alpha) if facts.alpha.is_integer() else facts.alpha,
         "target_modules": modules,
+        "target_parameters": stacks or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -257,7 +257,8 @@ class LoraSettings(Settings):
     targets: Annotated[tuple[str, ...], BeforeValidator(_target_patterns)] = Field(
         ("attention", "mlp"),
         description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, or patterns like "
-        "`*.q_proj` of module names; `head`: the LM head, where no embedding is tied to it",
+        "`*.q_proj` of module names; `experts`: the stacks of experts, `*.experts.down_proj` some of them; `head`: the "
+        "LM head, where no embedding is tied to it",
     )
     sync: Literal["merged", "adapters"] = Field(
         "merged",

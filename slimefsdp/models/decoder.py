@@ -28,7 +28,7 @@ from slimefsdp.model_spec import windowed_layers
 from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
 from slimefsdp.models.lora_modules import LoraLinear
 
-_ADAPTER = (".lora_A", ".lora_B")  # ends of the names of an adapter's matrices
+_ADAPTER = ("lora_A", "lora_B")  # ends of the names of an adapter's matrices
 
 
 class DecoderModel(nn.Module):

@@ -7,12 +7,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from slimefsdp.distributed.mesh import Mesh
+from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ConfigError, ModelError, short_text
 from slimefsdp.models.decoder import DecoderModel
-from slimefsdp.models.load_weights import ReadBy, read_tensors
-from slimefsdp.models.lora import Lora, adapted_modules, add_adapters, base_digest
-from slimefsdp.models.peft_folder import BASE_DIGEST, BASE_DTYPE, FIELD, PeftFolder, tensor_name, wrong_tensor
+from slimefsdp.models.load_weights import ReadBy, local_rows, read_tensors
+from slimefsdp.models.lora import Lora, adapted_matrices, add_adapters, base_digest
+from slimefsdp.models.lora_modules import stacks_of
+from slimefsdp.models.peft_folder import (
+    BASE_DIGEST,
+    BASE_DTYPE,
+    FIELD,
+    PeftFolder,
+    stack_modules,
+    tensor_name,
+    wrong_tensor,
+)
 
 
 def add_adapters_of(
@@ -30,8 +39,9 @@ def add_adapters_of(
     """
     linears = {name: module for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
     folder.check_base({f"{name}.weight": tuple(module.weight.shape) for name, module in linears.items()}, base)
+    _check_stacks(folder, model, base)
     add_adapters(model, lora, base_dtype=base_dtype)
-    held, chosen = folder.modules.keys(), {name for name, _ in adapted_modules(model)}
+    held, chosen = set(folder.targets), {matrix.name for matrix in adapted_matrices(model)}
     if differing := sorted(held ^ chosen):
         does, has = ("names", "no") if differing[0] in chosen else ("does not name", "a")
         raise ConfigError(
@@ -52,6 +62,45 @@ def add_adapters_of(
             )
 
 
+def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
+    """Whether the model has the stacks of experts that the folder has adapters of, and no others that it asks for."""
+    own = {name: (module, stacks_of(module)) for name, module in model.hf.named_modules()}
+    for owner in folder.stacks.keys() | own.keys():
+        wanted = folder.parameters_of(owner)
+        module, known = own.get(owner, (None, []))
+        chosen = [name for name in known if name in wanted]
+        names = stack_modules(f"{owner}.{name}" for name in chosen)
+        if owner in folder.stacks and set(wanted) - set(known):
+            raise wrong_tensor(
+                tensor_name(owner, "A"),
+                f"of {folder.path} is of experts, where target_parameters names {', '.join(wanted)}, and the model at "
+                f"{base} has no such stacks of experts there",
+                "name the model that the adapters were trained on as model.path",
+            )
+        for name in chosen:
+            assert module is not None
+            experts, rows, columns = module.get_parameter(name).shape
+            if module.is_transposed:
+                rows, columns = columns, rows
+            shapes = {"A": (folder.rank * experts, columns), "B": (rows, folder.rank * experts)}
+            for matrix, shape in shapes.items():
+                tensor = tensor_name(names[f"{owner}.{name}"], matrix)
+                entry = folder.tensors.get(tensor)
+                if entry is None:
+                    raise wrong_tensor(
+                        tensor,
+                        f"is missing from {folder.path}, where target_parameters chooses {owner}.{name}",
+                        "save the adapters again, or name the model that they were trained on as model.path",
+                    )
+                if tuple(entry.shape) != shape:
+                    raise wrong_tensor(
+                        tensor,
+                        f"of {folder.path} has shape {list(entry.shape)}, and {owner}.{name} of the model at {base} "
+                        f"needs {list(shape)}",
+                        "name the model that the adapters were trained on as model.path",
+                    )
+
+
 def read_adapters(
     folder: PeftFolder, model: DecoderModel, mesh: Mesh, *, base: Path, read_by: ReadBy = "every_rank"
 ) -> None:
@@ -64,13 +113,22 @@ def read_adapters(
         ModelError: on every rank alike; a value is not finite, the file cannot be read, or the folder says that its
             adapters were trained beside other weights.
     """
-    named = [
-        (tensor_name(name, matrix), getattr(module, f"lora_{matrix}"))
-        for name, module in adapted_modules(model)
-        for matrix in "AB"
-    ]
+    matrices = adapted_matrices(model)
+    inside = stack_modules(matrix.name for matrix in matrices if matrix.is_stack)
+    named: list[tuple[str, nn.Parameter]] = []
+    stacked: list[tuple[str, nn.Parameter]] = []
+    for matrix in matrices:
+        module = inside.get(matrix.name, matrix.name)
+        named.append((tensor_name(module, "A"), matrix.a))  # that of a stack has its rows in the file's order, too
+        (stacked if matrix.is_stack else named).append((tensor_name(module, "B"), matrix.b))
     try:
         read_tensors(named, folder.tensors, mesh.group, device=mesh.device, read_by=read_by)
+        for name, b in stacked:
+            experts, rows, rank = b.shape
+            whole = nn.Parameter(torch.empty(rows, rank * experts, dtype=b.dtype, device=b.device), requires_grad=False)
+            read_tensors([(name, whole)], folder.tensors, mesh.group, device=mesh.device, read_by=read_by)
+            start, end = local_rows(b)
+            local_shard(b).detach().copy_(whole.view(rows, rank, experts).permute(2, 0, 1)[start:end])
     except ModelError as error:
         error.field = FIELD
         raise

@@ -1,20 +1,22 @@
 """LoRA adapters: a trained product of two thin matrices beside each of the frozen matrices that were chosen.
 
-A module computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685). The adapter's matrices
-are parameters of the module that holds W. So they are sharded and gathered with the unit that W is in, and everything
-that holds for its parameters (meshes, levels, sums over ranks, sleep) holds for them: nothing is summed by hand. FSDP
-allows this since it asks for one dtype of those parameters of a unit that are trained, and gathers the frozen ones in
-whatever dtype they are stored.
+A module computes W x + (alpha / rank) B A x (Hu et al. 2021, https://arxiv.org/abs/2106.09685), one of experts does so
+for each of them (slimefsdp.models.lora_modules). The adapter's matrices are parameters of the module that holds W. So
+they are sharded and gathered with the unit that W is in, and everything that holds for its parameters (meshes, levels,
+sums over ranks, sleep) holds for them: nothing is summed by hand. FSDP allows this since it asks for one dtype of those
+parameters of a unit that are trained, and gathers the frozen ones in whatever dtype they are stored.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.load_weights import local_rows
-from slimefsdp.models.lora_modules import LoraLinear
+from slimefsdp.models.lora_modules import LoraLinear, LoraModule, add_to_experts, stacks_of
 from slimefsdp.models.random_init import seed_of_module
 
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
@@ -38,7 +40,7 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: Sequence[str]  # words of `_PARTS`, `head`, or patterns of module names
+    targets: Sequence[str]  # words of `_PARTS`, `experts`, `head`, or patterns of names
     seed: int
 
 
@@ -52,23 +54,29 @@ def add_adapters(model: DecoderModel, lora: Lora, *, base_dtype: torch.dtype) ->
         ConfigError: a target matches nothing, or what can have no adapter; or the rank is more than a matrix has.
     """
     targets = _targets(model, lora.targets)
-    for name, linear in targets.items():
-        smaller = min(linear.in_features, linear.out_features)
-        if lora.rank > smaller:
+    for name, target in targets.items():
+        rows, columns = target.weight.shape[-2:]
+        if lora.rank > min(rows, columns):
             raise ConfigError(
-                f"lora.rank={lora.rank} is more than the rank of {name}, a matrix of {linear.out_features} x "
-                f"{linear.in_features}",
+                f"lora.rank={lora.rank} is more than the rank of {name}, a matrix of {rows} x {columns}",
                 field="lora.rank",
-                hint=f"set it to at most {smaller}, or leave that module out of lora.targets",
+                hint=f"set it to at most {min(rows, columns)}, or leave that module out of lora.targets",
             )
     master_dtype = next(iter(targets.values())).weight.dtype
     for name, parameter in model.named_weights():
         if name not in model.trained_beside_adapters:
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(base_dtype)
-    for name, linear in targets.items():
+    stacks: dict[nn.Module, list[str]] = {}
+    for name, target in targets.items():
         parent, _, own_name = name.rpartition(".")
-        setattr(model.hf.get_submodule(parent), own_name, LoraLinear(linear, lora.rank, lora.alpha, dtype=master_dtype))
+        if isinstance(target.module, nn.Linear):
+            made = LoraLinear(target.module, lora.rank, lora.alpha, dtype=master_dtype)
+            setattr(model.hf.get_submodule(parent), own_name, made)
+        else:
+            stacks.setdefault(target.module, []).append(own_name)
+    for experts, names in stacks.items():
+        add_to_experts(experts, names, lora.rank, lora.alpha, dtype=master_dtype)
 
 
 @torch.no_grad()
@@ -79,30 +87,59 @@ def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) ->
         rank: of the adapters, where it is less than there is room for: what is beyond it is 0, and trains to nothing
             else.
     """
-    for name, module in adapted_modules(model):
-        generator = torch.Generator().manual_seed(seed_of_module(seed, f"{name}.lora_A"))
-        bound = module.in_features**-0.5
-        drawn = torch.zeros(module.lora_A.shape, dtype=torch.float32)
-        drawn[:rank].uniform_(-bound, bound, generator=generator)
-        start, end = local_rows(module.lora_A)
-        local_shard(module.lora_A).copy_(drawn[start:end])
-        local_shard(module.lora_B).zero_()
+    for matrix in adapted_matrices(model):
+        generator = torch.Generator().manual_seed(seed_of_module(seed, f"{matrix.name}.lora_A"))
+        drawn = torch.zeros(matrix.a.shape, dtype=torch.float32)  # [(experts,) rank, in_features]
+        bound = drawn.shape[-1] ** -0.5
+        drawn[..., :rank, :].uniform_(-bound, bound, generator=generator)
+        start, end = local_rows(matrix.a)
+        local_shard(matrix.a).copy_(drawn[start:end])
+        local_shard(matrix.b).zero_()
 
 
 def set_scale(model: DecoderModel, scale: float) -> None:
     """What B A x is multiplied by from now on, in every module with an adapter."""
-    for _, module in adapted_modules(model):
+    for module in _adapted_modules(model).values():
         module.scale = scale
 
 
-def adapted_modules(model: DecoderModel) -> list[tuple[str, LoraLinear]]:
-    """The modules with adapters, in model order."""
-    return [(name, module) for name, module in model.hf.named_modules() if isinstance(module, LoraLinear)]
+class AdaptedMatrix(NamedTuple):
+    """A matrix with an adapter, or a stack of them, one for each expert."""
+
+    name: str  # of the linear module, or of the stack
+    weight: str  # the parameter's name
+    a: nn.Parameter  # [(experts,) rank, in_features]
+    b: nn.Parameter  # [(experts,) out_features, rank]
+    merged_rows: Callable[[], torch.Tensor]
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is one of each expert."""
+        return self.a.ndim == 3
+
+
+def adapted_matrices(model: DecoderModel) -> list[AdaptedMatrix]:
+    """In model order."""
+    return [
+        AdaptedMatrix(
+            name if isinstance(module, LoraLinear) else f"{name}.{own_name}",
+            f"{name}.{own_name}",
+            a,
+            b,
+            partial(module.merged_rows, own_name),
+        )
+        for name, module in _adapted_modules(model).items()
+        for own_name, (a, b) in module.pairs.items()
+    ]
+
+
+def _adapted_modules(model: DecoderModel) -> dict[str, LoraModule]:
+    return {name: module for name, module in model.hf.named_modules() if isinstance(module, LoraModule)}
 
 
 def merged_rows(model: DecoderModel) -> dict[str, Callable[[], torch.Tensor]]:
     """Names of the weights that adapters change -> this rank's rows of the sum; see `LoraLinear.merged_rows`."""
-    return {f"{name}.weight": module.merged_rows for name, module in adapted_modules(model)}
+    return {matrix.weight: matrix.merged_rows for matrix in adapted_matrices(model)}
 
 
 @torch.no_grad()
@@ -128,7 +165,7 @@ def base_digest(model: DecoderModel, group: dist.ProcessGroup) -> str:
 @contextmanager
 def adapters_off(model: DecoderModel) -> Iterator[None]:
     """Inside, the model computes what it would without adapters, to the bit."""
-    modules = [module for _, module in adapted_modules(model)]
+    modules = list(_adapted_modules(model).values())
     for module in modules:
         module.is_on = False
     try:
@@ -138,8 +175,13 @@ def adapters_off(model: DecoderModel) -> Iterator[None]:
             module.is_on = True
 
 
-def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, nn.Linear]:
-    """The modules that `lora.targets` names, in model order.
+class _Target(NamedTuple):
+    module: nn.Module
+    weight: nn.Parameter  # of a linear module, or a stack of experts
+
+
+def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
+    """What `lora.targets` names, in model order: linear modules by their names, stacks by their parameters'.
 
     Raises:
         ConfigError: as `add_adapters`.
@@ -147,46 +189,62 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, nn.Linear
     owners = {
         name: module for name, module in model.hf.named_modules() if any(True for _ in module.parameters(recurse=False))
     }
+    stacks = {f"{name}.{own_name}": name for name, module in owners.items() for own_name in stacks_of(module)}
     in_stack = set(model.decoder_layers())
     layers = [name for name, module in model.hf.named_modules() if module in in_stack]
     head = model.hf.get_output_embeddings()
-    chosen: dict[str, nn.Linear] = {}
+    chosen: dict[str, _Target] = {}
     for target in targets:
         if target in _PARTS:
             parts = tuple(f"{layer}.{part}." for layer in layers for part in _PARTS[target])
-            # norms, sinks and the like are no matrices: the word does not mean them
-            matched = [
-                name
-                for name, module in owners.items()
-                if name.startswith(parts) and any(p.ndim > 1 for p in module.parameters(recurse=False))
-            ]
+            matched = [name for name, module in owners.items() if name.startswith(parts) and _is_meant(module, stacks)]
+        elif target == "experts":
+            matched = list(stacks)
+        elif target == "head" and model.trained_beside_adapters and len(targets) > 1:
+            continue  # a critic's head is trained whole
         elif target == "head":
             matched = [name for name, module in owners.items() if module is head]
         else:
-            matched = [name for name in owners if fnmatchcase(name, target)]
+            matched = [name for name in (*owners, *stacks) if fnmatchcase(name, target)]
         if not matched:
-            near = difflib.get_close_matches(target, owners, n=3, cutoff=0.0)
+            near = difflib.get_close_matches(target, [*owners, *stacks], n=3, cutoff=0.0)
             raise ConfigError(
                 f"lora.targets has {target!r}, which matches no module of this model that has parameters",
                 field="lora.targets",
-                hint=f"use attention, mlp, head or patterns of names, of which the nearest are {', '.join(near)}",
+                hint="this model's MLPs are experts, which the word experts chooses"
+                if target == "mlp" and stacks
+                else "use attention, mlp, experts, head or patterns of names, of which the nearest are "
+                + ", ".join(near),
             )
         for name in matched:
-            is_in_reach = owners[name] is head or name.startswith(tuple(f"{layer}." for layer in layers))
-            if problem := _why_unsupported(
-                name, owners[name], is_in_reach=is_in_reach, is_tied=owners[name] is head and model.has_tied_embeddings
-            ):
+            owner = stacks.get(name, name)
+            module = owners[owner]
+            is_in_reach = module is head or owner.startswith(tuple(f"{layer}." for layer in layers))
+            is_tied = module is head and model.has_tied_embeddings
+            if problem := _why_unsupported(owner, module, is_in_reach=is_in_reach, is_tied=is_tied):
                 raise ConfigError(
-                    f"lora.targets has {target!r}, which matches {name}: {problem}, and adapters of those are not "
+                    f"lora.targets has {target!r}, which matches {owner}: {problem}, and adapters of those are not "
                     "supported",
                     field="lora.targets",
-                    hint="choose nn.Linear modules of the decoder layers, such as [attention] or ['*.q_proj'], or an "
-                    "untied head",
+                    hint="choose nn.Linear modules of the decoder layers, such as [attention] or ['*.q_proj'], "
+                    "stacks of experts, or the head",
                 )
-            module = owners[name]
-            assert isinstance(module, nn.Linear)
-            chosen[name] = module
-    return {name: chosen[name] for name in owners if name in chosen}
+            own_names = [name.removeprefix(f"{owner}.")] if name in stacks else stacks_of(module) or ["weight"]
+            for own_name in own_names:
+                found = owner if own_name == "weight" else f"{owner}.{own_name}"
+                chosen[found] = _Target(module, module.get_parameter(own_name))
+    order = [name for owner in owners for name in (owner, *(stack for stack in stacks if stacks[stack] == owner))]
+    return {name: chosen[name] for name in order if name in chosen}
+
+
+def _is_meant(module: nn.Module, stacks: Collection[str]) -> bool:
+    """Whether a word for a part of the layers means a module: any with a matrix, no norms, sinks and the like.
+
+    Of a mixture it means linear modules alone, as peft's all-linear does: neither experts nor what chooses them.
+    """
+    if stacks:
+        return isinstance(module, nn.Linear)
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
 def _why_unsupported(name: str, module: nn.Module, *, is_in_reach: bool, is_tied: bool) -> str | None:
@@ -194,8 +252,10 @@ def _why_unsupported(name: str, module: nn.Module, *, is_in_reach: bool, is_tied
         return "its weight is the embedding, too (tie_word_embeddings)"
     if not is_in_reach:
         return "it is outside of the decoder layers, as embeddings are"
-    if any(parameter.ndim > 2 for parameter in module.parameters(recurse=False)) or ".experts" in name:
-        return "it is a stack of experts"
+    if stacks_of(module):
+        return None
+    if ".experts" in name:
+        return "it is of one expert, or of experts that lie otherwise than transformers' own"
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__} and no nn.Linear"
     return None

@@ -1,6 +1,9 @@
-"""Modules with adapters: what the module that they take the place of computes, and the product of two thin matrices."""
+"""Modules with adapters: what they computed before, and the product of two thin matrices beside each chosen matrix."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,8 +42,90 @@ class LoraLinear(nn.Linear):
         return self.scale * F.linear(input, self.lora_A)
 
     @torch.no_grad()
-    def merged_rows(self) -> torch.Tensor:
+    def merged_rows(self, parameter: str = "weight") -> torch.Tensor:
         """Collective: this rank's rows of W + (alpha / rank) B A, [rows, in_features] in the adapter's dtype."""
         a = self.lora_A.full_tensor() if isinstance(self.lora_A, DTensor) else self.lora_A
         b = local_shard(self.lora_B)  # sharded over the same rows as the weight
         return torch.addmm(local_shard(self.weight).to(b.dtype), b, a, alpha=self.scale)
+
+    @property
+    def pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """The weight's A and B."""
+        return {"weight": (self.lora_A, self.lora_B)}
+
+
+class LoraExperts(nn.Module):
+    """What `add_to_experts` puts before the class of a module of experts.
+
+    While the module computes, each chosen stack is W + (alpha / rank) B A, [experts, ..], made anew by every forward,
+    whichever implementation multiplies with it. The sum has the size of the stack, and lives until backward used it,
+    unless the layer is recomputed. In a half precision it is rounded once.
+    """
+
+    stacks: tuple[str, ...]  # names of parameters, in the module's order
+    scale: float
+    is_on: bool
+    is_transposed: bool  # a stack is [experts, in, out]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As without adapters."""
+        if not self.is_on:
+            return super().forward(*args, **kwargs)
+        sums = {name: self._sum(getattr(self, name), *self.pairs[name]) for name in self.stacks}
+        # an attribute of the instance is found before a parameter of the same name
+        self.__dict__.update(sums)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in sums:
+                del self.__dict__[name]
+
+    @torch.no_grad()
+    def merged_rows(self, stack: str) -> torch.Tensor:
+        """This rank's experts of W + (alpha / rank) B A, in the adapter's dtype."""
+        a, b = map(local_shard, self.pairs[stack])  # sharded over the same experts as the stack
+        return self._sum(local_shard(getattr(self, stack)).to(b.dtype), a, b)
+
+    @property
+    def pairs(self) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+        """A, [experts, rank, in], and B, [experts, out, rank], of each stack that has them."""
+        own = self._parameters
+        return {name: (own[f"{name}_lora_A"], own[f"{name}_lora_B"]) for name in self.stacks}  # type: ignore[misc]
+
+    def _sum(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        left, right = (a.mT, b.mT) if self.is_transposed else (b, a)
+        return torch.baddbmm(weight, left, right, alpha=self.scale)
+
+
+LoraModule = LoraLinear | LoraExperts
+
+
+def stacks_of(module: nn.Module) -> list[str]:
+    """Names of the parameters of a module of experts that can have adapters: one matrix for each expert.
+
+    Only transformers' own modules of experts have them, which say how their matrices lie.
+    """
+    if not hasattr(module, "is_transposed"):
+        return []
+    return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+
+
+def add_to_experts(experts: nn.Module, stacks: Sequence[str], rank: int, alpha: float, *, dtype: torch.dtype) -> None:
+    """Puts adapters, which begin as nothing, beside stacks of a module of experts, in place.
+
+    Args:
+        stacks: some of `stacks_of`, in the module's order.
+        dtype: of the adapters.
+    """
+    for name in stacks:
+        weight = experts.get_parameter(name)
+        count, rows, columns = weight.shape
+        out_features, in_features = (columns, rows) if experts.is_transposed else (rows, columns)
+        a = torch.empty(count, rank, in_features, dtype=dtype, device=weight.device)
+        b = torch.zeros(count, out_features, rank, dtype=dtype, device=weight.device)
+        experts.register_parameter(f"{name}_lora_A", nn.Parameter(a))
+        experts.register_parameter(f"{name}_lora_B", nn.Parameter(b))
+    kind = type(experts)
+    experts.__class__ = type(kind.__name__, (LoraExperts, kind), {})  # the name by which fsdp.wrap_layers knows it
+    assert isinstance(experts, LoraExperts)
+    experts.stacks, experts.scale, experts.is_on = tuple(stacks), alpha / rank, True

@@ -1,7 +1,9 @@
 """Reads a folder that peft wrote of LoRA adapters, and refuses by name what cannot be trained on exactly as it stands.
 
 It has adapter_config.json, and adapter_model.safetensors with an A and a B for every module that has an adapter. Which
-modules these are is what the file has tensors for; target_modules and what narrows it must say the same. As in
+modules these are is what the file has tensors for; target_modules and what narrows it must say the same. Stacks of
+experts are named by target_parameters; their tensors are those of wrappers around the module of experts, one inside the
+other, the last parameter's the outermost. A is [experts * rank, in], B is [out, rank * experts]. As in
 `slimefsdp.models.hf_folder`, only the standard library is imported, only headers are read, and nothing is trusted.
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,10 @@ BASE_DIGEST, BASE_DTYPE = "slimefsdp.base_digest", "slimefsdp.base_dtype"
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 _LARGEST = 1e30  # of lora.alpha
+_WRAPPER = ".base_layer"
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _READ = {"peft_type", "task_type", "r", "lora_alpha", "bias", "init_lora_weights", "use_rslora"}
-_READ |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+_READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
 # keys that change no number of what a folder computes
 _WITHOUT_EFFECT = {"auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "peft_version"}
 _WITHOUT_EFFECT |= {"runtime_config", "megatron_core", "qalora_group_size"}
@@ -67,12 +70,30 @@ class PeftFolder:
 
     @property
     def modules(self) -> dict[str, tuple[int, int]]:
-        """Names of the modules that have an adapter -> the (rows, columns) that their weights must have."""
+        """Names of the linear modules that have an adapter -> the (rows, columns) that their weights must have."""
         names = sorted({_matched(name)[1] for name in self.tensors})
+        names = [name for name in names if not self.parameters_of(_unwrapped(name)[0])]
         return {
             name: (self.tensors[tensor_name(name, "B")].shape[0], self.tensors[tensor_name(name, "A")].shape[1])
             for name in names
         }
+
+    @property
+    def stacks(self) -> dict[str, list[str]]:
+        """Names of the modules of experts that have adapters -> the parameters that have them, in no order."""
+        owners = sorted({_unwrapped(_matched(name)[1])[0] for name in self.tensors})
+        return {owner: parameters for owner in owners if (parameters := self.parameters_of(owner))}
+
+    @property
+    def targets(self) -> list[str]:
+        """What has an adapter, as lora.targets names it."""
+        stacks = [f"{owner}.{parameter}" for owner, parameters in self.stacks.items() for parameter in parameters]
+        return [*self.modules, *stacks]
+
+    def parameters_of(self, module: str) -> list[str]:
+        """The parameters of a module that target_parameters names."""
+        keys = [key.rpartition(".") for key in self.config.get("target_parameters") or ()]
+        return sorted({own for owner, _, own in keys if module == owner or module.endswith(f".{owner}")})
 
     def chooses(self, module: str) -> bool:
         """Whether target_modules, and what narrows it, choose a linear module of that name: peft's own rule.
@@ -82,7 +103,7 @@ class PeftFolder:
         excluded = self.config.get("exclude_modules")
         if excluded and _is_one_of(module, excluded):
             return False
-        targets = self.config["target_modules"]
+        targets = self.config["target_modules"] or ()
         if isinstance(targets, str):
             return self.chooses_all_linear or re.fullmatch(targets, module) is not None
         if module in targets:
@@ -107,7 +128,7 @@ class PeftFolder:
         return False
 
     def check_base(self, shapes: Mapping[str, Sequence[int]], base: Path) -> None:
-        """Whether a model has the matrices that these adapters are of.
+        """Whether a model has the matrices that these adapters are of; of experts, only the model itself can tell.
 
         Args:
             shapes: names of weights -> (rows, columns, ..).
@@ -131,6 +152,22 @@ class PeftFolder:
 def tensor_name(module: str, matrix: str) -> str:
     """The name of a module's A or B in a folder."""
     return f"base_model.model.{module}.lora_{matrix}.weight"
+
+
+def stack_modules(stacks: Iterable[str]) -> dict[str, str]:
+    """What peft calls the module of each stack of experts.
+
+    Args:
+        stacks: full names of parameters, those of a module in its order.
+    """
+    by_owner: dict[str, list[str]] = {}
+    for stack in stacks:
+        by_owner.setdefault(stack.rpartition(".")[0], []).append(stack)
+    return {
+        stack: owner + _WRAPPER * (len(own) - 1 - index)
+        for owner, own in by_owner.items()
+        for index, stack in enumerate(own)
+    }
 
 
 def read_peft_folder(path: Path) -> PeftFolder:
@@ -175,6 +212,7 @@ def _read(path: Path) -> PeftFolder:
     _check_config(config, config_file)
     found = PeftFolder(folder, config, read_header(tensor_file), read_metadata(tensor_file))
     _check_tensors(found, tensor_file)
+    _check_stacks(found, tensor_file)
     return found
 
 
@@ -222,7 +260,18 @@ def _check_targets(config: dict[str, Any], refused: Any) -> None:
     hint = "restore what peft wrote"
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
-    if not targets or not (isinstance(targets, str) or are_texts(targets)):
+    stacks = config.get("target_parameters")
+    if stacks and not are_texts(stacks):
+        raise refused("target_parameters", "is no list of names", hint)
+    for stack in stacks or ():
+        owner, _, parameter = stack.rpartition(".")
+        if not owner or parameter == "weight":
+            raise refused(
+                "target_parameters",
+                f"has {stack!r}, which does not name a module and its stack of experts",
+                "train with names such as mlp.experts.down_proj there, and with linear modules in target_modules",
+            )
+    if (targets or not stacks) and not (targets and (isinstance(targets, str) or are_texts(targets))):
         raise refused("target_modules", "is neither a list of names nor a pattern", hint)
     if excluded and not (isinstance(excluded, str) or are_texts(excluded)):
         raise refused("exclude_modules", "is neither a list of names nor a pattern", hint)
@@ -249,30 +298,57 @@ def _check_tensors(folder: PeftFolder, file: Path) -> None:
     if not folder.tensors:
         raise ModelError(f"{file} holds no tensor", hint=COPY_AGAIN)
     for name, entry in folder.tensors.items():
-        if not (found := _TENSOR.fullmatch(name)):
+        found = _TENSOR.fullmatch(name)
+        owner, wrapped = _unwrapped(found[1]) if found else ("", 0)
+        stacks = folder.parameters_of(owner)
+        if not found or wrapped >= max(len(stacks), 1):
             raise wrong_tensor(
                 name,
-                f"in {file} is no A or B of a linear module",
-                "name adapters of linear modules alone, saved by save_pretrained(save_embedding_layers=False)",
+                f"in {file} is no A or B of a linear module or a stack of experts",
+                "name adapters of these alone, saved by save_pretrained(save_embedding_layers=False)",
             )
         module, matrix = found[1], found[2]
         other = tensor_name(module, "B" if matrix == "A" else "A")
-        if other not in folder.tensors:
-            raise wrong_tensor(other, f"is missing from {file}", COPY_AGAIN)
+        inner = [tensor_name(owner + _WRAPPER * index, "A") for index in range(len(stacks))]
+        for needed in (other, *inner):
+            if needed not in folder.tensors:
+                raise wrong_tensor(needed, f"is missing from {file}", COPY_AGAIN)
         if entry.dtype not in FLOATS:
             raise wrong_tensor(name, f"is {entry.dtype} in {file}, no float", "save the adapters as floats")
-        if len(entry.shape) != 2 or entry.shape[0 if matrix == "A" else 1] != folder.rank:
-            wanted = f"[{folder.rank}, columns]" if matrix == "A" else f"[rows, {folder.rank}]"
+        counted = entry.shape[0 if matrix == "A" else -1] if len(entry.shape) == 2 else 0
+        if not counted or counted % folder.rank or (not stacks and counted != folder.rank):
+            ranks = f"a multiple of {folder.rank}" if stacks else str(folder.rank)
+            wanted = f"[{ranks}, columns]" if matrix == "A" else f"[rows, {ranks}]"
             raise wrong_tensor(
                 name, f"has shape {list(entry.shape)} in {file}, where r={folder.rank} means {wanted}", COPY_AGAIN
             )
-        if not folder.chooses(module):
+        if not stacks and not folder.chooses(module):
             targets = short(folder.config["target_modules"])
             raise wrong_tensor(
                 name,
                 f"is in {file}, but target_modules={targets} and what narrows it do not choose {module}",
                 "restore the adapter_config.json that was saved with it",
             )
+
+
+def _check_stacks(folder: PeftFolder, file: Path) -> None:
+    """Whether there are tensors of all that target_parameters names."""
+    stacks = [f".{owner}.{parameter}" for owner, parameters in folder.stacks.items() for parameter in parameters]
+    for key in folder.config.get("target_parameters") or ():
+        if not any(stack.endswith(f".{key}") for stack in stacks):
+            raise ModelError(
+                f"target_parameters={short(folder.config['target_parameters'])} in {folder.path / CONFIG_FILE} names "
+                f"{key}, and {file.name} has no tensor of it",
+                hint=COPY_AGAIN,
+            )
+
+
+def _unwrapped(module: str) -> tuple[str, int]:
+    """The module that wrappers are around, and how many of them the named one is inside of."""
+    owner = module
+    while owner.endswith(_WRAPPER):
+        owner = owner.removesuffix(_WRAPPER)
+    return owner, (len(module) - len(owner)) // len(_WRAPPER)
 
 
 def _matched(name: str) -> re.Match[str]:

@@ -142,7 +142,7 @@ def with_model_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig
     adapters = peft_folder_for(config, group)
     if adapters is None:
         return config
-    return config.with_adapters(adapters.rank, adapters.alpha, list(adapters.modules))
+    return config.with_adapters(adapters.rank, adapters.alpha, adapters.targets)
 
 
 def _with_local_folders(config: RunConfig, group: dist.ProcessGroup) -> RunConfig:

@@ -89,6 +89,9 @@ CASES = [
     *(("lora_alpha", value) for value in (True, math.nan, math.inf, 10**400, "7", None)),
     ("lora_alpha", 0),
     ("target_modules", []),
+    ("target_parameters", ["down_proj"]),
+    ("target_parameters", ["q_proj.weight"]),
+    ("target_parameters", "experts.down_proj"),
     ("target_modules", "("),
     ("exclude_modules", "("),
 ]
@@ -101,6 +104,41 @@ def test_what_cannot_be_honoured_is_refused_by_name_and_value(written: Path, key
     with refused(ModelError, "lora.path", f"{key}=", written / "adapter_config.json") as caught:
         read_peft_folder(written)
     assert shown.strip("'")[:6] in caught.value.message
+
+
+def of_experts(folder: Path) -> Path:
+    lora = LoraConfig(r=3, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    get_peft_model(tiny_model("qwen3_moe"), lora).save_pretrained(folder)
+    return folder
+
+
+def test_stacks_of_experts_are_those_that_target_parameters_names(tmp_path: Path) -> None:
+    found = read_peft_folder(of_experts(tmp_path / "adapters"))
+    owners = [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert found.stacks == {owner: ["down_proj", "gate_up_proj"] for owner in owners}
+    assert sorted(found.modules) == [f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)]
+    assert found.targets[-1] == "model.layers.1.mlp.experts.gate_up_proj" and len(found.targets) == 6
+
+
+OUTER = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+INNER = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+DEEPER = "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.lora_A.weight"
+REFUSED_STACKS: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
+    "another rank": ({OUTER: torch.zeros(14, 24)}, [OUTER, "[14, 24]", "r=3"]),
+    "one of two": ({INNER: None, INNER.replace("lora_A", "lora_B"): None}, [INNER, "missing"]),
+    "one of three": (
+        {DEEPER: torch.zeros(15, 24), DEEPER.replace("lora_A", "lora_B"): torch.zeros(32, 15)},
+        ["base_layer.base_layer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_STACKS)
+def test_a_tensor_of_experts_that_is_not_as_the_settings_have_it_is_named(tmp_path: Path, case: str) -> None:
+    tensors, named = REFUSED_STACKS[case]
+    rewrite(of_experts(tmp_path / "adapters"), tensors=tensors)
+    with refused(ModelError, "lora.path", *named):
+        read_peft_folder(tmp_path / "adapters")
 
 
 def test_layers_of_a_pattern_are_refused_as_peft_does(written: Path) -> None:

@@ -16,7 +16,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from tests.support.float64 import KeepFloat64
-from tests.support.plain_lora import ALL, PeftStep, Weights, adapters_of, some_b
+from tests.support.plain_lora import ALL, PeftStep, Weights, adapters_of, some_b, unstacked
 from tests.support.plain_step import PlainStep
 from tests.support.tiny_models import plain_model
 
@@ -47,7 +47,20 @@ class ContinuedStep(PeftStep):
 def adapters_in(folder: Path) -> Weights:
     """A and B in a folder, under this library's names."""
     found = load_file(folder / "adapter_model.safetensors")
-    return {name.removeprefix(PREFIX).removesuffix(".weight"): tensor for name, tensor in found.items()}
+    config = json.loads((folder / "adapter_config.json").read_text())
+    stacks = sorted({key.rpartition(".")[2] for key in config.get("target_parameters") or ()})
+    ours = {}
+    for name, tensor in found.items():
+        stem, matrix = name.removeprefix(PREFIX).removesuffix(".weight").rsplit(".", 1)
+        if ".experts" not in stem:
+            ours[f"{stem}.{matrix}"] = tensor
+            continue
+        experts = (tensor.shape[0] if matrix == "lora_A" else tensor.shape[1]) // config["r"]
+        # the wrapper of the last one, which in the alphabet comes first, is the outermost
+        owner, _, inside = stem.partition(".base_layer")
+        stack = stacks[-1] if inside or stem.endswith(".base_layer") else stacks[0]
+        ours[f"{owner}.{stack}_{matrix}"] = unstacked(matrix, tensor, experts)
+    return ours
 
 
 def metadata_of(folder: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig
@@ -24,6 +25,7 @@ from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep
 from tests.support.trainers import error_of, hex_losses
 
+EXPERTS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 Weights = dict[str, torch.Tensor]
 
@@ -43,19 +45,27 @@ def fill_b(trainer: Trainer) -> None:
             local_shard(parameter).copy_(some_b(name, parameter.shape)[start:end])
 
 
+def unstacked(name: str, tensor: torch.Tensor, experts: int) -> torch.Tensor:
+    """A or B of a stack of experts as peft has it, as [experts, rank, in] or [experts, out, rank]."""
+    if name.endswith("lora_A"):
+        return tensor.view(experts, -1, tensor.shape[1])
+    return tensor.view(tensor.shape[0], -1, experts).permute(2, 0, 1)
+
+
 class PeftStep(PlainStep):
     """`PlainStep` of a model under peft's adapters.
 
     Args:
         adapters: A and B of every target, under this library's names; None: as peft draws them.
-        targets: what peft calls them.
+        targets: what peft calls them: target_modules, or several settings.
     """
 
     def __init__(
-        self, path: Path, config: RunConfig, dtype: torch.dtype, adapters: Weights | None, targets: list[str]
+        self, path: Path, config: RunConfig, dtype: torch.dtype, adapters: Weights | None, targets: Any
     ) -> None:
         super().__init__(path, config, dtype)
-        lora = LoraConfig(r=config.lora.rank, lora_alpha=config.lora.alpha, target_modules=targets, lora_dropout=0.0)
+        chosen = targets if isinstance(targets, dict) else {"target_modules": targets}
+        lora = LoraConfig(r=config.lora.rank, lora_alpha=config.lora.alpha, lora_dropout=0.0, **chosen)
         self.model = get_peft_model(self.model, lora, autocast_adapter_dtype=False)
         self.train_adapters()
         if adapters is None:
@@ -63,16 +73,23 @@ class PeftStep(PlainStep):
         assert self.adapters.keys() == adapters.keys()
         with torch.no_grad():
             for name, parameter in self.adapters.items():
-                assert parameter.dtype == dtype and parameter.shape == adapters[name].shape
-                parameter.copy_(adapters[name])
+                ours = self._as_ours(name, parameter)  # a view
+                assert parameter.dtype == dtype and ours.shape == adapters[name].shape
+                ours.copy_(adapters[name])
 
     def train_adapters(self) -> None:
         """Has `adapters` and the optimizer be those of the model as it is now."""
-        self.adapters = {
-            name.removeprefix("base_model.model.").removesuffix(".default.weight"): parameter
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad
-        }
+        self.adapters, self.experts = {}, {}
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            ours = name.removeprefix("base_model.model.").removesuffix(".default.weight")
+            wrapper = self.model.get_submodule(name.rpartition(".lora_")[0])
+            if isinstance(wrapper, ParamWrapper):
+                stem, matrix = ours.replace(".base_layer", "").rsplit(".", 1)
+                ours = f"{stem}.{wrapper.parameter_name}_{matrix}"
+                self.experts[ours] = wrapper.num_experts
+            self.adapters[ours] = parameter
         trained, optim = list(self.adapters.values()), self.config.optim
         if optim.name == "sgd":
             self.optimizer = torch.optim.SGD(trained, lr=optim.lr, momentum=optim.betas[0])
@@ -80,10 +97,13 @@ class PeftStep(PlainStep):
             self.optimizer = torch.optim.AdamW(trained, optim.lr, optim.betas, optim.eps, weight_decay=0.0)
 
     def gradients(self) -> Weights:
-        return {name: parameter.grad.clone() for name, parameter in self.adapters.items()}
+        return {name: self._as_ours(name, parameter.grad).clone() for name, parameter in self.adapters.items()}
 
     def weights(self) -> Weights:
-        return {name: parameter.detach().clone() for name, parameter in self.adapters.items()}
+        return {name: self._as_ours(name, parameter.detach()).clone() for name, parameter in self.adapters.items()}
+
+    def _as_ours(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return unstacked(name, tensor, self.experts[name]) if name in self.experts else tensor
 
     def merged(self) -> Weights:
         """The weights of the model without adapters that computes the same; of no more use afterwards."""
@@ -108,7 +128,7 @@ def lora_gradients(rank: int, config: RunConfig, batch: RolloutBatch) -> tuple[W
 
 
 def plain_gradients(
-    path: Path, config: RunConfig, batch: RolloutBatch, adapters: Weights, targets: list[str] = ALL
+    path: Path, config: RunConfig, batch: RolloutBatch, adapters: Weights, targets: Any = ALL
 ) -> Weights:
     with KeepFloat64():
         plain = PeftStep(path, config, torch.float64, adapters, targets)
@@ -140,7 +160,7 @@ def base_of(trainer: Trainer) -> Weights:
 
 
 def plain_training(
-    path: Path, config: RunConfig, batch: RolloutBatch, adapters: Weights, targets: list[str] = ALL
+    path: Path, config: RunConfig, batch: RolloutBatch, adapters: Weights, targets: Any = ALL
 ) -> PeftStep:
     plan = plan_training(config, batch)
     assert len(plan.updates) >= 3

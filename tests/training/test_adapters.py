@@ -29,6 +29,7 @@ from tests.support.plain_lora import Taker, adapters_of
 from tests.support.plain_step import TEMPERATURE, make_batch
 from tests.support.plain_step import settings as float64_settings
 from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import error_of, fresh_batch, settings
 
 CPU = torch.device("cpu")
@@ -157,6 +158,16 @@ def test_two_adapters_in_turn_have_the_bits_that_each_has_alone(
     compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
 
 
+@pytest.mark.parametrize("mesh", ["one rank", "dp 2", "dp 2 x cp 2"])
+def test_two_adapters_of_experts_in_turn_have_the_bits_that_each_has_alone(
+    tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, mesh: str
+) -> None:
+    sections = {name: dict(values) for name, values in MESHES[mesh].items()}
+    lora = {**sections.pop("lora", {}), "targets": ["experts", "head"]}
+    config = adapter_settings(tiny_folder("qwen3_moe"), lora=lora, **sections)
+    compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
+
+
 @pytest.mark.parametrize("resident", [0, 3])
 def test_eight_adapters_in_turn_have_the_bits_that_each_has_alone(
     folder: Path, ranks: RankPool, tmp_path: Path, resident: int
@@ -200,17 +211,27 @@ def trained_as(rank: int, config: RunConfig, batch: RolloutBatch, made: dict[str
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_an_adapter_of_a_smaller_rank_trains_as_in_a_run_of_that_rank(folder: Path, ranks: RankPool, dp: int) -> None:
+@pytest.mark.parametrize(("kind", "targets"), [("qwen3", ["attention", "mlp"]), ("qwen3_moe", ["experts", "head"])])
+def test_an_adapter_of_a_smaller_rank_trains_as_in_a_run_of_that_rank(
+    tiny_folder: TinyFolder, ranks: RankPool, dp: int, kind: str, targets: list[str]
+) -> None:
+    folder = tiny_folder(kind)
     batch, optim = make_batch(folder), {"name": "adamw", "lr": 0.01, "eps": 1e-4}
     common: dict[str, Any] = {"mesh": {"dp": dp}, "optim": optim}
-    roomy = float64_settings(folder, lora={"rank": 5, "alpha": 2.0}, run={"seed": 7}, **common)
-    exact = float64_settings(folder, lora={"rank": 2, "alpha": 6.0}, run={"seed": 7}, **common)
+    roomy = float64_settings(folder, lora={"rank": 5, "alpha": 2.0, "targets": targets}, run={"seed": 7}, **common)
+    exact = float64_settings(folder, lora={"rank": 2, "alpha": 6.0, "targets": targets}, run={"seed": 7}, **common)
     ours = ranks.run(dp, trained_as, roomy, batch, {"rank": 2, "alpha": 6.0, "seed": 7})[0]
     theirs = ranks.run(dp, trained_as, exact, batch, None)[0]
     for moment in ("start", "end"):
-        cut = {name: value[:2] if name.endswith("lora_A") else value[:, :2] for name, value in ours[moment].items()}
+        cut = {
+            name: value[..., :2, :] if name.endswith("lora_A") else value[..., :2]
+            for name, value in ours[moment].items()
+        }
         assert largest_difference(cut, theirs[moment]) <= 1e-12
-        rest = {name: value[2:] if name.endswith("lora_A") else value[:, 2:] for name, value in ours[moment].items()}
+        rest = {
+            name: value[..., 2:, :] if name.endswith("lora_A") else value[..., 2:]
+            for name, value in ours[moment].items()
+        }
         assert all(value.numel() and not value.any() for value in rest.values())
     assert largest_difference(theirs["start"], theirs["end"]) > 1e-3
 
@@ -226,12 +247,14 @@ def exported(rank: int, config: RunConfig, batch: RolloutBatch, target: Path) ->
 
 
 @pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize(("kind", "targets"), [("qwen3", ["attention", "mlp"]), ("qwen3_moe", ["experts", "head"])])
 def test_an_adapter_of_a_smaller_rank_leaves_as_one_of_that_rank_for_peft(
-    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+    tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, dp: int, kind: str, targets: list[str]
 ) -> None:
+    folder = tiny_folder(kind)
     batch = make_batch(folder)
     config = float64_settings(
-        folder, lora={"rank": 5, "alpha": 2.0}, mesh={"dp": dp}, run={"dir": str(tmp_path / "run")}
+        folder, lora={"rank": 5, "alpha": 2.0, "targets": targets}, mesh={"dp": dp}, run={"dir": str(tmp_path / "run")}
     )
     ours = ranks.run(dp, exported, config, batch, tmp_path)[0]
     opened = opened_by_peft(folder, tmp_path / "exported", batch)

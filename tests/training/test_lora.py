@@ -21,6 +21,7 @@ from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
 from tests.support.plain_lora import (
     ALL,
+    EXPERTS,
     life_of_adapters,
     load_run,
     lora_gradients,
@@ -50,13 +51,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[str], Any]] = {
     "tied llama": ("llama", {"tie_word_embeddings": True}, LAYERS, ALL),
     "phi3": ("phi3", {}, LAYERS, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
     "qwen3 with its head": ("qwen3", {}, WITH_HEAD, [*ALL, "lm_head"]),
+    "qwen3_moe": ("qwen3_moe", {}, ["attention", "experts"], {**EXPERTS, "target_modules": ALL[:4]}),
+    "mixtral": ("mixtral", {"intermediate_size": 24}, ["experts"], EXPERTS),
+    "gpt_oss": ("gpt_oss", {"intermediate_size": 24}, ["attention", "experts"], {**EXPERTS, "target_modules": ALL[:4]}),
 }
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_gradients_equal_those_of_peft_in_float64(tiny_folder: TinyFolder, ranks: RankPool, model: str) -> None:
     kind, changes, ours, theirs = MODELS[model]
-    folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
+    folder = tiny_folder(kind, **{"vocab_size": 97, "intermediate_size": 55, **changes})
     config, batch = lora_settings(folder, lora={"targets": ours}), make_batch(folder)
     start, gradients, others = ranks.run(1, lora_gradients, config, batch)[0]
     plain = plain_gradients(folder, config, batch, start, theirs)
@@ -108,7 +112,7 @@ def test_adapters_of_other_architectures_are_those_of_peft(
     tiny_folder: TinyFolder, ranks: RankPool, model: str
 ) -> None:
     kind, changes, ours, theirs = MODELS[model]
-    folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
+    folder = tiny_folder(kind, **{"vocab_size": 97, "intermediate_size": 55, **changes})
     config = lora_settings(folder, lora={"targets": ours}, mesh={"dp": 2}, optim=OPTIMIZERS["adamw"])
     compare_training(ranks, folder, config, theirs)
 
@@ -157,6 +161,39 @@ HEADS: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", HEADS)
 def test_adapters_of_the_head_are_those_of_peft(folder: Path, ranks: RankPool, case: str, optimizer: str) -> None:
     targets, theirs, changes = HEADS[case]
+    sections = {name: dict(values) for name, values in changes.items()}
+    sections["model"] = {"path": str(folder), **sections.get("model", {})}
+    config = lora_settings(folder, lora={"targets": targets}, optim=OPTIMIZERS[optimizer], **sections)
+    compare_training(ranks, folder, config, theirs)
+
+
+ONE_STACK = {"target_modules": [], "target_parameters": ["layers.1.mlp.experts.gate_up_proj"]}
+OF_EXPERTS: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
+    "one rank": (["experts"], EXPERTS, {}),
+    "dp 2": (["*.experts.*"], EXPERTS, {"mesh": {"dp": 2}}),
+    "cp 2": (["*.mlp.experts"], EXPERTS, {"mesh": {"cp": 2}}),
+    "dp 2 x cp 2": (["experts"], EXPERTS, {"mesh": {"dp": 2, "cp": 2}}),
+    "two copies of two shards": (["experts"], EXPERTS, {"mesh": {"dp_replicate": 2, "dp": 2}}),
+    "one stack": (["*.1.*.gate_up_proj"], ONE_STACK, {"mesh": {"dp": 2}}),
+    "with the head": (["experts", "head"], {**EXPERTS, "target_modules": ["lm_head"]}, {"mesh": {"dp": 2}}),
+    "recomputed": (["experts"], EXPERTS, {"model": {"activation_checkpointing": "full"}, "mesh": {"dp": 2}}),
+    "partly": (["experts"], EXPERTS, {"model": {"activation_checkpointing": "selective"}, "mesh": {"cp": 2}}),
+    "shared prompts": (["experts"], EXPERTS, {"batch": {"share_prefixes": "always"}, "mesh": {"dp": 2}}),
+    **{
+        sharding: (["experts"], EXPERTS, {"fsdp": {"sharding": sharding}, "mesh": {"dp": 2}})
+        for sharding in ("keep_parameters", "optimizer", "replicate")
+    },
+    "small units": (["experts"], EXPERTS, {"fsdp": {"wrap_layers": ["Qwen3MoeExperts"]}, "mesh": {"dp": 2}}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("case", OF_EXPERTS)
+def test_adapters_of_experts_are_those_of_peft(
+    tiny_folder: TinyFolder, ranks: RankPool, case: str, optimizer: str
+) -> None:
+    folder = tiny_folder("qwen3_moe", vocab_size=97)
+    targets, theirs, changes = OF_EXPERTS[case]
     sections = {name: dict(values) for name, values in changes.items()}
     sections["model"] = {"path": str(folder), **sections.get("model", {})}
     config = lora_settings(folder, lora={"targets": targets}, optim=OPTIMIZERS[optimizer], **sections)
@@ -213,6 +250,40 @@ def test_the_reference_is_the_policy_without_adapters_and_no_second_copy(
         assert apart < (1e-4 if dtype == "float32" else 0.3) and apart < np.abs(life["after"] - life["before"]).max()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # of which all experts are one grouped product
+def test_experts_without_their_adapters_are_the_reference_and_begin_as_it(
+    tiny_folder: TinyFolder, ranks: RankPool, dtype: str
+) -> None:
+    config = lora_settings(
+        tiny_folder("qwen3_moe", vocab_size=97),
+        mesh={"dp": 2},
+        precision={"compute_dtype": dtype},
+        loss={"kl_estimator": "full", "epochs": 1, "old_log_probs": "recompute", "kl_coefficient": 0.1},
+        batch={"samples_per_update": None},
+        optim={"name": "adamw", "lr": 0.05},
+        lora={"targets": ["experts"]},
+    )
+    for life in ranks.run(2, life_of_adapters, config, fresh_batch()):
+        kl = [values["kl_ref"] for values in life["metrics"]]
+        assert kl[0] == 0.0 and min(kl[1:]) > 1e-4 and life["metrics"][0]["ratio"] == 1.0
+        assert all(np.array_equal(said, life["before"]) for said in life["reference"])
+        assert life["reference bytes"] == 0
+
+
+def test_gradients_of_one_grouped_product_are_those_of_one_expert_after_the_other(
+    tiny_folder: TinyFolder, ranks: RankPool
+) -> None:
+    folder = tiny_folder("qwen3_moe", vocab_size=97)
+    config, batch = lora_settings(folder, lora={"targets": ["experts"]}), make_batch(folder)
+    grouped = lora_settings(folder, lora={"targets": ["experts"]}, precision={"compute_dtype": "float32"})
+    start, _, _ = ranks.run(1, lora_gradients, config, batch)[0]
+    _, ours, _ = ranks.run(1, lora_gradients, grouped, batch)[0]
+    plain = plain_gradients(folder, config, batch, start, EXPERTS)
+    largest = max(gradient.abs().max().item() for gradient in plain.values())
+    assert {gradient.dtype for gradient in ours.values()} == {torch.float32}
+    assert largest_difference({name: one.double() for name, one in ours.items()}, plain) <= 1e-4 * largest
+
+
 # ---------------------------------------------------------------------- weights that leave
 
 
@@ -222,7 +293,7 @@ def test_engines_and_exports_get_what_peft_merges(
     tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, model: str, mesh: str
 ) -> None:
     kind, changes, ours, theirs = MODELS[model]
-    folder = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
+    folder = tiny_folder(kind, **{"vocab_size": 97, "intermediate_size": 55, **changes})
     config, batch = lora_settings(folder, lora={"targets": ours}, mesh=axes(MESHES[mesh])), make_batch(folder)
     found = ranks.run(config.ranks, merged_weights, config, batch, tmp_path / "export")[0]
     plain = plain_training(folder, config, batch, found["start"], theirs)
@@ -230,7 +301,9 @@ def test_engines_and_exports_get_what_peft_merges(
     assert largest_difference(found["engine"], merged) <= 1e-12
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float64)
     assert largest_difference(dict(exported.named_parameters()), found["engine"]) == 0
-    changed = [name for name in found["base"] if any(name.endswith(f"{target}.weight") for target in theirs)]
+    chosen = theirs if isinstance(theirs, dict) else {"target_modules": theirs}
+    ends = [f"{target}.weight" for target in chosen["target_modules"]] + list(chosen.get("target_parameters", []))
+    changed = [name for name in found["base"] if name.endswith(tuple(ends))]
     assert found["came first"] == sorted(merged) and found["came"] == sorted(changed) != sorted(merged)
     assert found["bytes"] == 8 * sum(merged[name].numel() for name in changed)
     apart = [name for name, weight in merged.items() if not torch.equal(weight, found["base"][name])]
@@ -338,7 +411,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, list[str]]] =
     ),
     "an embedding": ("qwen3", {}, {"targets": ["*embed*"]}, "lora.targets", ["model.embed_tokens", "outside"]),
     "a norm": ("qwen3", {}, {"targets": ["*.self_attn.*"]}, "lora.targets", ["q_norm", "Qwen3RMSNorm"]),
-    "experts": ("qwen3_moe", {}, {}, "lora.targets", ["'mlp'", "mlp.experts", "stack of experts"]),
+    "MLPs that are experts": ("qwen3_moe", {}, {}, "lora.targets", ["'mlp'", "no module"]),
+    "a rank above a side of an expert": (
+        "qwen3_moe",
+        {},
+        {"targets": ["experts"], "rank": 25},
+        "lora.rank",
+        ["25", "24"],
+    ),
     "a router": ("qwen3_moe", {}, {"targets": ["*.mlp.gate"]}, "lora.targets", ["mlp.gate", "Qwen3MoeTopKRouter"]),
     "Conv1D": ("gpt2", {}, {}, "lora.targets", ["'attention'", "transformer.h.0.attn.c_attn", "Conv1D"]),
 }

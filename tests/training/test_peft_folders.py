@@ -31,7 +31,7 @@ from tests.support.peft_folders import (
     rewrite,
     trained_by_peft,
 )
-from tests.support.plain_lora import ALL, adapters_of, save_run
+from tests.support.plain_lora import ALL, EXPERTS, adapters_of, save_run
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import assert_refusal
@@ -45,6 +45,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "tied llama": ("llama", {"tie_word_embeddings": True}, "all-linear"),
     "phi3": ("phi3", {}, FUSED),
     "qwen3 with its head": ("qwen3", {}, ["q_proj", "lm_head"]),
+    "qwen3_moe": ("qwen3_moe", {}, {**EXPERTS, "target_modules": ["q_proj"]}),
+    "mixtral": ("mixtral", {"intermediate_size": 24}, {**EXPERTS, "target_parameters": ["experts.down_proj"]}),
+    "gpt_oss": ("gpt_oss", {"intermediate_size": 24}, {**EXPERTS, "target_modules": ["lm_head"]}),
 }
 MESHES: dict[str, dict[str, int]] = {"dp 2": {"dp": 2}, "one rank": {}, "cp 2": {"cp": 2}}
 
@@ -68,7 +71,7 @@ def test_training_goes_on_from_a_folder_of_peft_as_peft_would_and_peft_opens_wha
     tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, model: str, mesh: str, optimizer: str
 ) -> None:
     kind, changes, targets = MODELS[model]
-    base = tiny_folder(kind, vocab_size=97, intermediate_size=55, **changes)
+    base = tiny_folder(kind, **{"vocab_size": 97, "intermediate_size": 55, **changes})
     before = lora_settings(base, optim={"lr": 1e-4})  # far from there, gradients are so large that 1e-12 is no rounding
     theirs = trained_by_peft(base, before, make_batch(base, seed=1), tmp_path / "peft", targets)
     config = settings(base, lora={"path": str(theirs)}, mesh=MESHES[mesh], optim=OPTIMIZERS[optimizer])
