@@ -34,7 +34,7 @@ _FUSED_NAMES = {
     **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
     **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
 }
-_PARTS_OF_LAYERS = {"attention": "self_attn.", "mlp": "mlp."}  # words of lora.targets
+_PARTS_OF_LAYERS = {"attention": "self_attn.", "mlp": "mlp.", "experts": "mlp.experts."}  # words of lora.targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,10 @@ class ModelSpec:
         """Sizes of the adapters of `lora.targets`, by the names that most decoders give their matrices.
 
         Args:
-            targets: `attention`, `mlp`, or shell-style patterns of module names; what they match in other architectures
-                alone is not counted. Projections that an architecture fuses are counted as if they were apart.
+            targets: `attention`, `mlp`, `experts`, `head`, or shell-style patterns of names; what they match in other
+                architectures alone is not counted. Projections that an architecture fuses are counted as if they were
+                apart. Those of experts, which are added to the weights, and of the head, which is computed in chunks,
+                keep nothing for a token.
         """
         matrices = self._layer_matrices()
         matrices.pop("mlp.gate", None)  # a router has none
@@ -151,10 +153,12 @@ class ModelSpec:
         for layer in range(self.layers):
             chosen = {name: one for name, one in matrices.items() if _is_target(layer, name, targets)}
             parameters += sum(rank * one.count * (one.features_in + one.features_out) for one in chosen.values())
-            inner += sum(rank * one.active for one in chosen.values())
-            outputs += sum(one.features_out * one.active for one in chosen.values())
-            kept = {one.reads: one.features_in * one.active for one in chosen.values() if one.reads != "attention"}
-            inputs += sum(kept.values())
+            met = [one for one in chosen.values() if one.count == 1]
+            inner += rank * len(met)
+            outputs += sum(one.features_out for one in met)
+            inputs += sum({one.reads: one.features_in for one in met if one.reads != "attention"}.values())
+        if not self.is_tied and any(target == "head" or fnmatchcase("lm_head", target) for target in targets):
+            parameters += rank * (self.hidden + self.vocab)
         return Adapters(parameters, inputs, inner, outputs)
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
@@ -224,8 +228,9 @@ class ModelSpec:
 
 def _is_target(layer: int, name: str, targets: Sequence[str]) -> bool:
     names = [f"model.layers.{layer}.{one}" for one in (name, _FUSED_NAMES.get(name, name))]
+    part = "mlp.experts." if name.startswith("mlp.experts.") else name.partition(".")[0] + "."
     return any(
-        name.startswith(_PARTS_OF_LAYERS[target])
+        part == _PARTS_OF_LAYERS[target]
         if target in _PARTS_OF_LAYERS
         else any(fnmatchcase(one, target) for one in names)
         for target in targets

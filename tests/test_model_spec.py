@@ -13,7 +13,7 @@ import transformers
 from slimefsdp.errors import ModelError
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.models.lora import Lora, adapted_modules, add_adapters
+from slimefsdp.models.lora import Lora, adapted_matrices, add_adapters
 from tests.support.refusals import assert_refusal
 from tests.support.tiny_models import ARCHITECTURES, tiny_model
 
@@ -106,18 +106,21 @@ def test_frozen_matrices_are_not_trained(frozen: list[str], left_out: int) -> No
     assert tied.trained_parameters(["lm_head.weight"]) == tied.parameters - 50 * 8, "under either of its names"
 
 
+OF_DENSE = [["attention", "mlp"], ["mlp"], ["*.q_proj", "*.1.mlp.*"], ["*.1.*.o_proj", "*.down_proj"]]
+OF_OTHERS = [("qwen3", ["mlp", "head"]), ("qwen3_moe", ["experts", "lm_head"]), ("qwen3_moe", ["*.1.*.down_proj"])]
+
+
 @pytest.mark.parametrize(
-    "targets", [["attention", "mlp"], ["mlp"], ["*.q_proj", "*.1.mlp.*"], ["*.1.*.o_proj", "*.down_proj"]], ids=str
+    ("kind", "targets"), [*((kind, one) for kind in ("qwen3", "gemma2") for one in OF_DENSE), *OF_OTHERS], ids=str
 )
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
 def test_adapters_are_those_of_the_model_that_has_them(kind: str, targets: list[str]) -> None:
     policy = PolicyModel(tiny_model(kind))
     model_spec = ModelSpec.from_config(policy.hf.config.to_dict())
     add_adapters(policy, Lora(3, 8.0, targets, seed=0), base_dtype=torch.float32)
-    modules = [module for _, module in adapted_modules(policy)]
+    matrices = [matrix for matrix in adapted_matrices(policy) if not matrix.is_stack and matrix.name != "lm_head"]
     found = model_spec.adapters(3, targets)
     assert found.parameters == sum(parameter.numel() for _, parameter in policy.trained_weights())
-    assert found.inner == 3 * len(modules) and found.outputs == sum(module.out_features for module in modules)
+    assert found.inner == 3 * len(matrices) and found.outputs == sum(len(matrix.b) for matrix in matrices)
 
 
 def test_fused_projections_are_counted_as_if_they_were_apart_under_either_name() -> None:
@@ -126,5 +129,6 @@ def test_fused_projections_are_counted_as_if_they_were_apart_under_either_name()
     # queries, keys and values read one hidden state, which is kept for all three
     assert (apart.inputs, apart.inner) == (3 * 8, 3 * 3 * 2)
     mixture = dataclasses.replace(SMALL, experts=4, active_experts=2)
-    assert mixture.adapters(2, ["mlp"]).parameters == 3 * 4 * 2 * (8 + 32 + 16 + 8)
+    assert mixture.adapters(2, ["experts"]).parameters == 3 * 4 * 2 * (8 + 32 + 16 + 8)
+    assert mixture.adapters(2, ["mlp"]).parameters == 0
     assert SMALL.adapters(2, ["*.q_projj"]).parameters == 0

@@ -27,7 +27,7 @@ from slimefsdp.io.hub import HubId, reads_like_id, snapshot
 from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.models.lora import Lora
+from slimefsdp.models.lora import Lora, adapted_matrices
 from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
@@ -380,7 +380,7 @@ def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, 
     if peak is None and mesh.device.type == "cuda" and compute_dtype(config).itemsize == 2:
         peak = peak_tflops(torch.cuda.get_device_name(mesh.device))
     weights = [parameter for _, parameter in model.named_weights()]
-    adapters = sum(parameter.numel() for _, parameter in model.all_parameters()) - sum(p.numel() for p in weights)
+    adapters = sum(matrix.a.numel() + matrix.b.numel() for matrix in adapted_matrices(model) if not matrix.is_stack)
     trained = sum(parameter.numel() for parameter in weights if parameter.requires_grad)
     return Throughput(
         ranks=dist.get_world_size(mesh.group),
