@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from actors.workers.worker_group import WorkerGroup
+from benchmarks.lora_ranks import table as lora_rank_rows
 from benchmarks.rl_step import RECORD, learning_rows, speed_rows
 from slimefsdp import errors
 from slimefsdp.config import load_config
@@ -274,6 +275,16 @@ def test_the_algorithms_compared_are_the_recorded_ones_and_all_of_them_learned()
         settings = ", ".join(f"`{setting}`" for setting in run["settings"]) or f"none (`{run['config']}`)"
         assert f"| {name} | {settings} | {run['before']:.3f} | {run['after']:.3f} |" in page
         load_config(ROOT / run["config"], run["settings"])
+
+
+def test_the_ranks_of_adapters_compared_are_the_recorded_ones_and_all_of_them_learned() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/lora_ranks.json").read_text())["results"]
+    page = (ROOT / "docs/lora.md").read_text()
+    for row in lora_rank_rows(runs).splitlines():
+        assert row in page
+    assert all(
+        run["after"] > run["before"] + 0.4 and run["curve"][-1]["exact"] == run["after"] for run in runs.values()
+    )
 
 
 def test_a_correction_keeps_learning_what_stale_engines_alone_do_not() -> None:
