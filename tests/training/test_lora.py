@@ -16,6 +16,8 @@ from actors.rollout.tokenizer import encode_records
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, SlimeError, StateError
+from slimefsdp.models.decoder import ValueModel
+from slimefsdp.models.lora import Lora, add_adapters
 from slimefsdp.optim.optimizer_step import layer_group
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
@@ -33,7 +35,8 @@ from tests.support.plain_lora import (
 )
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
-from tests.support.tiny_models import TinyFolder
+from tests.support.refusals import refused
+from tests.support.tiny_models import TinyFolder, tiny_model
 from tests.support.trainers import error_of, fresh_batch
 
 CPU = torch.device("cpu")
@@ -438,6 +441,15 @@ def test_what_can_have_no_adapter_is_refused_by_all_before_weights_are_read(
 def test_attention_alone_has_adapters_in_a_mixture_of_experts(tiny_folder: TinyFolder, ranks: RankPool) -> None:
     folder = tiny_folder("qwen3_moe", vocab_size=97)
     compare_training(ranks, folder, lora_settings(folder, mesh={"dp": 2}, lora={"targets": ["attention"]}), ALL[:4])
+
+
+def test_a_critic_trains_its_whole_head_and_no_adapter_of_it() -> None:
+    critic = ValueModel(tiny_model())
+    add_adapters(critic, Lora(3, 7.0, ["attention", "head"], seed=0), base_dtype=torch.float32)
+    trained = [name for name, _ in critic.trained_weights() if "self_attn" not in name]
+    assert trained == ["score.weight", "score.bias"]
+    with refused(ConfigError, "lora.targets", "'head'"):
+        add_adapters(ValueModel(tiny_model()), Lora(3, 7.0, ["head"], seed=0), base_dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------- the example
