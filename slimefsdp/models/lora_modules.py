@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -93,8 +94,9 @@ class LoraExperts(nn.Module):
         return {name: (own[f"{name}_lora_A"], own[f"{name}_lora_B"]) for name in self.stacks}  # type: ignore[misc]
 
     def _sum(self, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        left, right = (a.mT, b.mT) if self.is_transposed else (b, a)
-        return torch.baddbmm(weight, left, right, alpha=self.scale)
+        scaled = self.scale * b  # not baddbmm's alpha, a constant of a compiled graph
+        left, right = (a.mT, scaled.mT) if self.is_transposed else (scaled, a)
+        return torch.baddbmm(weight, left, right)
 
 
 LoraModule = LoraLinear | LoraExperts
@@ -108,6 +110,12 @@ def stacks_of(module: nn.Module) -> list[str]:
     if not hasattr(module, "is_transposed"):
         return []
     return [name for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
+
+
+@cache
+def _with_adapters(kind: type[nn.Module]) -> type[nn.Module]:
+    """One class for all layers, which a compiler tells apart by it, with the name that fsdp.wrap_layers knows."""
+    return type(kind.__name__, (LoraExperts, kind), {})
 
 
 def add_to_experts(experts: nn.Module, stacks: Sequence[str], rank: int, alpha: float, *, dtype: torch.dtype) -> None:
@@ -125,7 +133,6 @@ def add_to_experts(experts: nn.Module, stacks: Sequence[str], rank: int, alpha: 
         b = torch.zeros(count, out_features, rank, dtype=dtype, device=weight.device)
         experts.register_parameter(f"{name}_lora_A", nn.Parameter(a))
         experts.register_parameter(f"{name}_lora_B", nn.Parameter(b))
-    kind = type(experts)
-    experts.__class__ = type(kind.__name__, (LoraExperts, kind), {})  # the name by which fsdp.wrap_layers knows it
+    experts.__class__ = _with_adapters(type(experts))  # type: ignore[arg-type]
     assert isinstance(experts, LoraExperts)
     experts.stacks, experts.scale, experts.is_on = tuple(stacks), alpha / rank, True
