@@ -40,7 +40,7 @@ ROOMS = {
         *("training", "trainer", "replay"),
     ),
     "actors": (
-        *("cluster", "signals", "startup", "run_dir", "model_folders"),
+        *("cluster", "startup", "signals", "run_dir", "model_folders"),
         *("workers", "fault_tolerance", "rollout", "environments", "loop", "cli"),
     ),
 }
