@@ -86,7 +86,9 @@ class Rank:
             return Answer({"loss": float(self.state), "reference": None if reference is None else float(reference[0])})
         return Answer([0] if request.of_all_ranks else None)
 
-    def _update_weights(self, receivers: list[Rank], drop_failed: bool, timeout_s: float, role: str) -> Answer:
+    def _update_weights(
+        self, receivers: list[Rank], drop_failed: bool, timeout_s: float, role: str, adapter: str | None
+    ) -> Answer:
         self.is_dead |= self.job.dies_in_update
         self.job.dies_in_update = False
         if self.is_dead:
@@ -175,7 +177,7 @@ def arrives_late(actor: Rank, patch: pytest.MonkeyPatch) -> None:
     class Late(Answer):
         """Of a call that takes its time."""
 
-    def update_weights(receivers: list[Rank], drop_failed: bool, timeout_s: float, role: str) -> Answer:
+    def update_weights(receivers: list[Rank], *how: Any) -> Answer:
         def arrive() -> None:
             receivers[0].state = actor.state
             arrived.set()

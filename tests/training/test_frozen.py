@@ -245,18 +245,20 @@ class Counting:
 def bytes_of_one_backward(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, int]:
     trainer = Trainer(config, device=CPU)
     added: list[bool] = []
-    counting, add_weight_grad = Counting(), fused_log_probs._add_weight_grad
+    counting, add_product = Counting(), fused_log_probs._add_product
+    head_shape = dict(trainer.policy.named_weights())["lm_head.weight"].shape
     real = _fsdp_collectives.dist
 
-    def noticed(*args: Any) -> None:
-        added.append(True)
-        add_weight_grad(*args)
+    def noticed(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> None:
+        if total.shape == head_shape:
+            added.append(True)
+        add_product(left, right, total)
 
     try:
-        _fsdp_collectives.dist, fused_log_probs._add_weight_grad = counting, noticed
+        _fsdp_collectives.dist, fused_log_probs._add_product = counting, noticed
         trainer.forward_backward(batch)
     finally:
-        _fsdp_collectives.dist, fused_log_probs._add_weight_grad = real, add_weight_grad
+        _fsdp_collectives.dist, fused_log_probs._add_product = real, add_product
     shards = trainer.mesh.shard_group.size()
     padded = sum(
         -(-p.shape[0] // shards) * shards * p[0].numel() * p.itemsize for _, p in trainer.policy.trained_weights()

@@ -96,7 +96,7 @@ class Rank:
     def __init__(self, events: list[Any]) -> None:
         self.call = SimpleNamespace(remote=lambda request, role: self.took(events, request))
         self.update_weights = SimpleNamespace(
-            remote=lambda receivers, drop, timeout_s, role: self.took(events, receivers)
+            remote=lambda receivers, drop, timeout_s, role, adapter: self.took(events, receivers)
         )
 
     @staticmethod
