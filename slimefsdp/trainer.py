@@ -285,7 +285,7 @@ class Trainer:
 
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
-            ConfigError: `settings` are none.
+            ConfigError: `settings` are none, or have an `eps` under SGD.
         """
         require_update_settings(settings)
         return step.optimizer_step(self._state, settings)

@@ -21,7 +21,9 @@ PEERS = "~/.cache/slimefsdp/peers"
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command."""
-    parser.add_argument("--systems", help="names with commas between them; default: slimefsdp and all peers")
+    parser.add_argument(
+        "--systems", help="names with commas between them; default: slimefsdp and all peers, without adapters"
+    )
     parser.add_argument("--workloads", help="names with commas between them; default: all but smoke")
     parser.add_argument("--rounds", type=int, default=5, help="timed steps of each system, in turns (default 5)")
     parser.add_argument(
@@ -78,7 +80,7 @@ def bench_command(options: argparse.Namespace) -> int:
             out.write_text(json.dumps(provenance | record, indent=1) + "\n")
 
     found = harness.run(
-        _names(options.systems) or tuple(harness.SYSTEMS),
+        _names(options.systems) or harness.DEFAULT_SYSTEMS,
         _names(options.workloads) or DEFAULT_WORKLOADS,
         rounds=options.rounds,
         peers=options.peers,

@@ -239,7 +239,7 @@ class GroupCalls:
 
         Raises:
             StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
-            ConfigError: `settings` are none.
+            ConfigError: `settings` are none, or have an `eps` under SGD.
         """
         return self.optimizer_step_async(settings).result()
 

@@ -36,7 +36,7 @@ class System(Protocol):
     """What is measured."""
 
     micro_batches: list[int]  # sizes to choose from, in the system's own unit
-    parameters: int
+    parameters: int  # that are trained
 
     def step(self, micro_batch: int) -> tuple[float, float]: ...  # loss and gradient norm of one update
 

@@ -9,8 +9,8 @@ make() { # name, packages after torch: torch goes first, so that nothing replace
     "${PYTHON:-python3}" -m venv "$target/$1"
     "$target/$1/bin/pip" install --quiet "${TORCH:-torch==2.13.0}" numpy safetensors
     "$target/$1/bin/pip" install --quiet "${@:2}"
-    "$target/$1/bin/pip" list 2>/dev/null | grep -E '^(torch|trl|transformers|accelerate) ' || true
+    "$target/$1/bin/pip" list 2>/dev/null | grep -E '^(torch|trl|transformers|accelerate|peft) ' || true
 }
 
 make hugging_face transformers
-make trl "${TRL:-trl}"
+make trl "${TRL:-trl}" peft

@@ -1,8 +1,9 @@
 """TRL's GRPOTrainer on a recorded batch: its own preparation, loss and training step; only generation is replaced.
 
 As its documentation has one set it up for one update on the sampled batch: `beta` 0, the `dapo` loss (a mean over all
-tokens of the update), no gradient checkpointing, the fused AdamW that it takes by default. Padding is its own: prompts
-to the left and completions to the right, to the longest of the whole batch, which is then shuffled and cut.
+tokens of the update), no gradient checkpointing, the fused AdamW that it takes by default. Padding is its own: prompts to the left and
+completions to the right, to the longest of the whole batch, which is then shuffled and cut. With `--adapter` the
+trainer is handed a `PeftModel`.
 """
 
 from __future__ import annotations
@@ -44,13 +45,19 @@ class Recorded(GRPOTrainer):
 class TrlStep:
     """One optimiser step of the trainer, over all accumulation steps."""
 
-    def __init__(self, model: Path, batch: Path, device: torch.device, *, is_compiled: bool) -> None:
+    def __init__(
+        self, model: Path, batch: Path, device: torch.device, *, is_compiled: bool, adapter: Path | None
+    ) -> None:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
             pad_token="<pad>",
             eos_token="<eos>",
         )
         policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+        if adapter is not None:
+            from peft import PeftModel
+
+            policy = PeftModel.from_pretrained(policy, adapter, is_trainable=True)
         if is_compiled:
             policy.compile()  # what the trainer's `torch_compile` comes to
         settings = GRPOConfig(
@@ -82,7 +89,7 @@ class TrlStep:
         self.trainer.samples = read_samples(batch, device)
         self.trainer.create_optimizer()
         self.trainer.model.train()
-        self.parameters = self.trainer.model.num_parameters()
+        self.parameters = sum(one.numel() for one in self.trainer.model.parameters() if one.requires_grad)
         count = len(self.trainer.samples)
         self.micro_batches = [size for size in (4, 8, 16) if count % size == 0] or [count]
 
@@ -106,5 +113,7 @@ class TrlStep:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--adapter", type=Path, help="a PEFT folder, which is trained; default: all weights are")
     chosen, _ = parser.parse_known_args()
-    serve(partial(TrlStep, is_compiled=chosen.compile), "trl", "transformers", "accelerate")
+    packages = ["trl", "transformers", "accelerate", *(["peft"] if chosen.adapter else [])]
+    serve(partial(TrlStep, is_compiled=chosen.compile, adapter=chosen.adapter), *packages)

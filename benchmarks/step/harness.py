@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from benchmarks.step.workloads import WORKLOADS, build_batch, padding, write_model
+from benchmarks.step.workloads import WORKLOADS, build_batch, padding, write_adapter, write_model
 from slimefsdp.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,9 @@ CHOOSING_STEPS, CHOOSING_S = 3, 20.0  # timed steps of each micro-batch size at 
 WHAT = (
     "one train step (forward, backward, clipping, AdamW) of the same batch; seconds: user CPU-seconds of the process, "
     "on a GPU those between CUDA events; medians of rounds in which each system takes a step in turn; "
-    "slimefsdp_is_faster_by: median over rounds of a system's seconds over slimefsdp's; peak_extra_mib: largest "
+    "slimefsdp_is_faster_by: median over rounds of a system's seconds over slimefsdp's, of a system with adapters over "
+    "those of slimefsdp with adapters; of_all_weights: the same of seconds over those of slimefsdp with all weights; "
+    "peak_extra_mib: largest "
     "resident set (on a GPU: allocation) in a step over that before it, gradient_mib of it being the gradient"
 )
 
@@ -53,14 +55,18 @@ class SystemSpec:
         title: in tables.
         script: from the root of the checkout.
         venv: its folder below that of the peers; None: slimefsdp's own environment.
+        arguments: {folder} in them is where model, batch and adapter are.
+        beside: the system that computes the same and that it is compared with.
     """
 
     title: str
     script: str
     venv: str | None = None
     arguments: tuple[str, ...] = ()
+    beside: str = OURS
 
 
+LORA = "lora"
 SYSTEMS = {
     OURS: SystemSpec("slimefsdp", OWN),
     "unshared": SystemSpec("itself without shared prefixes", OWN, arguments=("--set", "batch.share_prefixes=never")),
@@ -70,7 +76,13 @@ SYSTEMS = {
     "hf_packed": SystemSpec("HF packed", "benchmarks/peers/hugging_face.py", "hugging_face", ("--layout", "packed")),
     "slime": SystemSpec("slime semantics", SLIME),
     "slime_by_sequence": SystemSpec("slime semantics, by sequence", SLIME, arguments=("--attention", "by_sequence")),
+    LORA: SystemSpec("slimefsdp, adapters", OWN, arguments=("--set", "lora.path={folder}/adapter"), beside=LORA),
+    "trl_lora": SystemSpec("TRL with peft", TRL, "trl", ("--adapter", "{folder}/adapter"), LORA),
+    "trl_lora_compiled": SystemSpec(
+        "TRL with peft and torch.compile", TRL, "trl", ("--adapter", "{folder}/adapter", "--compile"), LORA
+    ),
 }
+DEFAULT_SYSTEMS = tuple(name for name, spec in SYSTEMS.items() if spec.beside == OURS)
 
 
 class Failed(Exception):
@@ -268,6 +280,7 @@ def run(
             path = Path(folder)
             batch.save(path / "batch.safetensors")
             write_model(path / "model", WORKLOADS[name].vocab, seed)
+            write_adapter(path / "adapter", seed)
             say(f"{name} ({number} of {len(chosen)}): {batch.num_samples} samples, {batch.num_tokens:,} tokens")
             try:
                 for one in competitors:
@@ -305,7 +318,8 @@ def _command(name: str, folder: Path, device: str, threads: int, settings: Seque
     files = ["--model", str(folder / "model"), "--batch", str(folder / "batch.safetensors")]
     overrides = [f"--set={setting}" for setting in settings] if system.script == OWN else []
     how = ["--device", device, "--threads", str(threads)]
-    return [str(ROOT / system.script), *system.arguments, *files, *how, *overrides]
+    arguments = [argument.format(folder=folder) for argument in system.arguments]
+    return [str(ROOT / system.script), *arguments, *files, *how, *overrides]
 
 
 def _start(one: Competitor, command: Sequence[str], peers: Path, *, threads: int, stderr: Path) -> None:
@@ -336,18 +350,20 @@ def _measure(competitors: Sequence[Competitor], rounds: int, workload: str, note
 
 
 def _result(workload: str, one: Competitor, competitors: Sequence[Competitor], tokens: int) -> dict[str, Any]:
-    ours = next((other for other in competitors if other.name == OURS and other.runs), None)
+    measured = {other.name: other for other in competitors if other.runs}
     found: dict[str, Any] = {"workload": workload, "system": one.name, "status": one.status}
     if not one.runs:
         return found | {"reason": one.reason}
+    ours, whole = measured.get(SYSTEMS[one.name].beside), measured.get(OURS)
+    if one.name == LORA and whole is not None:
+        found["of_all_weights"] = round(_ratio(one, whole), 3)
     if ours is not None:
         agrees = all(
             math.isclose(one.first[name], ours.first[name], rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
             for name in ("loss", "grad_norm")
         )
-        pairs = zip(one.steps, ours.steps, strict=True)
-        ratio = statistics.median(seconds_of(theirs) / seconds_of(mine) for theirs, mine in pairs)
-        found |= {"agrees_with_slimefsdp": agrees} | ({"slimefsdp_is_faster_by": round(ratio, 3)} if agrees else {})
+        ratio = {"slimefsdp_is_faster_by": round(_ratio(one, ours), 3)} if agrees else {}
+        found |= {"agrees_with_slimefsdp": agrees} | ratio
     chosen = one.choices[one.micro_batch]
     medians = {
         name: round(statistics.median(step[name] for step in one.steps), 4) for name in ("user_s", "system_s", "wall_s")
@@ -367,6 +383,12 @@ def _result(workload: str, one: Competitor, competitors: Sequence[Competitor], t
         "choices": [{"micro_batch": size, **step} for size, step in one.choices.items()],
         "steps": one.steps,
     }
+
+
+def _ratio(one: Competitor, other: Competitor) -> float:
+    """Of seconds, the median over rounds."""
+    pairs = zip(one.steps, other.steps, strict=True)
+    return statistics.median(seconds_of(mine) / seconds_of(theirs) for mine, theirs in pairs)
 
 
 def table(record: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ class OwnStep:
             for size in self.micro_batches
         }
         policy = self.trainers[self.micro_batches[0]].policy
-        self.parameters = sum(parameter.numel() for parameter in policy.parameters())
+        self.parameters = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
 
     def step(self, micro_batch: int) -> tuple[float, float]:
         """One train step of one update, in packs of at most so many tokens."""

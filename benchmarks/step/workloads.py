@@ -35,6 +35,15 @@ MODEL: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+ADAPTER: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "base_model_name_or_path": "",
+}
 INITIALIZER_STD = 0.02
 FEWEST_TOKENS = 8  # of a skewed response
 
@@ -113,21 +122,12 @@ def padding(batch: RolloutBatch) -> float:
 def write_model(folder: Path, vocab: int, seed: int) -> None:
     """A Hugging Face folder of a tiny Qwen3 with random weights: 0.85 million parameters at a vocabulary of 512."""
     generator = np.random.default_rng(seed)
-    hidden, head, inner = MODEL["hidden_size"], MODEL["head_dim"], MODEL["intermediate_size"]
-    queries, keys = MODEL["num_attention_heads"] * head, MODEL["num_key_value_heads"] * head
+    hidden, head = MODEL["hidden_size"], MODEL["head_dim"]
     matrices = {"model.embed_tokens": (vocab, hidden)}
     norms = {"model.norm": hidden}
     for layer in range(MODEL["num_hidden_layers"]):
         name = f"model.layers.{layer}"
-        sizes = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-        sizes["o_proj"] = (hidden, queries)
-        matrices |= {f"{name}.self_attn.{part}": size for part, size in sizes.items()}
-        for part, size in {
-            "gate_proj": (inner, hidden),
-            "up_proj": (inner, hidden),
-            "down_proj": (hidden, inner),
-        }.items():
-            matrices[f"{name}.mlp.{part}"] = size
+        matrices |= {f"{name}.{part}": size for part, size in _linear_sizes().items()}
         norms |= {f"{name}.input_layernorm": hidden, f"{name}.post_attention_layernorm": hidden}
         norms |= {f"{name}.self_attn.q_norm": head, f"{name}.self_attn.k_norm": head}
     weights = {
@@ -138,3 +138,34 @@ def write_model(folder: Path, vocab: int, seed: int) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({**MODEL, "vocab_size": vocab, "dtype": "float32"}, indent=1))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """A PEFT folder for such a model: every linear module but the head, with a B that is not 0."""
+    generator = np.random.default_rng(seed)
+    weights: dict[str, np.ndarray] = {}
+    for layer in range(MODEL["num_hidden_layers"]):
+        for part, (rows, columns) in _linear_sizes().items():
+            name = f"base_model.model.model.layers.{layer}.{part}"
+            a = generator.uniform(-1, 1, (ADAPTER["r"], columns)) / np.sqrt(columns)
+            b = generator.standard_normal((rows, ADAPTER["r"])) * INITIALIZER_STD
+            weights |= {f"{name}.lora_A.weight": a.astype(np.float32), f"{name}.lora_B.weight": b.astype(np.float32)}
+    folder.mkdir(parents=True)
+    targets = sorted(part.rpartition(".")[2] for part in _linear_sizes())
+    (folder / "adapter_config.json").write_text(json.dumps({**ADAPTER, "target_modules": targets}, indent=1))
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _linear_sizes() -> dict[str, tuple[int, int]]:
+    """Rows and columns of a layer's linear modules, in the order in which their weights are drawn."""
+    hidden, head, inner = MODEL["hidden_size"], MODEL["head_dim"], MODEL["intermediate_size"]
+    queries, keys = MODEL["num_attention_heads"] * head, MODEL["num_key_value_heads"] * head
+    return {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }

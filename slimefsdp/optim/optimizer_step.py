@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from slimefsdp.distributed.mesh import local_shard
-from slimefsdp.errors import StateError
+from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
@@ -96,11 +96,15 @@ class OptimizerStep:
 
         Raises:
             StateError: there are no gradients, or too many updates in a row were skipped.
+            ConfigError: `settings` has an eps, and the optimiser is SGD.
         """
+        own = settings or UpdateSettings()
+        if own.eps is not None and "eps" not in self._built[0]:
+            problem = f"eps={own.eps} of an optimiser update, and optim.name=sgd has none"
+            raise ConfigError(problem, field="eps", hint="leave it out, or set optim.name=adamw")
         if not self.has_gradients:
             message = "optimizer_step() without gradients"
             raise StateError(message, field="optimizer_step", hint="call forward_backward first")
-        own = settings or UpdateSettings()
         lr, loss_scale = self.next_lr if own.lr is None else own.lr, self.loss_scale
         squares = squared_norms(self._parameters, group)
         self.health = gradient_health(self._names, squares, loss_scale=loss_scale, update=self.updates_taken)
@@ -169,7 +173,7 @@ class OptimizerStep:
 def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]:
     """What a group of parameters is updated with: what it was built with, where `settings` do not say otherwise."""
     given = {"betas": settings.betas, "eps": settings.eps}
-    given["momentum"] = None if settings.betas is None else settings.betas[0]  # of SGD, which has neither of the others
+    given["momentum"] = None if settings.betas is None else settings.betas[0]  # of SGD, which has no betas
     given["weight_decay"] = settings.weight_decay if built.get("decays", True) else None
     return {name: built[name] if value is None else value for name, value in given.items() if name in built}
 

@@ -201,17 +201,19 @@ def refusals(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any
     }
     found["with_log_probs"] = error_of(lambda: trainer.forward_backward(batch, with_log_probs=1))  # type: ignore[arg-type]
     found["settings"] = error_of(lambda: trainer.optimizer_step({"lr": 1.0}))  # type: ignore[arg-type]
+    found["eps"] = error_of(lambda: trainer.optimizer_step(UpdateSettings(eps=1e-3)))
     after = [p.grad.full_tensor() for _, p in trainer.policy.named_weights()]
     found["same"] = all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     return found
 
 
 def test_what_a_call_cannot_choose_is_refused_and_gradients_stay(folder: Path, ranks: RankPool) -> None:
-    config = settings(folder, **ALONE)
+    config = settings(folder, optim={"name": "sgd", "lr": 0.1}, **ALONE)
     found = ranks.run(1, refusals, config, make_batch(folder))[0]
     for name, (_, word) in BAD_LOSSES.items():
         assert isinstance(found[name], ConfigError) and word in str(found[name]), name
     assert found["with_log_probs"].field == "with_log_probs" and found["settings"].field == "settings"
+    assert isinstance(found["eps"], ConfigError) and found["eps"].field == "eps" and "sgd" in str(found["eps"])
     assert found["same"]
 
 
