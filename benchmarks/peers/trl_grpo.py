@@ -1,9 +1,9 @@
 """TRL's GRPOTrainer on a recorded batch: its own preparation, loss and training step; only generation is replaced.
 
 As its documentation has one set it up for one update on the sampled batch: `beta` 0, the `dapo` loss (a mean over all
-tokens of the update), no gradient checkpointing, the fused AdamW that it takes by default. Padding is its own: prompts to the left and
-completions to the right, to the longest of the whole batch, which is then shuffled and cut. With `--adapter` the
-trainer is handed a `PeftModel`.
+tokens of the update), no gradient checkpointing, the fused AdamW that it takes by default. Padding is its own: prompts
+to the left and completions to the right, to the longest of the whole batch, which is then shuffled and cut. With
+`--adapter` the trainer is handed a `PeftModel`.
 """
 
 from __future__ import annotations
