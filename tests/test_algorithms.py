@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
     "gmpo": of("loss", policy="gmpo", clip_low=0.3, clip_high=0.4, happens=BOTH),
     "reinforce": of("loss", policy="reinforce"),
     "importance_sampling": of("loss", policy="importance_sampling"),
+    "dro": of("loss", policy="dro", dro_beta=0.7),
     "dpo": of("loss", "pairs", policy="dpo", dpo_beta=0.3),
     "dpo by pairs": of("loss", "pairs", policy="dpo", reduction="prompt_mean"),
     "importance": of("correction", method="importance"),
@@ -157,6 +158,8 @@ def drawn(seed: int) -> Case:
         advantage["pass_k"] = rng.choice([1, 2, 3])
     if loss["reduction"] == "constant":
         loss["constant_length"] = 20
+    if policy == "dro":
+        loss["dro_beta"] = 0.4
     if rng.random() < 0.6:
         loss |= {"kl_coefficient": 0.2, "kl_estimator": rng.choice(ESTIMATES)}
         loss["kl_unbiased"] = loss["kl_estimator"] in UNBIASED and rng.random() < 0.5
@@ -197,6 +200,7 @@ JOINED = {
         ("k3 in the reward of tokens", "mis, two bounds", "sequence_mean"),
         ("raw", "gmpo", "tis, veto and opsm", "entropy"),
         ("the caller's advantages, whitened", "cispo", "importance", "constant"),
+        ("rloo", "dro", "prompt_mean"),
         ("dpo", "k2", "prompt_mean"),
         ("a step of gspo", "k1"),
         ("a step of pairs",),

@@ -287,6 +287,12 @@ def test_the_ranks_of_adapters_compared_are_the_recorded_ones_and_all_of_them_le
     )
 
 
+def test_the_preset_with_adapters_learned_as_its_row_says() -> None:
+    run = json.loads((ROOT / "benchmarks/results/sort_digits_lora.json").read_text())["results"]
+    said = f"held-out sampled accuracy {run['before']:.3f} -> {run['after']:.3f}; leaves `runs/sort_digits_lora/model`"
+    assert said in (ROOT / "configs/README.md").read_text() and run["curve"][-1] == {"step": 200, "exact": run["after"]}
+
+
 def test_a_correction_keeps_learning_what_stale_engines_alone_do_not() -> None:
     runs = json.loads((ROOT / "benchmarks/results/stale_engines.json").read_text())["results"]
     page = (ROOT / "docs/algorithms.md").read_text()

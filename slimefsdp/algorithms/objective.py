@@ -95,6 +95,7 @@ class Objective:
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     entropy_coefficient: float = 0.0
+    trains_without_advantage: bool = False  # a token of advantage 0 has a gradient
 
     def __call__(self, outputs: torch.Tensor, inputs: TokenInputs, sums: MetricSums | None = None) -> torch.Tensor:
         """The 0-d loss of one pack.
@@ -132,7 +133,7 @@ class Objective:
         if self.looks_at_sequences:
             dropped = sequences.spread(sequences.sum(weights)) == 0
         else:
-            dropped = weights * inputs.advantages == 0
+            dropped = weights * (1 if self.trains_without_advantage else inputs.advantages) == 0
         counted = torch.where(dropped, old, log_probs)
         tokens = PolicyTokens(counted, old, inputs.advantages, sequences, inputs.groups, inputs.ref_log_probs)
         found = policy(tokens, self.options)

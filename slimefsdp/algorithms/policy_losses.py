@@ -75,6 +75,7 @@ class PolicyOptions:
     sapo_temperature_positive: float = 1.0
     sapo_temperature_negative: float = 1.05
     dpo_beta: float = 0.1
+    dro_beta: float | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -196,6 +197,17 @@ def dpo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     return _never_clipped(tokens.groups.spread(loss), tokens)
 
 
+def dro_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
+    """DRO: -(A * log-prob - dro_beta / 2 * (log-prob - old log-prob)^2).
+
+    arXiv 2405.19107, whose gradient of the policy this has, with A in place of reward minus value and the old policy in
+    place of the reference. A token of advantage 0 is drawn back to its old log-prob.
+    """
+    assert options.dro_beta is not None
+    distance = tokens.log_probs - tokens.old_log_probs
+    return _never_clipped(options.dro_beta / 2 * distance.square() - tokens.advantages * tokens.log_probs, tokens)
+
+
 def _ratio(tokens: PolicyTokens) -> torch.Tensor:
     return torch.exp(tokens.log_probs.detach() - tokens.old_log_probs)
 
@@ -217,6 +229,7 @@ POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "reinforce": reinforce_loss,
     "importance_sampling": importance_sampling_loss,
     "dpo": dpo_loss,
+    "dro": dro_loss,
 }
 """Name in the settings -> loss."""
 

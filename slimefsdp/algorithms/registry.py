@@ -32,6 +32,7 @@ POLICY_LOSSES: dict[str, str] = {
     "reinforce": "-advantage x log-prob",
     "importance_sampling": "-advantage x ratio, never clipped",
     "dpo": "pairwise preference loss against the reference; arXiv 2305.18290",
+    "dro": "-advantage x log-prob, drawn to the old log-prob by its square; arXiv 2405.19107",
 }
 CORRECTIONS: dict[str, str] = {
     "importance": "weight by trainer / rollout probability (decoupled PPO); arXiv 2505.24298",
@@ -64,6 +65,8 @@ PER_SEQUENCE = ("gspo", "gmpo", "dpo")
 """Policy losses of whole sequences: the advantages of a sequence's tokens must be equal."""
 LOOKS_AT_SEQUENCES = (*PER_SEQUENCE, "gspo_token")
 """Policy losses in which the loss of a token depends on others of its sequence."""
+TRAINS_WITHOUT_ADVANTAGE = ("dro",)
+"""Policy losses in which a token of advantage 0 has a gradient."""
 PAIRWISE = ("dpo",)
 """Policy losses that compare the two samples of a group, which must be in one pack."""
 PAIRED_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "opo", "maxrl")

@@ -106,6 +106,9 @@ class LossSettings(Settings):
         1.05, gt=0, le=LARGEST, description="sapo: of the gate where it is negative"
     )
     dpo_beta: float = Field(0.1, gt=0, le=LARGEST, description="dpo: how strongly the reference holds")
+    dro_beta: float | None = Field(
+        None, gt=0, le=LARGEST, description="dro, which needs it: how strongly the old log-probs hold"
+    )
     kl_coefficient: float = Field(
         0.0, ge=0, le=LARGEST, description="weight of KL(policy || reference); the first one, with kl_target"
     )
@@ -159,9 +162,12 @@ class LossSettings(Settings):
         sapo = ("sapo",)
         owners = {
             "clip_low": clipped, "clip_high": clipped, "dual_clip": ("ppo",), "dpo_beta": ("dpo",),
+            "dro_beta": ("dro",),
             "sapo_temperature_positive": sapo, "sapo_temperature_negative": sapo,
         }  # fmt: skip
         _refuse_unread(self, "loss", "policy", self.policy, owners)
+        if self.policy == "dro" and self.dro_beta is None:
+            raise ValueError("loss.policy=dro needs loss.dro_beta, which is not set; set it")
         return self
 
     @model_validator(mode="after")

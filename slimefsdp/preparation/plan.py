@@ -14,7 +14,7 @@ import numpy as np
 
 from slimefsdp.algorithms.advantages import zero_variance_share
 from slimefsdp.algorithms.reduction import token_weights
-from slimefsdp.algorithms.registry import PAIRWISE, LossName
+from slimefsdp.algorithms.registry import PAIRWISE, TRAINS_WITHOUT_ADVANTAGE, LossName
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
 from slimefsdp.batching.hardware import read_calibration
@@ -51,6 +51,7 @@ def plan_training(
     counts = np.zeros(batch.num_samples, dtype=bool)
     counts[batch.sample_ids[batch.mask]] = True
     other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
+    other_terms |= config.loss.policy in TRAINS_WITHOUT_ADVANTAGE
     trains = counts
     if loss == "policy" and not other_terms:
         trains = counts & has_variance(config, batch, advantages)

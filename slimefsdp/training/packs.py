@@ -24,7 +24,7 @@ from slimefsdp.algorithms.policy_losses import (
     PolicyTokens,
     Sequences,
 )
-from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, LossName
+from slimefsdp.algorithms.registry import LOOKS_AT_SEQUENCES, TRAINS_WITHOUT_ADVANTAGE, LossName
 from slimefsdp.algorithms.rollout_correction import CorrectionOptions
 from slimefsdp.algorithms.value_loss import ValueObjective
 from slimefsdp.attention.call_plan import PackAttention
@@ -247,12 +247,14 @@ def objective_for(config: RunConfig, loss: LossName, kl_coefficient: float) -> O
         sapo_temperature_positive=settings.sapo_temperature_positive,
         sapo_temperature_negative=settings.sapo_temperature_negative,
         dpo_beta=settings.dpo_beta,
+        dro_beta=settings.dro_beta,
     )
     bounds = CorrectionOptions(correction.low, correction.high, correction.veto_below, correction.opsm_threshold)
     return Objective(
         policy=_policy_loss(settings.policy) if loss == "policy" else None,
         options=options,
         looks_at_sequences=settings.policy in LOOKS_AT_SEQUENCES or ":" in settings.policy,
+        trains_without_advantage=settings.policy in TRAINS_WITHOUT_ADVANTAGE,
         correction=correction.method,
         correction_options=bounds,
         kl_coefficient=kl_coefficient if settings.kl_in == "loss" else 0.0,

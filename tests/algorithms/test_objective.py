@@ -365,6 +365,7 @@ def test_the_objective_has_every_number_of_the_settings() -> None:
     options = objective_for(settings(loss=sapo), "policy", 0.0).options
     assert (options.sapo_temperature_positive, options.sapo_temperature_negative) == (2.0, 3.0)
     assert objective_for(settings(loss={"policy": "dpo", "dpo_beta": 0.3}), "policy", 0.0).options.dpo_beta == 0.3
+    assert objective_for(settings(loss={"policy": "dro", "dro_beta": 0.3}), "policy", 0.0).options.dro_beta == 0.3
     in_reward = settings(loss={"kl_coefficient": 0.5, "kl_in": "reward"})
     assert objective_for(in_reward, "policy", 0.5).kl_coefficient == 0.0
     assert objective_for(settings(), "sft", 0.0).policy is None

@@ -15,6 +15,7 @@ from slimefsdp.algorithms.policy_losses import (
     Sequences,
     cispo_loss,
     cross_entropy_loss,
+    dro_loss,
     gmpo_loss,
     gspo_loss,
     gspo_token_loss,
@@ -25,8 +26,8 @@ from slimefsdp.algorithms.registry import PAIRWISE, PER_SEQUENCE
 from slimefsdp.algorithms.registry import POLICY_LOSSES as NAMES
 from tests.support.tiers import examples
 
-OPTIONS = PolicyOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-RATIO_LOSSES = {name: entry for name, entry in POLICY_LOSSES.items() if name != "dpo"}
+OPTIONS = PolicyOptions(clip_low=0.2, clip_high=0.28, dual_clip=3.0, dro_beta=0.3)
+RATIO_LOSSES = {name: entry for name, entry in POLICY_LOSSES.items() if name not in ("dpo", "dro")}
 every_ratio_loss = pytest.mark.parametrize("loss", RATIO_LOSSES.values(), ids=RATIO_LOSSES)
 every_loss = pytest.mark.parametrize("entry", POLICY_LOSSES.values(), ids=POLICY_LOSSES)
 log_probs_st = st.floats(-12, 0)
@@ -235,6 +236,16 @@ def test_sapos_gate_closes_on_both_sides_and_is_fully_open_in_the_middle():
         tokens = pack([[(change - 5.0, -5.0, -1.0)]])
         gates.append(loss_and_gradient(sapo_loss, tokens)[1].item() / math.exp(change))
     assert gates[2] == 1.0 and 0 < gates[0] < gates[1] < 1 and 0 < gates[4] < gates[3] < 1
+
+
+def test_dro_follows_the_advantage_and_draws_every_token_back_to_its_old_log_prob():
+    tokens = pack([[(-1.0, -1.5, 2.0), (-2.0, -1.0, 0.0)], [(-0.5, -0.5, -1.0)]])
+    now, old, advantages = tokens.log_probs.detach(), tokens.old_log_probs, tokens.advantages
+    loss, gradient = loss_and_gradient(dro_loss, tokens)
+    expected = -sum(a * x - 0.3 / 2 * (x - o) ** 2 for x, o, a in zip(now, old, advantages, strict=True))
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0.0)
+    torch.testing.assert_close(gradient, -advantages + 0.3 * (now - old), rtol=1e-14, atol=0.0)
+    assert gradient[(advantages == 0).nonzero()].item() == pytest.approx(-0.3)
 
 
 # --- what holds for every loss ---

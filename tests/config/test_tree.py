@@ -612,6 +612,12 @@ RULES = [
     ),
     (
         "check_policy_loss_parameters",
+        {"loss__policy": "dro", "loss__dro_beta": 0.5},
+        {"loss__policy": "dro"},
+        ["loss.policy=dro", "loss.dro_beta"],
+    ),
+    (
+        "check_policy_loss_parameters",
         {"loss__policy": "sapo", "loss__sapo_temperature_negative": 1.5},
         {"loss__dpo_beta": 0.5},
         ["loss.dpo_beta=0.5", "loss.policy=ppo", "dpo"],
@@ -1063,7 +1069,7 @@ def test_every_estimator_can_be_named(name):
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_can_be_named_and_only_pairs_read_a_reference_without_a_kl(name):
-    config = settings(loss__policy=name)
+    config = settings(loss__policy=name, **({"loss__dro_beta": 0.5} if name == "dro" else {}))
     assert config.loss.policy == name and config.needs_reference == (name == "dpo")
 
 

@@ -244,6 +244,8 @@ def policy_loss(config: RunConfig, sample: Sample) -> Tensor:
             return -advantages * now
         case "importance_sampling":
             return -ratio * advantages
+        case "dro":
+            return -(advantages * now - settings.dro_beta / 2 * (now - old) ** 2)
     raise NotImplementedError(settings.policy)
 
 
@@ -330,7 +332,7 @@ def pair_loss(config: RunConfig, sample: Sample, samples: list[Sample]) -> Tenso
 
 def trains(config: RunConfig, sample: Sample, samples: list[Sample]) -> bool:
     """Whether anything moves a sample of a step: it has a token, and its group is not one of equal rewards."""
-    others = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
+    others = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0 or config.loss.policy == "dro"
     compares = config.advantage.estimator in (None, "grpo", "dr_grpo", "rloo", "opo", "maxrl", "pass_at_k")
     group = [other for other in samples if other.fields["group_id"] == sample.fields["group_id"]]
     is_dead = compares and not others and not any(bool((other.advantages != 0).any()) for other in group)
