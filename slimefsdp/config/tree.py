@@ -467,7 +467,9 @@ class RunConfig(AlgorithmSettings):
         return path, "reference.path" if role == "ref" else "critic.path"
 
 
-_OF_POLICY = ("clip_low", "clip_high", "dual_clip", "sapo_temperature_positive", "sapo_temperature_negative")
+_OF_POLICY = (
+    "clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperature_positive", "sapo_temperature_negative",
+)  # fmt: skip
 _LOSS_OF_A_CALL = ("policy", *_OF_POLICY, "reduction", "constant_length", "entropy_coefficient")
 
 

@@ -136,6 +136,7 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"policy": "gspo", "clip_high": 0.01},
     "sapo": {"policy": "sapo", "sapo_temperature_negative": 2.0},
     "importance_sampling": {"policy": "importance_sampling"},
+    "dro": {"policy": "dro", "dro_beta": 0.4},
     "ppo again": {"policy": "ppo", "dual_clip": 1.5},
     "bounds alone": {"clip_low": 0.9, "clip_high": 50.0},
     "reduction": {"reduction": "constant", "constant_length": 7},
