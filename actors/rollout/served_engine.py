@@ -3,7 +3,8 @@
 The server has an environment of its own, and this process speaks to it by HTTP. Prompts and samples are token ids. New
 weights come to the server by broadcast, in a group that the trainer's first rank and the server's workers form, as a
 folder, or in shared memory (`TRANSPORTS` of each class); what is being sampled when they come is aborted, and what it
-has so far is sent again, as part of the prompt, once they are committed.
+has so far is sent again, as part of the prompt, once they are committed. Under lora.sync=adapters the server has the
+model's own weights, which are sent once, and an adapter that every request names.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
@@ -38,6 +40,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError, SlimeError, StateError, SyncError, WorkerDied, WorkerHung, short_repr
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.hf_weight_names import hub_parts, is_no_weight, stored_parts
+from slimefsdp.models.peft_folder import MATRICES
 from slimefsdp.sampling.params import FinishReason, SamplingParams
 
 _MOST_AT_ONCE = 1024  # requests under way; servers queue what is more than they do at once
@@ -191,12 +194,16 @@ class ServedEngine(Engine):
         """
         raise NotImplementedError
 
-    def _take_folder(self, path: str) -> None:
-        """Has the server load a folder of weights."""
+    def _take_folder(self, path: Path, *, has_weights: bool) -> None:
+        """Has the server load a folder of weights, and of an adapter where `_adapter_scale` says that one comes."""
         raise NotImplementedError
 
-    def _close_update(self, version: int) -> str:
-        """Has the server sample from the new weights; returns which version it says it has."""
+    def _close_update(self, version: int) -> None:
+        """Has the server sample from the new weights."""
+        raise NotImplementedError
+
+    def _server_version(self) -> str:
+        """Which weights the server says it has."""
         raise NotImplementedError
 
     def _end_waiting(self) -> None:
@@ -233,6 +240,11 @@ class ServedEngine(Engine):
         self._incoming: int | None = None
         self._manifest: Manifest = {}
         self._missing: set[str] = set()
+        self._adapter_scale: float | None = None  # of the adapter that comes, or is there; None: of none
+        # whose frozen weights are here, by the last update that was committed, that was begun, and that is to begin
+        self._frozen: str | None = None
+        self._frozen_coming: str | None = None
+        self._frozen_asked: str | None = None
         self._asleep: frozenset[EngineTag] = frozenset()
 
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, "sample")
@@ -454,13 +466,29 @@ class ServedEngine(Engine):
         self._known()
         self._join(address, port, rank, world_size, backend, group_timeout_s=timeout_s)
 
-    def begin(self, version: int, manifest: Manifest) -> None:
-        """As `slimefsdp.weight_sync.receive.Receiver`; what is being sampled goes on after `commit`."""
+    def takes_adapters(self) -> bool:
+        """Whether its server has room for an adapter: under lora.sync=adapters."""
+        return self.config.lora.sync == "adapters"
+
+    def has_frozen(self, source: str) -> bool:
+        """As `Engine`: only beside an adapter, since servers fuse what is frozen with what is not."""
+        with self._updating:
+            self._frozen_asked = source if self.takes_adapters() else None
+            if self._frozen is None or self._frozen != self._frozen_asked:
+                return False
+            return self._server_version() == str(self._versions.committed)  # else it was started anew
+
+    def begin(
+        self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None
+    ) -> None:
+        """As `Engine`; what is being sampled goes on after `commit`."""
         with self._updating:
             self._known()
             self._require_awake(("weights",))
             self._check_manifest(manifest)
-            self._incoming, self._manifest, self._missing = version, dict(manifest), set(manifest)
+            self._incoming, self._manifest, self._missing = version, dict(manifest), set(manifest) - set(kept)
+            self._adapter_scale = adapter_scale
+            self._frozen_coming, self._frozen_asked = self._frozen_asked, None
             self._versions.begin()
             with self._or_fail():
                 self._open_update()
@@ -486,13 +514,17 @@ class ServedEngine(Engine):
 
     def receive_disk(self, path: str) -> None:
         """As `Engine`, and `receive_broadcast`."""
-        from actors.workers.weights_folder import checked_weights
+        from actors.workers.weights_folder import checked_adapter, checked_weights
 
         self._require_begun("receive_disk")
         with self._updating, self._or_fail():
-            there = checked_weights(path).tensors
+            there: set[str] = set()
+            if has_weights := any(not name.endswith(MATRICES) for name in self._missing):
+                there |= checked_weights(path).tensors.keys()
+            if self._adapter_scale is not None:
+                there |= checked_adapter(path)
             kind = self._folder.model_type
-            self._take_folder(path)
+            self._take_folder(Path(path), has_weights=has_weights)
             self._missing = {
                 name
                 for name in self._missing
@@ -527,22 +559,30 @@ class ServedEngine(Engine):
                 hint="send the whole update again",
             )
         with self._updating, self._or_fail():
-            found = self._close_update(version)
+            self._close_update(version)
+            found = self._server_version()
             if found != str(version):
                 raise SyncError(
                     f"the server has weights {found!r} after version {version} was committed",
                     field="update_weights", hint="let nobody else update this server",
                 )  # fmt: skip
+            self._frozen = self._frozen_coming
             self._versions.commit(version)
             self._incoming = None  # last: one of the two knows the version at any time
 
     def _check_manifest(self, manifest: Manifest) -> None:
         """Whether these are the tensors of model.path, which is what the server has loaded the architecture of."""
         kind, seen = self._folder.model_type, set()
+        for name in sorted(name for name in manifest if name.endswith(MATRICES)):
+            if not name.endswith(tuple(f".{end}" for end in MATRICES)):
+                raise SyncError(
+                    f"{name} is of an adapter of experts, which {self.NAME} is not sent", field="lora.targets",
+                    hint="leave experts out, or set lora.sync=merged",
+                )  # fmt: skip
         if not self._shapes:
             return
         for name, shape in sorted(manifest.items()):
-            if name == TIED_HEAD and self._is_tied:
+            if (name == TIED_HEAD and self._is_tied) or name.endswith(MATRICES):
                 continue
             for part in stored_parts(kind, name, shape, self._shapes):
                 if self._shapes.get(part.name) != part.shape:
@@ -559,7 +599,7 @@ class ServedEngine(Engine):
         try:
             yield
         except BaseException:
-            self._incoming = None
+            self._incoming = self._frozen = None
             self._versions.fail()
             with suppress(Refusal, SlimeError):
                 self._end_waiting()
@@ -575,6 +615,10 @@ class ServedEngine(Engine):
 
     def _update(self, route: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         return self._synced(route, lambda limit_s: self._client.post(route, body, timeout_s=limit_s), timeout_s)
+
+    def _told(self, route: str, body: Any = None) -> None:
+        """`_update`, where the answer is a text for people."""
+        self._synced(route, lambda limit_s: self._client.tell(route, body, timeout_s=limit_s), None)
 
     def _asked(self, route: str) -> Any:
         return self._synced(route, lambda limit_s: self._client.get(route, timeout_s=limit_s), None)
@@ -615,7 +659,7 @@ class ServedEngine(Engine):
             return
         self.abort()
         with self._updating:
-            self._incoming = None
+            self._incoming = self._frozen = None
             self._versions.fail()
             if self._asleep:  # servers free all that they hold, or nothing
                 self._take_memory(_in_order(self._asleep))

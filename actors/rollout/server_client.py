@@ -55,9 +55,9 @@ class ServerClient:
         """As `get`."""
         return self._ask("POST", route, body, timeout_s)
 
-    def tell(self, route: str, *, timeout_s: float) -> None:
+    def tell(self, route: str, body: Any = None, *, timeout_s: float) -> None:
         """As `post`, where the answer is a text for people."""
-        self._ask("POST", route, None, timeout_s, is_json=False)
+        self._ask("POST", route, body, timeout_s, is_json=False)
 
     def answers(self, timeout_s: float) -> bool:
         """Whether it is there and ready."""

@@ -21,6 +21,7 @@ from slimefsdp.models.hf_folder import ModelFolder
 
 LOGS = "engine_logs"  # below run.dir
 SERVED_AS = "policy"
+ADAPTER = "policy-adapter"  # what requests call the adapter of lora.sync=adapters
 LOOPBACK = "127.0.0.1"
 ASK_S = 60.0  # for a question that costs nothing; a busy machine may take some seconds
 BACK_S = 60.0  # for a server at a URL, which whoever keeps it may be starting again

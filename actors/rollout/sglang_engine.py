@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
@@ -11,11 +12,12 @@ from actors.rollout.protocol import ENGINE_TAGS, EngineTag, GroupKind, Request, 
 from actors.rollout.served_engine import ServedEngine
 from actors.rollout.served_samples import PartialSample
 from actors.rollout.server_client import Refusal
-from actors.rollout.server_launch import ServerFacts
+from actors.rollout.server_launch import ADAPTER, ServerFacts
 from actors.rollout.sglang_facts import check_server
 from actors.rollout.sglang_launch import start_server
 from actors.rollout.sglang_samples import body_of, check_request, read_answer
 from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.peft_folder import ADAPTER_FOLDER
 from slimefsdp.sampling.params import FinishReason
 
 _CONTROL_S = 10.0  # for what is tried after something else has failed
@@ -43,7 +45,8 @@ class SglangEngine(ServedEngine):
         check_request(request, most_tokens)
 
     def _body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        return body_of(request, number, drawn, request_id)
+        body = body_of(request, number, drawn, request_id)
+        return body if self._adapter_scale is None else {**body, "lora_path": ADAPTER}
 
     def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[PartialSample, FinishReason | None]:
         return read_answer(answer, body, vocab_size=self._known().vocab_size, versions=versions)
@@ -91,14 +94,20 @@ class SglangEngine(ServedEngine):
                 self._client.post("/end_weight_update", {}, timeout_s=self._sync_timeout_s)
             self._update("/begin_weight_update", {"selector": "target"})
 
-    def _take_folder(self, path: str) -> None:
+    def _take_folder(self, path: Path, *, has_weights: bool) -> None:
         body = {
-            "model_path": path,
+            "model_path": str(path),
             "load_format": "auto",  # else the server's own: dummy
             "flush_cache": False,  # once, at the end
             "abort_all_requests": False,
         }
-        self._update("/update_weights_from_disk", body)
+        if has_weights:
+            self._update("/update_weights_from_disk", body)
+        if self._adapter_scale is not None:
+            # the name stays: requests that wait at the paused server ask for what has it when they go on
+            with suppress(Refusal):  # there was none yet
+                self._client.post("/unload_lora_adapter", {"lora_name": ADAPTER}, timeout_s=self._sync_timeout_s)
+            self._update("/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(path / ADAPTER_FOLDER)})
 
     @property
     def _comes_by_disk(self) -> bool:
@@ -121,12 +130,14 @@ class SglangEngine(ServedEngine):
         }
         self._update("/update_weights_from_distributed", body)
 
-    def _close_update(self, version: int) -> str:
+    def _close_update(self, version: int) -> None:
         if not self._comes_by_disk:
             self._update("/end_weight_update", {})
         self._synced("/flush_cache", lambda limit_s: self._client.tell("/flush_cache", timeout_s=limit_s), None)
         self._update("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._update("/continue_generation", {"torch_empty_cache": False})
+
+    def _server_version(self) -> str:
         return str(self._asked("/model_info").get("weight_version"))
 
     def _end_waiting(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from actors.rollout.server_client import Refusal, ServerClient
 from actors.rollout.server_launch import ASK_S, ServerFacts
+from actors.rollout.sglang_launch import lora_arguments
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError
 from slimefsdp.models.hf_folder import ModelFolder
@@ -55,6 +56,15 @@ def check_server(client: ServerClient, config: RunConfig, folder: ModelFolder) -
                 field=arguments,
                 hint=hint,
             )
+    if config.lora.sync == "adapters":
+        found, rank = said.get("max_lora_rank"), config.lora.rank
+        assert rank is not None
+        if said.get("enable_lora") is not True or not isinstance(found, int) or found < rank:
+            raise EngineError(
+                f"the server at {client.url} has enable_lora={said.get('enable_lora')} and max_lora_rank={found}: "
+                f"lora.sync=adapters with adapters of rank {rank} needs {' '.join(lora_arguments(config))}",
+                field=arguments, hint="start it so, or set lora.sync=merged",
+            )  # fmt: skip
     sizes = [said.get("max_req_input_len"), said.get("tp_size")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise EngineError(

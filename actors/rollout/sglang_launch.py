@@ -48,7 +48,15 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
         arguments += ["--tp-size", str(config.rollout.gpus_per_engine)]
     if shares_a_gpu(config):
         arguments.append("--enable-memory-saver")
+    if config.lora.sync == "adapters":
+        arguments += lora_arguments(config)
     return [*arguments, *config.rollout.engine_args]
+
+
+def lora_arguments(config: RunConfig) -> list[str]:
+    """Those of a server with room for the run's adapter; of every matrix that SGLang has one of."""
+    assert config.lora.rank is not None
+    return ["--enable-lora", "--max-lora-rank", str(config.lora.rank), "--lora-target-modules", "all"]
 
 
 def _environment() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, ClassVar
 
 from actors.rollout.child_server import ChildServer
@@ -11,11 +12,12 @@ from actors.rollout.protocol import EngineTag, Request, TensorInfo, Transport
 from actors.rollout.served_engine import TIED_HEAD, ServedEngine
 from actors.rollout.served_samples import PartialSample
 from actors.rollout.server_client import Refusal
-from actors.rollout.server_launch import ServerFacts
+from actors.rollout.server_launch import ADAPTER, ServerFacts
 from actors.rollout.vllm_facts import check_server
-from actors.rollout.vllm_launch import start_server
+from actors.rollout.vllm_launch import HELD_ADAPTER, start_server
 from actors.rollout.vllm_samples import body_of, check_request, read_answer
 from slimefsdp.models.hf_weight_names import hub_parts
+from slimefsdp.models.peft_folder import MATRICES, tensor_name
 from slimefsdp.sampling.params import FinishReason
 
 
@@ -38,7 +40,8 @@ class VllmEngine(ServedEngine):
         check_request(request, most_tokens)
 
     def _body(self, request: Request, number: int, drawn: PartialSample, request_id: str) -> dict[str, Any]:
-        return body_of(request, number, drawn, request_id)
+        body = body_of(request, number, drawn, request_id)
+        return body if self._adapter_scale is None else {**body, "model": ADAPTER}
 
     def _read(self, answer: Any, body: dict[str, Any], versions: set[int]) -> tuple[PartialSample, FinishReason | None]:
         return read_answer(answer, body, vocab_size=self._known().vocab_size, versions=versions)
@@ -78,25 +81,43 @@ class VllmEngine(ServedEngine):
             "dtypes": [tensor.dtype for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "parts": [self._parts(tensor) for tensor in tensors],
+            "adapter_scale": self._adapter_scale,
             **how,
         }
         self._update("/update_weights", {"update_info": info})
 
-    def _take_folder(self, path: str) -> None:
-        info = {"names": [], "dtypes": [], "shapes": [], "parts": [], "folder": path}
+    def _take_folder(self, path: Path, *, has_weights: bool) -> None:
+        info: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "parts": [], "folder": str(path)}
+        info["adapter_scale"] = self._adapter_scale
         self._update("/update_weights", {"update_info": info})
 
     def _parts(self, tensor: TensorInfo) -> list[tuple[str, int | None, int, int]]:
-        """As slimefsdp.weight_sync.vllm_plugin.UpdateInfo; a head that is the embedding has none."""
+        """As slimefsdp.weight_sync.vllm_plugin.UpdateInfo; a head that is the embedding has none.
+
+        Matrices of adapters go by peft's names, which is how vLLM knows them.
+        """
+        if tensor.name.endswith(MATRICES):
+            module, _, matrix = tensor.name.rpartition(".lora_")
+            return [(tensor_name(module, matrix), None, 0, 0)]
         if tensor.name == TIED_HEAD and self._is_tied:
             return []
         parts = hub_parts(self._folder.model_type, tensor.name, tensor.shape)
         return [(part.name, part.expert, part.start, part.end) for part in parts]
 
-    def _close_update(self, version: int) -> str:
+    def _close_update(self, version: int) -> None:
         self._update("/finish_weight_update", {"weight_version": str(version)})
+        if self._adapter_scale is not None:
+            self._name_adapter()
         self._update("/reset_prefix_cache")
         self._update("/resume")
+
+    def _name_adapter(self) -> None:
+        """Has the server know the adapter by its name: once, since its workers find what it holds."""
+        known = {one["id"] for one in self._asked("/v1/models")["data"]}
+        if ADAPTER not in known:
+            self._told("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": HELD_ADAPTER})
+
+    def _server_version(self) -> str:
         return str(self._asked("/weight_info").get("weight_version"))
 
     def _end_waiting(self) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 from actors.rollout.server_client import Refusal, ServerClient
 from actors.rollout.server_launch import ASK_S, ServerFacts
-from actors.rollout.vllm_launch import BACKEND, NEEDED
+from actors.rollout.vllm_launch import BACKEND, NEEDED, RUNTIME_LORA, room_for
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import EngineError
 from slimefsdp.models.hf_folder import ModelFolder
 
 SUPPORTED = "0.32"
-PROTOCOL = 2  # as in slimefsdp.weight_sync.vllm_plugin
+PROTOCOL = 3  # as in slimefsdp.weight_sync.vllm_plugin
 
 
 def check_server(client: ServerClient, config: RunConfig, folder: ModelFolder) -> ServerFacts:
@@ -56,6 +56,8 @@ def check_server(client: ServerClient, config: RunConfig, folder: ModelFolder) -
                 hint=hint,
             )
     _check_generate(client, arguments)
+    if config.lora.sync == "adapters":
+        _check_adapters(client, arguments, config, said.get("max_lora_rank"))
     workers = _asked(client, "/get_world_size")["world_size"]
     return ServerFacts(version, said["dtype"], said["vocab_size"], said["max_model_len"], workers)
 
@@ -88,6 +90,27 @@ def _check_generate(client: ServerClient, arguments: str) -> None:
         raise EngineError(
             f"the server at {client.url} does not generate from token ids: {refusal}",
             field=arguments, hint=f"start it with {NEEDED[3]}",
+        ) from refusal  # fmt: skip
+
+
+def _check_adapters(client: ServerClient, arguments: str, config: RunConfig, found: int | None) -> None:
+    """Whether a server has room for the run's adapters, `found` being the rank that it has room for."""
+    needed = f"--enable-lora --max-lora-rank {room_for(config)}"
+    if found is None or found < room_for(config):
+        has = "no room for adapters" if found is None else f"room for adapters of rank {found} alone"
+        raise EngineError(
+            f"the server at {client.url} has {has}: lora.sync=adapters with adapters of rank {config.lora.rank} needs "
+            f"{needed}",
+            field=arguments, hint="start it so, or set lora.sync=merged",
+        )  # fmt: skip
+    try:
+        client.post("/v1/load_lora_adapter", {}, timeout_s=ASK_S)
+    except Refusal as refusal:
+        if refusal.status in (400, 422):  # it looked for the fields
+            return
+        raise EngineError(
+            f"the server at {client.url} has no {RUNTIME_LORA}=1, which lora.sync=adapters needs: {refusal}",
+            field=arguments, hint="start it with that in its environment, or set lora.sync=merged",
         ) from refusal  # fmt: skip
 
 

@@ -16,10 +16,13 @@ from actors.rollout.server_launch import (
     start_on_loopback,
 )
 from slimefsdp.config import RunConfig
+from slimefsdp.config.rollout import VLLM_RANKS
 from slimefsdp.models.hf_folder import ModelFolder
 
 EXTENSION = "slimefsdp.weight_sync.vllm_plugin.WorkerExtension"
 BACKEND = "slimefsdp"  # as slimefsdp.weight_sync.vllm_plugin registers it
+HELD_ADAPTER = "slimefsdp:adapter"  # as there
+RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"  # in a server's environment, for it to be told of adapters
 NEEDED = (
     f"--worker-extension-cls={EXTENSION}",
     f'--weight-transfer-config={{"backend": "{BACKEND}"}}',
@@ -66,7 +69,15 @@ def server_arguments(config: RunConfig, folder: ModelFolder) -> list[str]:
         arguments += ["--tensor-parallel-size", str(config.rollout.gpus_per_engine)]
     if shares_a_gpu(config):
         arguments.append("--enable-sleep-mode")
+    if config.lora.sync == "adapters":
+        arguments += ["--enable-lora", "--max-lora-rank", str(room_for(config)), "--max-loras", "1"]
     return [*arguments, *config.rollout.engine_args]
+
+
+def room_for(config: RunConfig) -> int:
+    """The smallest rank that vLLM keeps room for and the run's adapters have."""
+    assert config.lora.rank is not None
+    return next(rank for rank in VLLM_RANKS if rank >= config.lora.rank)
 
 
 def _environment(config: RunConfig, logs: Path) -> dict[str, str]:
@@ -80,5 +91,7 @@ def _environment(config: RunConfig, logs: Path) -> dict[str, str]:
         fresh.replace(link)
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     own |= {"PYTHONPATH": str(window), "VLLM_SERVER_DEV_MODE": "1"}
+    if config.lora.sync == "adapters":
+        own[RUNTIME_LORA] = "1"
     usual = {"VLLM_NO_USAGE_STATS": "1", **(_ON_CPU if is_on_cpu(config) else {})}
     return {**usual, **own}

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from actors.workers.weight_update import WeightUpdate, in_thread
-from actors.workers.weights_folder import write_weights
+from actors.workers.weights_folder import write_adapter, write_weights
 from slimefsdp.errors import SlimeError, SyncError
 from slimefsdp.models.hf_folder import ModelFolder
+from slimefsdp.models.peft_folder import MATRICES
 from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest
 
@@ -48,14 +49,33 @@ class DiskUpdate(WeightUpdate):
         self._coming: SimpleQueue[tuple[Bucket, threading.Event] | None] = SimpleQueue()
         self._writing: Future[None]
 
-    def begin(self, version: int, manifest: Manifest, *kept: frozenset[str]) -> None:
+    def begin(
+        self, version: int, manifest: Manifest, kept: frozenset[str] = frozenset(), adapter_scale: float | None = None
+    ) -> None:
         """Begins to write; engines hear of it when the folder is there."""
-        self._begun = (version, manifest, *kept)
-        sent = {name: shape for name, shape in manifest.items() if not (kept and name in kept[0])}
+        more = (kept,) if kept else ()
+        self._begun = (version, manifest, *(more if adapter_scale is None else (kept, adapter_scale)))
+        weights = {name: shape for name, shape in manifest.items() if name not in kept and not name.endswith(MATRICES)}
         self._path = self._folder / f"{version}_{uuid.uuid4().hex[:8]}"
-        self._writing = in_thread(
-            lambda: write_weights(self._path, sent, self._tensors(), self._source, self._dtype), "weights on disk"
-        )
+        self._writing = in_thread(lambda: self._write(weights, adapter_scale), "weights on disk")
+
+    def _write(self, weights: Manifest, adapter_scale: float | None) -> None:
+        """Writes weights as they come, and then the matrices of an adapter, which come between them."""
+        matrices: list[tuple[str, torch.Tensor]] = []
+
+        def without_matrices() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._tensors():
+                if name.endswith(MATRICES):
+                    matrices.append((name, tensor.clone()))
+                else:
+                    yield name, tensor
+
+        if weights:
+            write_weights(self._path, weights, without_matrices(), self._source, self._dtype)
+        else:
+            assert not list(without_matrices())
+        if adapter_scale is not None:
+            write_adapter(self._path, matrices, adapter_scale, self._source, self._dtype)
 
     def commit(self, version: int) -> None:
         """Ends the folder, has all load it, and removes the others."""

@@ -27,7 +27,7 @@ class AdapterFacts:
     rank: int  # there may be room for more in the matrices, which is not written
     alpha: float
     base: Path  # the folder of the model that they are of
-    base_digest: str
+    base_digest: str | None  # None: nobody asks for it
     base_dtype: str
 
 
@@ -38,6 +38,7 @@ def write_peft_folder(
     facts: AdapterFacts,
     *,
     dtype: torch.dtype | None = None,
+    checksum_file: str | None = None,
 ) -> None:
     """A PEFT folder at `path` from a stream of whole matrices; an id of the hub in place of its folder in the cache.
 
@@ -47,6 +48,7 @@ def write_peft_folder(
             `<module>.<parameter>_lora_A` and `.._lora_B`, in the order in which they come; stacks of a module in its
             order.
         dtype: of what is written; None: each matrix's own.
+        checksum_file: name of one in which the sha256 and size of the file of tensors stand, as JSON; None: of none.
 
     Raises:
         CheckpointError: `path` is taken, `dtype` is too narrow for a value, or the disk refused. Nothing is left behind
@@ -62,10 +64,16 @@ def write_peft_folder(
     with new_folder(path) as folder:
         text = json.dumps(_config(facts, modules, stacks), indent=2, sort_keys=True)
         (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-        metadata = {"format": "pt", BASE_DIGEST: facts.base_digest, BASE_DTYPE: facts.base_dtype}
+        metadata = {"format": "pt", BASE_DTYPE: facts.base_dtype}
+        if facts.base_digest is not None:
+            metadata[BASE_DIGEST] = facts.base_digest
         with TensorFileWriter(folder / TENSOR_FILE, written, metadata=metadata) as writer:
             for spec, (name, tensor) in zip(written, tensors, strict=True):
                 writer.write(spec.name, in_dtype(name, _laid_out(name, tensor, facts.rank), spec.dtype))
+            checksum = writer.close()
+        if checksum_file is not None:
+            held = {TENSOR_FILE: {"sha256": checksum.sha256, "bytes": checksum.bytes}}
+            (folder / checksum_file).write_text(json.dumps(held) + "\n", encoding="utf-8")
 
 
 def _laid_out(name: str, tensor: torch.Tensor, rank: int) -> torch.Tensor:

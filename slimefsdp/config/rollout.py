@@ -32,6 +32,7 @@ ENGINES = ("embedded", "vllm", "sglang")
 SERVED_ENGINES = ("vllm", "sglang")  # which are servers in an environment of their own
 # beyond them vLLM refuses, or samples at another one without a word; below, SGLang takes the likeliest token
 TEMPERATURES = {"vllm": (0.01, 2.0), "sglang": (1e-6, math.inf)}
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that its --max-lora-rank may name
 _SET_NAME = "[A-Za-z0-9_-]{1,64}"
 _SPREADS = ("--tensor-parallel-size", "-tp", "--tp-size", "--tensor-model-parallel-size")
 

@@ -262,8 +262,8 @@ class LoraSettings(Settings):
     )
     sync: Literal["merged", "adapters"] = Field(
         "merged",
-        description="what a weight update sends to engines: the weights with adapters added, or adapters alone (after "
-        "the first one, embedded engines), which then compute W x and B A x apart as the trainer does",
+        description="what a weight update sends to engines: the weights with adapters added, or after a first one "
+        "adapters alone, to engines which then compute W x and B A x apart as the trainer does",
     )
     resident_adapters: int = Field(
         0,

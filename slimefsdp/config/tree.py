@@ -18,7 +18,14 @@ from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
 from slimefsdp.config.loader import apply_override, read_yaml_mapping
 from slimefsdp.config.messages import config_error
-from slimefsdp.config.rollout import DataSettings, EnvironmentSettings, EvaluationSettings, RolloutSettings
+from slimefsdp.config.rollout import (
+    ENGINES,
+    VLLM_RANKS,
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    RolloutSettings,
+)
 from slimefsdp.config.sections import (
     MOST,
     AttentionSettings,
@@ -148,14 +155,44 @@ class RunConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_engines_take_adapters(self) -> RunConfig:
-        rollout = self.rollout
-        if self.lora.sync == "adapters" and (rollout.engine != "embedded" or rollout.transport == "disk"):
-            given = f"engine={rollout.engine}" if rollout.engine != "embedded" else "weight_transport=disk"
-            raise ValueError(
-                f"lora.sync=adapters is for embedded engines, by another transport than disk, and rollout.{given}; "
-                "set lora.sync=merged, or change that"
-            )
+        if found := self._why_no_engine_takes_adapters():
+            raise ValueError("; ".join(found))
         return self
+
+    def _why_no_engine_takes_adapters(self) -> tuple[str, str] | None:
+        """What is wrong with lora.sync=adapters, and the way out."""
+        lora, rollout = self.lora, self.rollout
+        others = "or set lora.sync=merged"
+        if lora.sync == "merged":
+            return None
+        if rollout.engine not in ENGINES:
+            known = ", ".join(ENGINES)
+            return (
+                f"lora.sync=adapters is for engines {known}, not rollout.engine={rollout.engine}",
+                f"use one, {others}",
+            )
+        if rollout.engine == "embedded":
+            given = "lora.sync=adapters, and embedded engines take adapters by no rollout.weight_transport=disk"
+            return (given, f"set another, {others}") if rollout.transport == "disk" else None
+        if rollout.engine == "sglang" and rollout.transport != "disk":
+            return (
+                "lora.sync=adapters, and SGLang reads adapters from a folder, not by "
+                f"rollout.weight_transport={rollout.transport}",
+                f"set disk, {others}",
+            )
+        if experts := [target for target in lora.targets if "experts" in target.split(".")]:
+            return (
+                f"lora.sync=adapters sends rollout.engine={rollout.engine} no adapters of experts, and "
+                f"lora.targets has {experts[0]}",
+                f"leave experts out, {others}",
+            )
+        if rollout.engine == "vllm" and lora.rank is not None and lora.rank > VLLM_RANKS[-1]:
+            return (
+                f"lora.sync=adapters, and vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, not lora.rank="
+                f"{lora.rank}",
+                f"lower it, {others}",
+            )
+        return None
 
     @property
     def reference_is_policy(self) -> bool:
@@ -444,7 +481,7 @@ class RunConfig(AlgorithmSettings):
             targets: names of modules. Where lora.targets is set it stays, and the model tells whether it names these.
 
         Raises:
-            ConfigError: lora.rank or lora.alpha is set, and another.
+            ConfigError: lora.rank or lora.alpha is set, and another; or engines cannot be sent such adapters.
         """
         found: dict[str, Any] = {"rank": rank, "alpha": alpha}
         for name, value in found.items():
@@ -457,7 +494,11 @@ class RunConfig(AlgorithmSettings):
                 )
         if "targets" not in self.lora.model_fields_set:
             found["targets"] = tuple(targets)
-        return self.model_copy(update={"lora": self.lora.model_copy(update=found)})
+        made = self.model_copy(update={"lora": self.lora.model_copy(update=found)})
+        if wrong := made._why_no_engine_takes_adapters():
+            problem, way_out = wrong
+            raise ConfigError(problem, field="lora.sync", hint=way_out)
+        return made
 
     def folder_of(self, role: Role) -> tuple[Path, str]:
         """The model folder of a role, and the setting that names it."""

@@ -27,8 +27,7 @@ from slimefsdp.io.safetensors_header import TensorEntry
 from slimefsdp.model_spec import windowed_layers
 from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
 from slimefsdp.models.lora_modules import LoraLinear
-
-_ADAPTER = ("lora_A", "lora_B")  # ends of the names of an adapter's matrices
+from slimefsdp.models.peft_folder import MATRICES
 
 
 class DecoderModel(nn.Module):
@@ -124,7 +123,7 @@ class DecoderModel(nn.Module):
 
         The experts of a layer are one parameter here; folders may split them (slimefsdp.models.hf_weight_names).
         """
-        return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(_ADAPTER)]
+        return [(name, parameter) for name, parameter in self.all_parameters() if not name.endswith(MATRICES)]
 
     def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """The `named_weights`, and the matrices of adapters (slimefsdp.models.lora) after those that they change."""
@@ -135,7 +134,7 @@ class DecoderModel(nn.Module):
 
         Where nothing has adapters, frozen weights are among them.
         """
-        has_adapters = any(name.endswith(_ADAPTER) for name, _ in self.all_parameters())
+        has_adapters = any(name.endswith(MATRICES) for name, _ in self.all_parameters())
         return self.trained_weights() if has_adapters else self.named_weights()
 
     @property

@@ -34,6 +34,8 @@ FIELD = "lora.path"
 CONFIG_FILE, TENSOR_FILE, PICKLE_FILE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 BASE_DIGEST, BASE_DTYPE = "slimefsdp.base_digest", "slimefsdp.base_dtype"
 """Metadata of adapter_model.safetensors: of the weights beside which the adapters were trained, and their dtype."""
+ADAPTER_FOLDER = "adapter"  # in a folder of weights, for slimefsdp.weight_sync.vllm_plugin too
+MATRICES = ("lora_A", "lora_B")  # ends of the names of an adapter's matrices in memory
 FLOATS = ("F64", "F32", "BF16", "F16")
 
 _LARGEST = 1e30  # of lora.alpha

@@ -3,11 +3,15 @@
 vLLM imports this by `--worker-extension-cls slimefsdp.weight_sync.vllm_plugin.WorkerExtension`, in an environment where
 nothing but torch and vLLM can be counted on. Each call of vLLM's /update_weights takes one bucket from the group in
 which the trainer broadcasts.
+
+An adapter's matrices come as weights do, and are kept here. vLLM forgets all adapters when an update ends, and loads
+them again for the next request that names them: the one of `HELD_ADAPTER` from what is kept, instead of a folder. So
+requests that came to the server during an update are sampled with what it brought, as they are with new weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from slimefsdp.weight_sync.broadcast import BroadcastGroup
@@ -27,7 +35,11 @@ from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpa
 from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
 BACKEND = "slimefsdp"
-PROTOCOL = 2  # of the two classes below; both sides must have the same
+PROTOCOL = 3  # of the two classes below; both sides must have the same
+HELD_ADAPTER = "slimefsdp:adapter"  # in the place of an adapter's path: what updates brought
+ADAPTER_FOLDER = "adapter"  # in a folder of weights, one in peft's format
+_FILES = "*.safetensors"
+_MATRIX = (".lora_A.weight", ".lora_B.weight")  # ends of the names of an adapter's matrices
 
 
 @dataclass
@@ -58,6 +70,40 @@ class UpdateInfo(WeightTransferUpdateInfo):
     digest: str | None = None  # of the bytes
     buffer: dict[str, Any] | None = None
     folder: str | None = None
+    adapter_scale: float | None = (
+        None  # what B A x is multiplied by, where matrices of an adapter are among the tensors
+    )
+
+
+@dataclass
+class HeldAdapter:
+    """An adapter as peft names its matrices, on the host, and what B A x is multiplied by."""
+
+    matrices: dict[str, torch.Tensor]
+    scale: float
+
+    def made_for(self, manager: Any, lora_id: int) -> LoRAModel:
+        """It as vLLM has it; `manager` is vLLM's LoRAModelManager.
+
+        Raises:
+            ValueError: vLLM has no place for this rank, or for an adapter of one of the modules.
+        """
+        rank = next(one.shape[0] for name, one in self.matrices.items() if name.endswith(_MATRIX[0]))
+        facts = PEFTHelper(r=rank, lora_alpha=self.scale * rank, target_modules=[])  # type: ignore[arg-type]
+        facts.validate_legal(manager.lora_config)
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        model = LoRAModel.from_lora_tensors(
+            lora_id,
+            {name: one.clone() for name, one in self.matrices.items()},  # vLLM multiplies them by the scale in place
+            facts,
+            device="cpu",
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        known = {one for name in manager.modules for one in manager.packed_modules.get(name, [name])}
+        if unknown := sorted(model.loras.keys() - known):
+            raise ValueError(f"vLLM takes no adapter of {unknown[0]}, nor of {len(unknown) - 1} others")
+        return model
 
 
 class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -66,7 +112,8 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: BroadcastGroup | None = None
-    _is_open = False  # an update has begun and not ended
+    _is_reloading = False  # an update has brought weights, and not ended
+    _adapter: HeldAdapter | None = None  # that it has brought so far
     _buffers = OpenedBuffers()  # one engine a process
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -80,12 +127,12 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Makes the model ready to be loaded anew."""
-        if self._is_open:
+        self._adapter = None
+        if self._is_reloading:
             # a layer that an update which failed has left half loaded counts that half, and some of its parameters have
             # no loader any more
             finalize_layerwise_reload(self.model, self.model_config)
-        self._is_open = True
-        initialize_layerwise_reload(self.model)
+            self._is_reloading = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Takes one bucket; returns when the model has it."""
@@ -102,20 +149,38 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         info = update_info
         if info.folder is not None:
-            self.model.load_weights(self._of_folder(Path(info.folder)))
+            folder = Path(info.folder)
+            if any(folder.glob(_FILES)):  # else all that it has is an adapter
+                self._load(self._of_folder(folder))
+            self._keep(self._of_folder(folder / ADAPTER_FOLDER), info.adapter_scale)
             return
         layout = list(zip(info.names, info.dtypes, info.shapes, strict=True))
         flat = self._bytes(packed_bytes(layout), info.buffer)
         check_digest(flat, info.digest)
         for name, dtype, _ in layout:
             self._require_dtype(name, dtype)
-        self.model.load_weights(
-            [
-                (part, tensor if expert is None else tensor[expert, start:end])
-                for (_, tensor), parts in zip(unpack(flat, layout), info.parts, strict=True)
-                for part, expert, start, end in parts
-            ]
-        )
+        named = [
+            (part, tensor if expert is None else tensor[expert, start:end])
+            for (_, tensor), parts in zip(unpack(flat, layout), info.parts, strict=True)
+            for part, expert, start, end in parts
+        ]
+        if weights := [one for one in named if not one[0].endswith(_MATRIX)]:
+            self._load(weights)
+        self._keep([one for one in named if one[0].endswith(_MATRIX)], info.adapter_scale)
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if not self._is_reloading:
+            self._is_reloading = True
+            initialize_layerwise_reload(self.model)
+        self.model.load_weights(weights)
+
+    def _keep(self, matrices: Iterable[tuple[str, torch.Tensor]], scale: float | None) -> None:
+        """Matrices of an adapter, until the update ends."""
+        for name, tensor in matrices:
+            if scale is None:
+                raise ValueError(f"{name} came without the scale of its adapter")
+            self._adapter = self._adapter or HeldAdapter({}, scale)
+            self._adapter.matrices[name] = tensor.to("cpu", copy=True)
 
     def _bytes(self, count: int, buffer: dict[str, Any] | None) -> torch.Tensor:
         """Those of a bucket, in memory of their own: vLLM keeps views of it until a layer is complete."""
@@ -129,7 +194,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _of_folder(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors.torch import load_file  # vLLM reads weights by it
 
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in sorted(folder.glob(_FILES)):
             for name, tensor in load_file(file).items():
                 self._require_dtype(name, str(tensor.dtype).removeprefix("torch."))
                 yield name, tensor
@@ -140,10 +205,21 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(f"tensor {name!r} came as {dtype}, and the model's weights are {own}")
 
     def finish_weight_update(self) -> None:
-        """Arranges what came for the kernels."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._refresh_tied_head()
-        self._is_open = False
+        """Arranges what came for the kernels; an adapter is there for the next request that names it.
+
+        Raises:
+            ValueError: vLLM cannot have this adapter.
+        """
+        if self._is_reloading:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._refresh_tied_head()
+            self._is_reloading = False
+        if self._adapter is not None:
+            manager = getattr(self.model, "lora_manager", None)
+            if manager is None:
+                raise ValueError("an adapter came, and the server was started without --enable-lora")
+            self._adapter.made_for(manager, 1)  # what is wrong with it ends this update, not the server
+            manager.slimefsdp_held, self._adapter = self._adapter, None
 
     def shutdown(self) -> None:
         """Leaves the group."""
@@ -154,6 +230,7 @@ class BroadcastWeights(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _refresh_tied_head(self) -> None:
         """A head that is the embedding has a copy of it, arranged for the kernels, which vLLM leaves as it was."""
         head = getattr(self.model, "lm_head", None)
+        head = getattr(head, "base_layer", head)  # of vLLM's layer with room for adapters
         if head is not None and getattr(self.model.config, "tie_word_embeddings", False):
             head.quant_method.process_weights_after_loading(head)
 
@@ -164,7 +241,7 @@ class WorkerExtension:
     def slimefsdp_worker(self) -> dict[str, Any]:
         """What an engine must know before it uses this server."""
         config = self.vllm_config  # type: ignore[attr-defined]
-        model, transfer = config.model_config, config.weight_transfer_config
+        model, transfer, lora = config.model_config, config.weight_transfer_config, config.lora_config
         return {
             "protocol": PROTOCOL,
             "version": vllm.__version__,
@@ -174,8 +251,24 @@ class WorkerExtension:
             "max_model_len": int(model.max_model_len),
             "vocab_size": int(model.hf_text_config.vocab_size),
             "model_type": str(model.hf_text_config.model_type),
+            "max_lora_rank": None if lora is None else int(lora.max_lora_rank),
         }
+
+
+_load_from_folder = WorkerLoRAManager._load_adapter
+
+
+def _load_adapter(self: Any, request: LoRARequest) -> LoRAModel:
+    """As vLLM's own; what updates brought, where the path says so."""
+    if request.lora_path != HELD_ADAPTER:
+        return _load_from_folder(self, request)
+    manager = self._adapter_manager
+    held: HeldAdapter | None = getattr(manager, "slimefsdp_held", None)
+    if held is None:
+        raise ValueError("no update has brought an adapter")
+    return held.made_for(manager, request.lora_int_id)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # a worker may import this twice
     WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
+    WorkerLoRAManager._load_adapter = _load_adapter

@@ -29,6 +29,13 @@ from tests.support.refusals import names
 
 ROOT = Path(__file__).parents[2]
 LEAST = {"model": {"path": "m"}, "optim": {"total_updates": 10}}
+VLLM = {"rollout__engine": "vllm", "rollout__engine_python": "x"}
+SGLANG = {
+    "rollout__engine": "sglang",
+    "rollout__engine_python": "x",
+    "rollout__weight_transport": "disk",
+    "run__dir": "x",
+}
 SECTIONS = {name: info.annotation for name, info in RunConfig.model_fields.items() if name != "algorithm"}
 
 
@@ -373,9 +380,33 @@ RULES = [
     ),
     (
         "check_engines_take_adapters",
-        {"lora__rank": 8, "lora__sync": "adapters"},
-        {"lora__rank": 8, "lora__sync": "adapters", "rollout__engine": "vllm", "rollout__engine_python": "x"},
-        ["lora.sync=adapters", "rollout.engine=vllm"],
+        {"lora__rank": 8, "lora__sync": "adapters", **VLLM},
+        {"lora__rank": 8, "lora__sync": "adapters", "rollout__engine": "own:Engine"},
+        ["lora.sync=adapters", "rollout.engine=own:Engine", "lora.sync=merged"],
+    ),
+    (
+        "check_engines_take_adapters",
+        {"lora__rank": 8, "lora__sync": "adapters", "lora__targets": ["attention", "head"], **VLLM},
+        {"lora__rank": 8, "lora__sync": "adapters", "lora__targets": ["attention", "experts"], **VLLM},
+        ["lora.sync=adapters", "rollout.engine=vllm", "lora.targets has experts"],
+    ),
+    (
+        "check_engines_take_adapters",
+        {"lora__rank": 8, "lora__sync": "adapters", **SGLANG},
+        {"lora__rank": 8, "lora__sync": "adapters", "lora__targets": ["*.experts.down_proj"], **SGLANG},
+        ["lora.sync=adapters", "rollout.engine=sglang", "lora.targets has *.experts.down_proj"],
+    ),
+    (
+        "check_engines_take_adapters",
+        {"lora__rank": 512, "lora__sync": "adapters", **VLLM},
+        {"lora__rank": 513, "lora__sync": "adapters", **VLLM},
+        ["lora.sync=adapters", "512", "lora.rank=513"],
+    ),
+    (
+        "check_engines_take_adapters",
+        {"lora__rank": 513, "lora__sync": "adapters", **SGLANG},
+        {"lora__rank": 8, "lora__sync": "adapters", **SGLANG, "rollout__weight_transport": "broadcast"},
+        ["lora.sync=adapters", "rollout.weight_transport=broadcast", "disk"],
     ),
     (
         "check_engines_take_adapters",
@@ -1271,3 +1302,13 @@ class Section:
         return self.honoured
 """
     assert list(attributes_read(ast.parse(source))) == ["honoured"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "target"), [(513, "model.layers.0.self_attn.q_proj"), (8, "model.layers.0.mlp.experts.down_proj")]
+)
+def test_what_a_folder_says_of_adapters_is_looked_at_as_what_settings_say(rank, target):
+    config = settings(lora__path="x", lora__sync="adapters", **VLLM)
+    assert config.with_adapters(8, 16.0, ["model.layers.0.self_attn.q_proj"]).lora.rank == 8
+    error = refusal(config.with_adapters, rank, 16.0, [target])
+    assert error.field == "lora.sync" and names(error.message, rank if rank > 512 else target)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed import distributed_c10d
 
-from tests.support.table_server import CommonFaults, Refused, TableServer
+from tests.support.table_server import CommonFaults, Refused, TableServer, adapter_of_folder
 
 _WAITS = timedelta(seconds=60)  # SGLang leaves torch's default of 30 minutes
 
@@ -53,6 +53,8 @@ class SglangServer(TableServer):
             "quantization": None,
             "preferred_sampling_params": None,
             "max_req_input_len": max_req_input_len,
+            "enable_lora": True,
+            "max_lora_rank": 8,
         }
         self._model_type = model_type
         self._groups: dict[str, Any] = {}
@@ -126,6 +128,18 @@ class SglangServer(TableServer):
             self.tensors.update(load_file(file))
         return {"success": True, "message": "Succeeded to update model weights."}
 
+    def on_load_lora_adapter(self, query: str, body: Any) -> Any:
+        assert self._is_paused and self._coming is None
+        if body["lora_name"] in self.adapters:
+            raise Refused(400, f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded")
+        self.adapters[body["lora_name"]] = adapter_of_folder(Path(body["lora_path"]))
+        return {"success": True, "error_message": "", "loaded_adapters": {}}
+
+    def on_unload_lora_adapter(self, query: str, body: Any) -> Any:
+        if self.adapters.pop(body["lora_name"], None) is None:
+            raise Refused(400, f"LoRA with name {body['lora_name']} does not exist")
+        return {"success": True, "error_message": "", "loaded_adapters": {}}
+
     def on_end_weight_update(self, query: str, body: Any) -> Any:
         if self._coming is None:
             raise Refused(400, "no weight-update session is open; call begin_weight_update() first")
@@ -177,6 +191,8 @@ class SglangServer(TableServer):
         params = body["sampling_params"]
         if len(body["input_ids"]) >= self._server_info["max_req_input_len"]:
             raise Refused(400, "Input length exceeds the maximum allowed length")
+        if body.get("lora_path") is not None and body["lora_path"] not in self.adapters:
+            raise Refused(400, f"Got LoRA adapter that has never been loaded: {body['lora_path']}")
         ends = () if params["ignore_eos"] else {*params.get("stop_token_ids", ()), *self.faults.own_ends}
         piece = self._drawn(
             body["rid"], body["input_ids"], most=params["max_new_tokens"], temperature=params["temperature"],

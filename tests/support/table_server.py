@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import torch
+from safetensors.torch import load_file
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -53,6 +55,21 @@ class Piece:
     version: str | None  # of the weights, of the last token
 
 
+class Adapter(NamedTuple):
+    """What a server holds of one; it takes no part in what is drawn."""
+
+    matrices: dict[str, torch.Tensor]  # as peft names them
+    scale: float
+
+
+def adapter_of_folder(folder: Path) -> Adapter:
+    """One in peft's format."""
+    facts = json.loads((folder / "adapter_config.json").read_text())
+    matrices = load_file(folder / "adapter_model.safetensors")
+    assert {len(one) for name, one in matrices.items() if ".lora_A." in name} == {facts["r"]}
+    return Adapter(matrices, facts["lora_alpha"] / facts["r"])
+
+
 class TableServer:
     """Serves until it is closed; /a/b is answered by `on_a_b(query, body)`.
 
@@ -65,6 +82,7 @@ class TableServer:
     def __init__(self, decode: Any) -> None:
         self.calls: list[str] = []  # routes, in order
         self.tensors: dict[str, torch.Tensor] = {}  # committed
+        self.adapters: dict[str, Adapter] = {}  # by the names that requests may have
         self.asked: list[dict[str, Any]] = []  # to generate
         self.version = "default"
         self.when: dict[str, Callable[[], None]] = {}  # called after a route has done what it does

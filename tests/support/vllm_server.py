@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from slimefsdp.weight_sync.broadcast import BroadcastGroup
 from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
 from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
-from tests.support.table_server import CommonFaults, Refused, TableServer
+from tests.support.table_server import Adapter, CommonFaults, Refused, TableServer, adapter_of_folder
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Faults(CommonFaults):
     has_dev_mode: bool = True
     has_plugin: bool = True
     has_scale_out: bool = True
+    has_runtime_lora: bool = True
     said: dict[str, Any] = field(default_factory=dict)  # of itself, what is otherwise right
     choice: dict[str, Any] = field(default_factory=dict)  # of each sample, laid over what was drawn
 
@@ -43,14 +44,17 @@ class ProtocolServer(TableServer):
         self.faults = Faults()
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._said = {
-            "protocol": 2,
+            "protocol": 3,
             "backend": "slimefsdp",
             "dtype": "float32",
             "logprobs_mode": "processed_logprobs",
             "max_model_len": max_model_len,
             "vocab_size": vocab_size,
             "model_type": model_type,
+            "max_lora_rank": 8,
         }
+        self._held: Adapter | None = None  # that updates brought
+        self._scale: float | None = None  # of the one that comes
         self._coming: dict[str, torch.Tensor] | None = None
         self._bucket = 0
         self._group: BroadcastGroup | None = None
@@ -104,15 +108,20 @@ class ProtocolServer(TableServer):
         assert self._is_paused and "weights" not in self.asleep, "an update beside sampling, or into nothing"
         if self._coming is not None:
             raise Refused(500, "start_weight_update called while a weight update is already active.")
-        self._coming, self._bucket = {}, 0
+        self._coming, self._bucket, self._scale = {}, 0, None
 
     def on_update_weights(self, query: str, body: Any) -> Any:
         if self._coming is None:
             raise Refused(500, "start_weight_update must be called before update_weights.")
         info = body["update_info"]
+        self._scale = info.get("adapter_scale")
         if info.get("folder") is not None:
             for file in sorted(Path(info["folder"]).glob("*.safetensors")):
                 self._coming.update(load_file(file))
+            if self._scale is not None:
+                found = adapter_of_folder(Path(info["folder"]) / "adapter")
+                assert abs(found.scale - self._scale) < 1e-12
+                self._coming.update(found.matrices)
             return
         layout = list(zip(info["names"], info["dtypes"], info["shapes"], strict=True))
         try:
@@ -135,10 +144,29 @@ class ProtocolServer(TableServer):
     def on_finish_weight_update(self, query: str, body: Any) -> Any:
         if self._coming is None:
             raise Refused(500, "finish_weight_update called without a matching start_weight_update.")
-        self.tensors.update(self._coming)
+        matrices = {name: one for name, one in self._coming.items() if name.startswith("base_model.model.")}
+        self.tensors.update({name: one for name, one in self._coming.items() if name not in matrices})
+        if matrices:
+            assert self._scale is not None
+            self._held = Adapter(matrices, self._scale)
+            self.adapters = dict.fromkeys(self.adapters, self._held)
         self._coming = None
         if body:
             self.version = body["weight_version"]
+
+    def on_v1_models(self, query: str, body: Any) -> Any:
+        return {"data": [{"id": name} for name in ("policy", *self.adapters)]}
+
+    def on_v1_load_lora_adapter(self, query: str, body: Any) -> Any:
+        if not self.faults.has_runtime_lora:
+            raise Refused(404, "Not Found")
+        if not body:
+            raise Refused(400, "2 validation errors: lora_name, lora_path")
+        assert body["lora_path"] == "slimefsdp:adapter" and self._held is not None
+        if body["lora_name"] in self.adapters:
+            raise Refused(400, f"The lora adapter {body['lora_name']!r} has already been loaded.")
+        self.adapters[body["lora_name"]] = self._held
+        return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
 
     def on_reset_prefix_cache(self, query: str, body: Any) -> Any:
         return {"success": True}
@@ -177,6 +205,8 @@ class ProtocolServer(TableServer):
             raise Refused(403, "This endpoint is disabled by default.")
         if "token_ids" not in body:
             raise Refused(400, "validation errors: token_ids")
+        if body.get("model") is not None and body["model"] not in self.adapters:
+            raise Refused(404, f"The model `{body['model']}` does not exist.")
         self.asked.append(body)
         params, name = body["sampling_params"], f"generate-tokens-{body['request_id']}"
         if len(body["token_ids"]) + params["max_tokens"] > self.max_model_len:
