@@ -474,9 +474,10 @@ class ServedEngine(Engine):
         """As `Engine`: only beside an adapter, since servers fuse what is frozen with what is not."""
         with self._updating:
             self._frozen_asked = source if self.takes_adapters() else None
-            if self._frozen is None or self._frozen != self._frozen_asked:
+            committed = self._versions.committed
+            if committed is None or self._frozen is None or self._frozen != self._frozen_asked:
                 return False
-            return self._server_version() == str(self._versions.committed)  # else it was started anew
+            return self._server_version() == str(committed)  # else it was started anew
 
     def begin(
         self, version: int, manifest: Manifest, kept: Collection[str] = (), adapter_scale: float | None = None

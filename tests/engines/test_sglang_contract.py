@@ -23,6 +23,8 @@ from actors.rollout.protocol import Request, Sample
 from actors.rollout.server_launch import free_port, longest_sample
 from actors.rollout.sglang_engine import SglangEngine
 from actors.rollout.sglang_launch import server_arguments
+from actors.workers.weights_folder import write_adapter, write_weights
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError, SyncError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.sampling.params import SamplingParams
@@ -42,13 +44,23 @@ START_S = 300.0  # of imports on a busy machine
 HOST = Path(__file__).parent.parent / "support" / "sglang_host.py"
 
 
+def with_adapters(make_config: Any, rollout: dict[str, Any], folder: Path) -> RunConfig:
+    config: RunConfig = make_config(
+        run={"dir": str(folder)},
+        lora={"rank": 4, "sync": "adapters"},
+        rollout={**rollout, "weight_transport": "disk"},
+        cluster={"call_timeout_s": 120.0, "sync_timeout_s": 60.0},
+    )
+    return config
+
+
 @pytest.fixture(scope="module")
 def engine(make_config: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangEngine]:
     folder, port = tmp_path_factory.mktemp("sglang"), free_port()
     limits = {"call_timeout_s": 120.0, "sync_timeout_s": 60.0}
     rollout = {"engine": "sglang", "engines": 1, "engine_urls": [f"http://127.0.0.1:{port}"]}
     config = make_config(rollout=rollout, cluster=limits)
-    arguments = server_arguments(config, read_model_folder(config.model.path))
+    arguments = server_arguments(with_adapters(make_config, rollout, folder), read_model_folder(config.model.path))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(PYTHON), str(HOST), str(port), json.dumps(arguments)]
     child = ChildServer(command, environment, folder / "log", folder)
@@ -150,3 +162,31 @@ def test_it_can_be_told_to_abort_and_to_sleep(engine: SglangEngine, sender: Weig
     engine.wake_up()
     sender.send(engine, 7)
     assert drawn(engine, Request(PROMPT, 1, params()))[0].versions[0].version == 7
+
+
+def test_it_reads_the_adapters_of_updates_and_takes_requests_that_name_them(
+    engine: SglangEngine, sender: WeightSender, make_config: Any, tmp_path: Path
+) -> None:
+    rollout = {"engine": "sglang", "engines": 1, "engine_urls": [engine._client.url]}
+    another = SglangEngine(with_adapters(make_config, rollout, tmp_path), 0)
+    source, sizes = read_model_folder(another.config.model.path), sender.manifest
+    matrices = {}
+    for name, shape in sizes.items():
+        if name.endswith("_proj.weight"):
+            module = name.removesuffix(".weight")
+            matrices |= {f"{module}.lora_A": torch.randn(4, shape[1]), f"{module}.lora_B": torch.randn(shape[0], 4)}
+    manifest = {**sizes, **{name: tuple(one.shape) for name, one in matrices.items()}}
+    try:
+        for version in (8, 9, 10):
+            has_frozen = another.has_frozen("base")
+            assert has_frozen == (version > 8)
+            another.begin(version, manifest, frozenset(sizes if has_frozen else ()), 2.5)
+            folder = tmp_path / f"weights{version}"
+            if not has_frozen:
+                write_weights(folder, sizes, sender.tensors.items(), source, torch.float32)
+            write_adapter(folder, list(matrices.items()), 2.5, source, torch.float32)
+            another.receive_disk(str(folder))
+            another.commit(version)
+            assert drawn(another, Request(PROMPT, 1, params()))[0].versions[0].version == version
+    finally:
+        another.stop()

@@ -266,6 +266,6 @@ def test_an_adapter_that_vllm_has_no_place_for_ends_the_update_and_not_the_serve
         rollout={"engine_args": ["--lora-target-modules", "qkv_proj", "o_proj"]},
     )  # fmt: skip
     with running(config) as (group, engines):
-        with refused(SyncError, "update_weights", "gate_proj"):
+        with refused(SyncError, "update_weights", "mlp.down_proj"):
             group.update_weights(engines.receivers)
         assert ray.get(engines.receivers[0].health.remote(), timeout=PATIENCE_S) is None

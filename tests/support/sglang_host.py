@@ -25,6 +25,7 @@ import torch
 import transformers.image_processing_utils
 import transformers.processing_utils  # noqa: F401  # these look for torchvision, before it is a stand-in
 import uvicorn
+from safetensors.torch import load_file
 
 EMBEDDING = "model.embed_tokens.weight"
 TOKEN_S = 0.02
@@ -78,6 +79,8 @@ class Manager:
         self._updater, self._flushed, self._params = updater, FlushCacheReqOutput(success=True), SamplingParams
         self._draw = bare_sampler()
         self._tensors: dict[str, torch.Tensor] = {}
+        self._arguments, self._layers = arguments, config["num_hidden_layers"]
+        self._adapters: dict[str, Any] = {}
         self._version = "default"
         self._is_open = self._is_paused = False
         self._aborted: set[str] = set()
@@ -118,6 +121,37 @@ class Manager:
             return False, f"Failed to receive weights: {error}"
         self._tensors.update(weights)
         return True, "Succeeded to update parameter online."
+
+    async def update_weights_from_disk(self, obj: Any, request: Any) -> tuple[bool, str, int]:
+        assert (obj.load_format, obj.flush_cache, obj.abort_all_requests) == ("auto", False, False)
+        for file in Path(obj.model_path).glob("*.safetensors"):
+            self._tensors.update(load_file(file))
+        return True, "Succeeded to update model weights.", 0
+
+    async def load_lora_adapter(self, obj: Any, request: Any) -> Any:
+        from sglang.srt.lora.lora import LoRAAdapter
+        from sglang.srt.lora.lora_config import LoRAConfig
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterReqOutput
+
+        assert self._is_paused and self._arguments.enable_lora and self._arguments.lora_target_modules == ["all"]
+        if obj.lora_name in self._adapters:
+            return LoadLoRAAdapterReqOutput(success=False, error_message="it is already loaded")
+        config = LoRAConfig(obj.lora_path, base_vocab_size=self._vocab_size)
+        assert config.r <= self._arguments.max_lora_rank and not config.use_dora and not config.lora_added_tokens_size
+        layers = SimpleNamespace(num_hidden_layers=self._layers)
+        adapter = LoRAAdapter(obj.lora_name, config, layers, None, None)
+        adapter.initialize_weights_from_tensors(load_file(Path(obj.lora_path) / "adapter_model.safetensors"))
+        for layer in adapter.layers:
+            fused = {name.split(".")[-3] for name in layer.weights}
+            assert fused == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, fused
+        self._adapters[obj.lora_name] = adapter
+        return LoadLoRAAdapterReqOutput(success=True)
+
+    async def unload_lora_adapter(self, obj: Any, request: Any) -> Any:
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqOutput
+
+        assert self._is_paused
+        return UnloadLoRAAdapterReqOutput(success=self._adapters.pop(obj.lora_name, None) is not None)
 
     async def end_weight_update(self, obj: Any, request: Any) -> tuple[bool, str]:
         was_open, self._is_open = self._is_open, False
@@ -162,6 +196,8 @@ class Manager:
         params.normalize(SimpleNamespace(encode=lambda text, add_special_tokens: list(text.encode())))
         while self._is_paused:
             await asyncio.sleep(TOKEN_S)
+        if obj.lora_path is not None and obj.lora_path not in self._adapters:
+            raise ValueError(f"Got LoRA adapter that has never been loaded: {obj.lora_path}")
         self._running.add(obj.rid)
         tokens: list[int] = []
         log_probs: list[Any] = []
