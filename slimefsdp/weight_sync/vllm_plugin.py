@@ -70,9 +70,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     digest: str | None = None  # of the bytes
     buffer: dict[str, Any] | None = None
     folder: str | None = None
-    adapter_scale: float | None = (
-        None  # what B A x is multiplied by, where matrices of an adapter are among the tensors
-    )
+    adapter_scale: float | None = None  # what B A x is multiplied by, where matrices of an adapter come
 
 
 @dataclass
