@@ -250,8 +250,9 @@ def save_run(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[
     trainer.train_step(batches[0])
     folder = trainer.save(1, {"step": 1})
     trainer.finish_save()
+    saved = adapters_of(trainer)
     losses = hex_losses([trainer.train_step(batch) for batch in batches[1:]])
-    return {"folder": folder, "losses": losses, "adapters": adapters_of(trainer)}
+    return {"folder": folder, "losses": losses, "saved": saved, "adapters": adapters_of(trainer)}
 
 
 def load_run(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[str, Any]:
@@ -262,6 +263,6 @@ def load_run(rank: int, config: RunConfig, batches: list[RolloutBatch]) -> dict[
         error = error_of(trainer.load)
     if error is not None:
         return {"error": error}
-    said = trainer.compute_log_probs(batches[1], "ref").log_probs
+    loaded = adapters_of(trainer)
     losses = hex_losses([trainer.train_step(batch) for batch in batches[1:]])
-    return {"error": None, "losses": losses, "adapters": adapters_of(trainer), "reference": said}
+    return {"error": None, "losses": losses, "loaded": loaded, "adapters": adapters_of(trainer)}

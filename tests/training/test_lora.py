@@ -187,6 +187,7 @@ OF_EXPERTS: dict[str, tuple[list[str], Any, dict[str, Any]]] = {
         for sharding in ("keep_parameters", "optimizer", "replicate")
     },
     "small units": (["experts"], EXPERTS, {"fsdp": {"wrap_layers": ["Qwen3MoeExperts"]}, "mesh": {"dp": 2}}),
+    "on the host": (["experts"], EXPERTS, {"fsdp": {"cpu_offload": True}, "mesh": {"dp": 2}}),
 }
 
 
@@ -332,19 +333,28 @@ def test_what_is_merged_is_rounded_once(folder: Path, ranks: RankPool, tmp_path:
 # ---------------------------------------------------------------------- checkpoints
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("spread", ["one rank", "dp 2", "two copies of two shards", "saved in the background"])
+HELD: dict[str, tuple[str, str, list[str], list[str]]] = {  # dtype, written on, targets, read elsewhere on
+    "one rank": ("float64", "one rank", LAYERS, ["cp 2"]),
+    "two copies of two shards": ("bfloat16", "two copies of two shards", LAYERS, ["cp 2"]),
+    "saved in the background": ("bfloat16", "dp 2", LAYERS, ["one rank"]),
+    "of experts": ("float64", "dp 2", ["experts", "head"], ["one rank", "dp 2 x cp 2", "two copies of two shards"]),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
 def test_a_checkpoint_holds_the_adapters_and_moves_between_meshes(
-    folder: Path, ranks: RankPool, tmp_path: Path, spread: str, dtype: str
+    tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, case: str
 ) -> None:
+    dtype, mesh, targets, elsewhere = HELD[case]
+    folder = tiny_folder("qwen3_moe", vocab_size=97) if "experts" in targets else tiny_folder(vocab_size=97)
     sections: dict[str, Any] = {
         "run": {"dir": str(tmp_path)},
-        "mesh": axes(MESHES.get(spread, MESHES["dp 2"])),
         "optim": OPTIMIZERS["adamw"],
         "precision": {"compute_dtype": dtype},
-        "checkpoint": {"async_save": spread not in MESHES},
+        "checkpoint": {"async_save": case not in MESHES},
+        "lora": {"targets": targets},
     }
-    config, batches = lora_settings(folder, **sections), [fresh_batch(seed) for seed in range(3)]
+    config, batches = lora_settings(folder, mesh=axes(MESHES[mesh]), **sections), [fresh_batch(n) for n in range(3)]
     straight = ranks.run(config.ranks, save_run, config, batches)[0]
     held = {name for file in straight["folder"].glob("*.safetensors") for name in load_file(file)}
     adapters = set(straight["adapters"])
@@ -354,10 +364,15 @@ def test_a_checkpoint_holds_the_adapters_and_moves_between_meshes(
     again = ranks.run(config.ranks, load_run, config, batches)[0]
     assert again["losses"] == straight["losses"]
     assert largest_difference(again["adapters"], straight["adapters"]) == 0
-    elsewhere = lora_settings(folder, **{**sections, "mesh": axes(MESHES["cp 2"])})
-    moved = ranks.run(2, load_run, elsewhere, batches)[0]
-    losses = [[float.fromhex(loss) for loss in life["losses"]] for life in (moved, straight)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9 if dtype == "float64" else 0.05)
+    for other in elsewhere:
+        there = lora_settings(folder, mesh=axes(MESHES[other]), **sections)
+        for moved in ranks.run(there.ranks, load_run, there, batches):
+            assert largest_difference(moved["loaded"], straight["saved"]) == 0
+            if dtype == "float64":
+                assert largest_difference(moved["adapters"], straight["adapters"]) <= 1e-12
+            losses = [[float.fromhex(loss) for loss in life["losses"]] for life in (moved, straight)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-12 if dtype == "float64" else 0.05)
+    assert largest_difference(straight["saved"], straight["adapters"]) > 1e-2
 
 
 def test_a_checkpoint_of_other_adapters_or_none_or_other_weights_is_refused_by_name(
