@@ -60,7 +60,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "large vocabulary": {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 32_768},
     "large vocabulary, untied": {"vocab_size": 32_768, "tie_word_embeddings": False},
     "llama": {"model_type": "llama"},
-}
+    "mixture": {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 192,
+                "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+}  # fmt: skip
 SIZES = {
     "model_type": "qwen3", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 65_536,
@@ -135,6 +137,8 @@ MEMORY = [
           ("wide", 512, 2, "replicate", "none"))),
     Case("wide", 1024, 1, {"lora.rank": 32, "precision.compute_dtype": "bfloat16"}),
     Case("wide", 1024, 1, {"lora.rank": 32, "lora.targets": ["attention"], "loss.kl_coefficient": 0.1}),
+    *(Case("mixture", 512, 1, {"lora.rank": 32, "lora.targets": ["attention", "experts"], CHECKPOINTING: kind})
+      for kind in ("none", "full")),
     Case("small", 2048, 1, {"loss.entropy_coefficient": 0.01}),
     Case("small", 2048, 1, {}, sample=2048),
     Case("small", 2048, 1, {"precision.compute_dtype": "bfloat16"}),

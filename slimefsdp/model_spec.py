@@ -45,6 +45,8 @@ class Adapters:
     inputs: int  # features of a token that are kept for A alone; attention's output is kept anyway
     inner: int  # features of a token between A and B
     outputs: int  # features of a token that B adds to
+    summed: int = 0  # numbers that stacks of experts keep whatever the tokens: W with B A added, and B with its scale
+    largest_sum: int = 0  # weights of the largest of these stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +151,20 @@ class ModelSpec:
         """
         matrices = self._layer_matrices()
         matrices.pop("mlp.gate", None)  # a router has none
-        parameters = inputs = inner = outputs = 0
+        parameters = inputs = inner = outputs = summed = largest_sum = 0
         for layer in range(self.layers):
             chosen = {name: one for name, one in matrices.items() if _is_target(layer, name, targets)}
             parameters += sum(rank * one.count * (one.features_in + one.features_out) for one in chosen.values())
             met = [one for one in chosen.values() if one.count == 1]
+            stacks = [one for one in chosen.values() if one.count > 1]
+            summed += sum(one.parameters + rank * one.count * one.features_out for one in stacks)
+            largest_sum = max([largest_sum, *(one.parameters for one in stacks)])
             inner += rank * len(met)
             outputs += sum(one.features_out for one in met)
             inputs += sum({one.reads: one.features_in for one in met if one.reads != "attention"}.values())
         if not self.is_tied and any(target == "head" or fnmatchcase("lm_head", target) for target in targets):
             parameters += rank * (self.hidden + self.vocab)
-        return Adapters(parameters, inputs, inner, outputs)
+        return Adapters(parameters, inputs, inner, outputs, summed, largest_sum)
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
         """Of a layer, by their names in it."""

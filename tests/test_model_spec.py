@@ -120,6 +120,9 @@ def test_adapters_are_those_of_the_model_that_has_them(kind: str, targets: list[
     matrices = [matrix for matrix in adapted_matrices(policy) if not matrix.is_stack and matrix.name != "lm_head"]
     found = model_spec.adapters(3, targets)
     assert found.parameters == sum(parameter.numel() for _, parameter in policy.trained_weights())
+    stacks = [(policy.hf.get_parameter(one.weight), one.b) for one in adapted_matrices(policy) if one.is_stack]
+    assert found.summed == sum(weight.numel() + b.numel() for weight, b in stacks)
+    assert found.largest_sum == max((weight.numel() for weight, _ in stacks), default=0)
     assert found.inner == 3 * len(matrices) and found.outputs == sum(len(matrix.b) for matrix in matrices)
 
 

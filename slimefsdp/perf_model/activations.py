@@ -20,7 +20,7 @@ _WIDENED_WEIGHT_BYTES = 8 * 2**20  # a block of a half-precision weight on a CPU
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
-    """Bytes of one token in one decoder layer."""
+    """Bytes of one token in one decoder layer, and of what a layer keeps whatever its tokens are."""
 
     norms: int  # what both norms before the products keep, and those behind them where there are any
     attention: int  # from queries, keys and values to the output
@@ -31,6 +31,8 @@ class LayerActivations:
     is_stream_kept: bool  # by the first norm; in half precision it keeps a widened copy instead
     mlp_backward: int  # beside what is kept, where gradients of gate and up are alive together
     attention_backward: int  # gradients of queries, keys and values, beside what attention keeps
+    sums: int = 0  # of all tokens: stacks of experts with their adapters added
+    sums_backward: int = 0  # of all tokens: a gradient of the largest, beside what is kept
 
     @property
     def kept(self) -> int:
@@ -59,11 +61,12 @@ class LayerActivations:
         rows = model_spec.intermediate * compute * per_token
         routed = 3 * hidden * compute * per_token if model_spec.experts > 1 else 0
         product = rows if adapters is None else 0  # that the last matrix reads
-        of_adapters = added = 0
+        of_adapters = added = sums = sums_backward = 0
         if adapters is not None:
             layers = model_spec.layers
             of_adapters = (adapters.inputs + adapters.inner) * compute // layers
             added = (adapters.outputs + adapters.inner) * compute // layers
+            sums, sums_backward = adapters.summed * compute // layers, adapters.largest_sum * compute
         return cls(
             norms=norms,
             attention=attention,
@@ -77,6 +80,8 @@ class LayerActivations:
             is_stream_kept=compute == wide,
             mlp_backward=2 * rows + hidden * compute,
             attention_backward=(2 * queries + 2 * keys + hidden) * compute,
+            sums=sums,
+            sums_backward=sums_backward,
         )
 
 
@@ -152,4 +157,4 @@ def kept_between(layer: LayerActivations, layers: int, tokens: int, recompute: R
     """Bytes that the first so many layers keep between their forward and their backward."""
     recomputed = sum(is_recomputed(index, recompute, every) for index in range(layers))
     left = layer.stream + (layer.products if recompute == "selective" else 0)
-    return tokens * (recomputed * left + (layers - recomputed) * layer.kept)
+    return tokens * recomputed * left + (layers - recomputed) * (tokens * layer.kept + layer.sums)

@@ -231,7 +231,7 @@ class _Step:
             yield replace(
                 state,
                 unsharded=whole + of_down,
-                activations=below + (layer.kept + layer.mlp_backward) * tokens,
+                activations=below + (layer.kept + layer.mlp_backward) * tokens + layer.sums + layer.sums_backward,
             )
             in_attention = layer.norms // 2 + layer.attention + layer.attention_backward
             yield replace(state, unsharded=whole + of_others, activations=below + in_attention * tokens)

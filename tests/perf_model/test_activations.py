@@ -86,6 +86,28 @@ def test_beside_adapters_frozen_norms_and_products_keep_nothing_for_their_weight
     assert layer.kept < everything.kept
 
 
+@pytest.mark.parametrize("targets", [("experts",), ("attention", "*.gate_up_proj")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stacks_of_experts_with_their_adapters_are_kept_whatever_the_tokens(
+    dtype: torch.dtype, targets: tuple[str, ...]
+) -> None:
+    model = ModelSpec.from_config(tiny_model("qwen3_moe", **SIZES).config.to_dict())
+    adapters = model.adapters(8, targets)
+    layer = LayerActivations.of_model(model, compute=dtype.itemsize, wide=4, adapters=adapters)
+    saved = saved_bytes("qwen3_moe", dtype, lora=Lora(8, 8.0, targets, seed=0))
+    assert saved == pytest.approx(kept_between(layer, 3, TOKENS, "none", 1), rel=0.06)
+    assert kept_between(layer, 3, 0, "none", 1) == dtype.itemsize * adapters.summed > 0.05 * saved
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_recomputed_layers_keep_no_stacks_with_adapters(recompute: Any) -> None:
+    several = [["attention", "experts"], ["attention"]]
+    with_sums, without = (
+        saved_bytes("qwen3_moe", torch.float32, recompute, Lora(8, 8.0, targets, seed=0)) for targets in several
+    )
+    assert with_sums == pytest.approx(without, abs=100)
+
+
 def test_recomputed_layers_keep_their_input_alone() -> None:
     layer = LayerActivations.of_model(ModelSpec(64, 4, 4, 2, 32, 160, 97), compute=4, wide=4)
     full = kept_between(layer, 4, TOKENS, "full", 1)
