@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.record import write_record  # noqa: E402
 
 GRPO, PPO = "configs/sort_digits_grpo.yaml", "configs/sort_digits_ppo.yaml"
+WHAT = "held-out sampled accuracy of sort-digits, 256 prompts x 8 samples at temperature 1, every 15 steps"
 EVALUATED = "evaluation.interval_steps=15"
 COMMON = ("run.steps=150", "optim.total_updates=300", "run.export_dir=", EVALUATED)  # of all algorithms
 ALGORITHMS: dict[str, tuple[str, list[str]]] = {
@@ -75,12 +77,12 @@ def warm_up(seed: int, folder: Path) -> None:
     subprocess.run([*train, f"run.seed={seed}"], check=True, cwd=folder, env=environment())
 
 
-def table(runs: dict[str, Any]) -> str:
-    """The rows of docs/algorithms.md."""
-    lines = ["| algorithm | settings that differ | before | after |", "|---|---|---|---|"]
+def table(runs: dict[str, Any], *, what: str = "algorithm", settings: str = "settings that differ") -> str:
+    """A Markdown table of the runs, under these headings of their names and their settings."""
+    lines = [f"| {what} | {settings} | before | after |", "|---|---|---|---|"]
     for name, run in runs.items():
-        settings = ", ".join(f"`{setting}`" for setting in run["settings"]) or f"none (`{run['config']}`)"
-        lines.append(f"| {name} | {settings} | {run['before']:.3f} | {run['after']:.3f} |")
+        own = ", ".join(f"`{setting}`" for setting in run["settings"]) or f"none (`{run['config']}`)"
+        lines.append(f"| {name} | {own} | {run['before']:.3f} | {run['after']:.3f} |")
     return "\n".join(lines)
 
 
@@ -103,25 +105,41 @@ def draw(runs: dict[str, Any], path: Path, title: str) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def compare(
+    description: str | None,
+    runs: dict[str, tuple[str, list[str]]],
+    *,
+    what: str = WHAT,
+    title: str,
+    table_of: Callable[[dict[str, Any]], str] = table,
+    finish: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None,
+) -> None:
+    """The command of a comparison: makes the runs from one warm-up, and their record, picture and table.
+
+    Args:
+        runs: as `ALGORITHMS`.
+        what: was measured.
+        finish: makes more of a run and its folder.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--only", nargs="+", choices=list(runs), default=list(runs))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
-    runs: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         warm_up(options.seed, folder)
-        for number, algorithm in enumerate(options.only):
-            runs[algorithm] = run_algorithm(*ALGORITHMS[algorithm], options.seed, folder, f"runs/{number}")
-    what = "held-out sampled accuracy of sort-digits, 256 prompts x 8 samples at temperature 1, every 15 steps"
-    write_record(options.json, what, 1, runs)
+        for number, run in enumerate(options.only):
+            found[run] = run_algorithm(*runs[run], options.seed, folder, f"runs/{number}")
+            if finish is not None:
+                found[run] = finish(found[run], folder / f"runs/{number}")
+    write_record(options.json, what, 1, found)
     if options.picture:
-        draw(runs, options.picture, "sort-digits, one warm-up for all")
-    print(table(runs))
+        draw(found, options.picture, title)
+    print(table_of(found))
 
 
 if __name__ == "__main__":
-    main()
+    compare(__doc__, ALGORITHMS, title="sort-digits, one warm-up for all")

@@ -8,18 +8,19 @@ All runs begin with one warm-up. Prints the Markdown table of docs/algorithms.md
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.record import write_record
-from benchmarks.sort_digits_algorithms import GRPO, draw, run_algorithm, warm_up
+from benchmarks.sort_digits_algorithms import GRPO, compare
 
+WHAT = (
+    "held-out sampled accuracy of sort-digits under GRPO, 256 prompts x 8 samples at temperature 1, engines in "
+    "step or given new weights every 15 steps, when they are evaluated too; means over steps"
+)
 STALE = ["rollout.sync_interval_steps=15", "run.steps=90"]
 RUNS: dict[str, list[str]] = {
     "engines in step": ["run.steps=90"],
@@ -50,28 +51,12 @@ def table(runs: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
-    options = parser.parse_args()
-    runs: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        warm_up(options.seed, folder)
-        for number, (run, settings) in enumerate(RUNS.items()):
-            found = run_algorithm(GRPO, settings, options.seed, folder, f"runs/{number}")
-            runs[run] = with_statistics(found, folder / f"runs/{number}")
-    what = (
-        "held-out sampled accuracy of sort-digits under GRPO, 256 prompts x 8 samples at temperature 1, engines in "
-        "step or given new weights every 15 steps, when they are evaluated too; means over steps"
-    )
-    write_record(options.json, what, 1, runs)
-    if options.picture:
-        draw(runs, options.picture, "sort-digits, engines in step and behind")
-    print(table(runs))
-
-
 if __name__ == "__main__":
-    main()
+    compare(
+        __doc__,
+        {name: (GRPO, settings) for name, settings in RUNS.items()},
+        what=WHAT,
+        title="sort-digits, engines in step and behind",
+        table_of=table,
+        finish=with_statistics,
+    )

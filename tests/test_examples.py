@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from actors.workers.worker_group import WorkerGroup
-from benchmarks.lora_ranks import table as lora_rank_rows
+from benchmarks.lora_ranks import rank_table
 from benchmarks.rl_step import RECORD, learning_rows, speed_rows
 from slimefsdp import errors
 from slimefsdp.config import load_config
@@ -280,7 +280,7 @@ def test_the_algorithms_compared_are_the_recorded_ones_and_all_of_them_learned()
 def test_the_ranks_of_adapters_compared_are_the_recorded_ones_and_all_of_them_learned() -> None:
     runs = json.loads((ROOT / "benchmarks/results/lora_ranks.json").read_text())["results"]
     page = (ROOT / "docs/lora.md").read_text()
-    for row in lora_rank_rows(runs).splitlines():
+    for row in rank_table(runs).splitlines():
         assert row in page
     assert all(
         run["after"] > run["before"] + 0.4 and run["curve"][-1]["exact"] == run["after"] for run in runs.values()
