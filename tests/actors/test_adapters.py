@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,16 +110,16 @@ def test_clients_of_several_adapters_get_the_bits_of_a_client_alone(cluster: Non
     try:
         for name in names:
             group.create_adapter(name, rank=1 + int(name[-1]), seed=int(name[-1]))
-            alone[name] = life_of_one(group, name, 3)
+            alone[name] = life_of_one(group, name, 2)
             group.delete_adapter(name)
         for name in names:
             group.create_adapter(name, rank=1 + int(name[-1]), seed=int(name[-1]))
         with ThreadPoolExecutor(len(names)) as threads:
-            together = dict(zip(names, threads.map(lambda name: life_of_one(group, name, 3), names), strict=True))
+            together = dict(zip(names, threads.map(lambda name: life_of_one(group, name, 2), names), strict=True))
         assert together == alone
         listed = group.adapters()
         assert [(one.name, one.rank, one.updates_taken) for one in listed] == [
-            ("default", 3, 0), *((name, 1 + index, 3) for index, name in enumerate(names)),
+            ("default", 3, 0), *((name, 1 + index, 2) for index, name in enumerate(names)),
         ]  # fmt: skip
         with refused(StateError, "adapter", "nobody"):
             group.adapter("nobody").optimizer_step()
@@ -134,7 +133,7 @@ def test_clients_of_several_adapters_get_the_bits_of_a_client_alone(cluster: Non
 def test_a_killed_rank_costs_the_clients_of_several_adapters_no_bit(
     cluster: None, example: Path, tmp_path: Path
 ) -> None:
-    names, found = ["client0", "client1", "client2"], []
+    names, found = ["client0", "client1"], []
     for name in ("straight", "struck"):
         group = lora_group(SupervisedGroup.launch, example / "model", tmp_path / name)
         try:
@@ -142,7 +141,7 @@ def test_a_killed_rank_costs_the_clients_of_several_adapters_no_bit(
                 group.create_adapter(client, rank=1 + int(client[-1]), seed=int(client[-1]))
             group.train_step(fresh_batch(1))
             with ThreadPoolExecutor(len(names) + 1) as threads:
-                lives = [threads.submit(life_of_one, group, client, 6, True) for client in names]
+                lives = [threads.submit(life_of_one, group, client, 5, True) for client in names]
                 if name == "struck":
                     wait_until(lambda: group.adapters()[1].updates_taken >= 3)  # noqa: B023
                     os.kill(group.health()[1].pid, signal.SIGKILL)
@@ -187,9 +186,8 @@ class ProbedEngine(EmbeddedEngine):
         return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_engine_of_its_own_process_with_adapters_of_experts_and_head_has_the_trainers_bits(
-    cluster: None, example: Path, tmp_path: Path, dtype: str
+    cluster: None, example: Path, tmp_path: Path
 ) -> None:
     folder = save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=320)
     AutoTokenizer.from_pretrained(example / "model").save_pretrained(folder)
@@ -197,7 +195,7 @@ def test_an_engine_of_its_own_process_with_adapters_of_experts_and_head_has_the_
         folder,
         mesh={"dp": 2, "device": "cpu"},
         lora={"rank": 2, "sync": "adapters", "targets": ["attention", "experts", "head"]},
-        precision={"compute_dtype": dtype},
+        precision={"compute_dtype": "bfloat16"},
         rollout={"engines": 1},
         optim={"lr": 0.05},
     )

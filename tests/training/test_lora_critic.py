@@ -28,12 +28,10 @@ from tests.support.trainers import error_of
 CPU = torch.device("cpu")
 HEAD = {"score.weight", "score.bias"}
 MESHES: dict[str, dict[str, Any]] = {
-    "dp 2": {"mesh": {"dp": 2}},
-    "cp 2": {"mesh": {"cp": 2}},
     "one rank": {"mesh": {"dp": 1}},
-    "two copies": {"mesh": {"dp_replicate": 2}},
-    "dp 2 x cp 2": {"mesh": {"dp": 2, "cp": 2}},
-    "recomputed, summed once": {
+    "cp 2": {"mesh": {"cp": 2}},
+    "two copies of two shards": {"mesh": {"dp_replicate": 2, "dp": 2}},
+    "dp 2, recomputed, summed once": {
         "mesh": {"dp": 2},
         "fsdp": {"sharding": "optimizer"},
         "model": {"activation_checkpointing": "full"},

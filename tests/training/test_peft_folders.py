@@ -41,10 +41,9 @@ from tests.support.trainers import error_of, fresh_batch
 CPU = torch.device("cpu")
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
-    "qwen3": ("qwen3", {}, ["q_proj", "v_proj", "down_proj"]),
+    "qwen3": ("qwen3", {}, ["q_proj", "v_proj", "down_proj", "lm_head"]),
     "tied llama": ("llama", {"tie_word_embeddings": True}, "all-linear"),
     "phi3": ("phi3", {}, FUSED),
-    "qwen3 with its head": ("qwen3", {}, ["q_proj", "lm_head"]),
     "qwen3_moe": ("qwen3_moe", {}, {**EXPERTS, "target_modules": ["q_proj"]}),
     "mixtral": ("mixtral", {"intermediate_size": 24}, {**EXPERTS, "target_parameters": ["experts.down_proj"]}),
     "gpt_oss": ("gpt_oss", {"intermediate_size": 24}, {**EXPERTS, "target_modules": ["lm_head"]}),
@@ -63,7 +62,14 @@ def trained(folder: Path, tmp_path: Path) -> Path:
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"sgd": {"name": "sgd"}, "adamw": {"name": "adamw", "lr": 0.01, "eps": 1e-4}}
-CASES = [(model, mesh, "adamw") for model in MODELS for mesh in MESHES] + [("qwen3", "dp 2", "sgd")]
+CASES = [
+    ("qwen3", "dp 2", "sgd"),
+    ("qwen3_moe", "dp 2", "adamw"),
+    ("tied llama", "one rank", "adamw"),
+    ("phi3", "cp 2", "adamw"),
+    ("mixtral", "one rank", "adamw"),
+    ("gpt_oss", "cp 2", "adamw"),
+]
 
 
 @pytest.mark.parametrize(("model", "mesh", "optimizer"), CASES)
@@ -131,10 +137,9 @@ def test_adapters_of_a_half_precision_begin_as_the_same_values(
 
 
 def test_what_the_settings_say_too_must_be_what_the_folder_says(folder: Path, ranks: RankPool, trained: Path) -> None:
-    same: list[dict[str, Any]] = [{"rank": 3, "alpha": 7.0}, {"targets": ["attention", "*.mlp.*"]}]
-    for given in same:
-        config = settings(folder, lora={"path": str(trained), **given})
-        assert largest_difference(ranks.run(1, begun, config)[0]["start"], adapters_in(trained)) == 0
+    same = {"rank": 3, "alpha": 7.0, "targets": ["attention", "*.mlp.*"]}
+    config = settings(folder, lora={"path": str(trained), **same})
+    assert largest_difference(ranks.run(1, begun, config)[0]["start"], adapters_in(trained)) == 0
     for field, given, values in (
         ("lora.rank", {"rank": 4}, ["lora.rank=4", 3, trained]),
         ("lora.alpha", {"alpha": 8.0}, ["lora.alpha=8.0", 7.0, trained]),

@@ -34,8 +34,7 @@ CISPO = {"policy": "cispo", "clip_low": 0.3, "clip_high": 0.4}
 MESHES = {
     "one rank": {"dp": 1},
     "dp 2": {"dp": 2},
-    "cp 2": {"dp": 1, "cp": 2},
-    "two copies": {"dp": 1, "dp_replicate": 2},
+    "two copies of two context ranks": {"dp": 1, "dp_replicate": 2, "cp": 2},
 }
 
 
@@ -144,10 +143,14 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients_by_call(rank: int, config: RunConfig, batch: RolloutBatch, given: Any) -> tuple[Any, dict[str, Any]]:
-    trainer = Trainer(config, device=CPU)
-    metrics = trainer.forward_backward(batch, settings=given)
-    return metrics, {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}
+def gradients_by_call(rank: int, calls: list[tuple[RunConfig, Any]], batch: RolloutBatch) -> list[Any]:
+    """Metrics and gradients of each call, of a trainer of its own."""
+    found = []
+    for config, given in calls:
+        trainer = Trainer(config, device=CPU)
+        metrics = trainer.forward_backward(batch, settings=given)
+        found.append((metrics, {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}))
+    return found
 
 
 @pytest.mark.parametrize("own", OWN_LOSSES)
@@ -160,12 +163,9 @@ def test_a_loss_of_one_call_is_that_loss_in_the_settings(folder: Path, ranks: Ra
     tree = settings(folder).model_dump(exclude_unset=True)
     by_call = RunConfig.model_validate({**tree, "loss": base})
     in_settings = RunConfig.model_validate({**tree, "loss": {**base, **given}})
-    (metrics, ours), (expected, theirs) = (
-        ranks.run(1, gradients_by_call, config, batch, settings_of_call)[0]
-        for config, settings_of_call in ((by_call, given), (in_settings, None))
-    )
+    calls = [(by_call, given), (in_settings, None), (by_call, None)]
+    (metrics, ours), (expected, theirs), (_, before) = ranks.run(1, gradients_by_call, calls, batch)[0]
     assert metrics == expected and largest_difference(ours, theirs) == 0
-    _, before = ranks.run(1, gradients_by_call, by_call, batch, None)[0]
     assert largest_difference(ours, before) > 1e-6  # the settings are another loss
 
 
