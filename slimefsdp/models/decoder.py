@@ -233,7 +233,10 @@ class PolicyModel(DecoderModel):
         Of a sharded model it is called like `forward`, once it is known to FSDP (`register_fsdp_forward_method`); the
         weight is the gathered one, which lasts until the root is resharded.
         """
-        hidden = self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows]
+        return self.head_inputs_of(self.hidden_states(share.tokens, share.positions, pack_attention)[share.rows])
+
+    def head_inputs_of(self, hidden: torch.Tensor) -> HeadInputs:
+        """What the logits of hidden states [rows, hidden_dim] are made of; of a model whose weights are whole."""
         head = self.hf.get_output_embeddings()
         adapter = None
         if isinstance(head, LoraLinear) and head.is_on:

@@ -43,7 +43,7 @@ class PromptAttention:
 class RowCache:
     """Keys and values of up to `max_rows` rows, [rows, kv_heads, capacity, head_dim] a layer; rows in use come first.
 
-    Memory follows the rows and the longest of them, and goes when the last row has.
+    Memory follows the rows and the longest of them, and goes with the rows: it is for at most four times as many.
     """
 
     def __init__(self, max_rows: int) -> None:
@@ -96,6 +96,9 @@ class RowCache:
         self._positions = [self._positions[row] for row in places]
         if not self._positions:
             self._layers = []
+        elif 4 * kept <= self._layers[0][0].shape[0]:
+            for index, (keys, values) in enumerate(self._layers):
+                self._layers[index] = (keys[: 2 * kept].clone(), values[: 2 * kept].clone())
         return places
 
     def begin_step(self) -> torch.Tensor:
@@ -131,12 +134,14 @@ class RowCache:
                 queries, keys, values, attn_mask=hidden.to(q.dtype), scale=scoring.scale
             )
             return out.flatten(1, 2)
-        scores = (queries @ keys.transpose(-1, -2)).float() * scoring.scale
+        scores = queries @ keys.transpose(-1, -2)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        scores = scores.to(wide) * scoring.scale
         if scoring.softcap is not None:
             scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
         scores = scores + hidden
         if sinks is not None:  # keys with the value zero
-            sink = sinks.float().unflatten(0, (k.shape[1], -1))[None, :, :, None].expand(*scores.shape[:-1], 1)
+            sink = sinks.to(wide).unflatten(0, (k.shape[1], -1))[None, :, :, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, sink], dim=-1)
         probabilities = scores.softmax(-1)[..., :width].to(values.dtype)
         return (probabilities @ values).flatten(1, 2)

@@ -29,8 +29,13 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
+    top_k: int | None = None  # of so many likeliest tokens, among equals the first; None: of all
+    # of the fewest likeliest of these that have at least this probability together, after the temperature; 1: of all
+    top_p: float = 1.0
     greedy: bool = False  # the likeliest token each time; log-probs are as of any other
-    tempered: bool = True  # log-probs are of log_softmax(logits / temperature), what was drawn from; else without it
+    # log-probs are of what was drawn from: log_softmax(logits / temperature), over what top_k and top_p leave of it;
+    # else of log_softmax(logits) over all tokens
+    tempered: bool = True
     end_token_ids: frozenset[int] = frozenset()  # one of these ends a sample, and belongs to it
     stop: tuple[str, ...] = ()  # so does the token that completes one of these texts in the response
     seed: tuple[int, ...] = ()  # what the draws depend on, beside the number of the sample; of integers from 0
@@ -39,6 +44,8 @@ class SamplingParams:
         for name, value, is_valid in (
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1),
             ("temperature", self.temperature, 0 < self.temperature < float("inf")),
+            ("top_k", self.top_k, self.top_k is None or self.top_k >= 1),
+            ("top_p", self.top_p, 0 < self.top_p <= 1),
             ("stop", self.stop, all(self.stop)),
             ("seed", self.seed, all(number >= 0 for number in self.seed)),
         ):

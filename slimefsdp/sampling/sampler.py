@@ -18,11 +18,13 @@ from slimefsdp import heartbeat
 from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.errors import BatchError, StateError
 from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
 
 _DRAWS = 64  # random numbers of a row that are made at once
 _BELOW_ONE = 1 - 2.0**-40
+_LARGEST_WORD = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Completion:
     """One sampled response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
 
     tokens: list[int]
-    log_probs: list[float]  # of log_softmax(logits / temperature), or of log_softmax(logits), in float32
+    log_probs: list[float]  # as `SamplingParams.tempered` asks; in float32, or float64 where the model is
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...]  # one after another, over all tokens
 
@@ -42,8 +44,10 @@ class Completion:
 
 @dataclass(slots=True, eq=False)
 class _Request:
+    number: int
     context: Sequence[int]  # the prompt, and of a sample that goes on after an update what it has drawn
     samples: list[_Sample]
+    wants_prompt_log_probs: bool = False
     cached: list[KeysValues] = field(default_factory=list)  # of the context, a pair a layer
     logits: torch.Tensor | None = None  # [vocab], after the context
 
@@ -118,6 +122,7 @@ class Sampler:
         self._cache = RowCache(max_rows)
         self._next_request = 0
         self._version = 0  # of the weights
+        self._prompt_log_probs: list[tuple[int, np.ndarray]] = []  # that nobody has taken yet
 
     @property
     def is_idle(self) -> bool:
@@ -125,36 +130,64 @@ class Sampler:
         return not self._rows and not self._waiting
 
     @property
+    def running_rows(self) -> int:
+        """Samples that are being drawn."""
+        return len(self._rows)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Samples that wait for a row, and prompts that are only to be read."""
+        return sum(max(1, len(request.samples)) for request in self._waiting)
+
+    @property
     def cache_bytes(self) -> int:
         """Memory of the keys and values of rows; none while idle."""
         return self._cache.nbytes
 
-    def add(self, prompt: Sequence[int], samples: int, params: SamplingParams) -> int:
+    def add(
+        self, prompt: Sequence[int], samples: int, params: SamplingParams, *, prompt_log_probs: bool = False
+    ) -> int:
         """Has samples of a prompt drawn in the steps to come, after those that wait already.
+
+        Args:
+            samples: from 1, or from 0 where the prompt's log-probs are asked for.
+            prompt_log_probs: have `take_prompt_log_probs` return those of this prompt, once it is read.
 
         Returns:
             the request's number, from 0.
 
         Raises:
-            BatchError: the prompt has no tokens, no sample is asked for, or a stop text without a `decode`.
+            BatchError: the prompt has no tokens, nothing is asked for, or a stop text without a `decode`.
         """
         if len(prompt) == 0:
             problem = f"prompt {self._next_request} has no tokens"
             raise BatchError(problem, field="prompts", hint="drop it or give it text")
-        if samples < 1:
-            raise BatchError(f"samples={samples}; it must be 1 or more", field="samples", hint="raise it")
+        if samples < (0 if prompt_log_probs else 1):
+            raise BatchError(
+                f"samples={samples}; it must be 1 or more, or 0 with prompt_log_probs", field="samples", hint="raise it"
+            )
         if params.stop and self._decode is None:
             raise BatchError("stop texts need a tokenizer", field="stop", hint="give the sampler its decode function")
         number = self._next_request
         self._next_request += 1
         drawn = [_Sample((number, index), prompt, params, _generator(params.seed, index)) for index in range(samples)]
-        self._waiting.append(_Request(prompt, drawn))
+        self._waiting.append(_Request(number, prompt, drawn, prompt_log_probs))
         return number
+
+    def take_prompt_log_probs(self) -> list[tuple[int, np.ndarray]]:
+        """Log-probs of the prompts that were read since the last call, for requests that want them.
+
+        Returns:
+            (number of the request, [prompt tokens] log_softmax(logits) of each token given those before it): NaN for
+            the first; float32, or float64 where the model is. They are of the weights that read the prompt first.
+        """
+        taken, self._prompt_log_probs = self._prompt_log_probs, []
+        return taken
 
     def take_new_weights(self, version: int) -> None:
         """The weights are others now: what is being sampled goes on with them, its context read anew."""
         self._version = version
-        running = [_Request([*sample.prompt, *sample.tokens], [sample]) for sample in self._rows]
+        running = [_Request(one.place[0], [*one.prompt, *one.tokens], [one]) for one in self._rows]
         for request in self._waiting:
             request.cached, request.logits = [], None
         self._waiting.extendleft(reversed(running))
@@ -174,7 +207,7 @@ class Sampler:
             self._remove(rows)
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
-            if requests is None or request.samples[0].place[0] in requests:
+            if requests is None or request.number in requests:
                 samples += request.samples
             else:
                 self._waiting.append(request)
@@ -185,8 +218,11 @@ class Sampler:
         self._cache = RowCache(self._max_rows)  # another one, in whatever state an error left this
 
     @torch.no_grad()
-    def step(self) -> list[tuple[int, int, Completion]]:
+    def step(self, may_begin: int | None = None) -> list[tuple[int, int, Completion]]:
         """One more token of every row, after free rows have been filled; returns the samples that have ended.
+
+        Args:
+            may_begin: at most so many of the samples that wait are given a row; None: whatever finds one.
 
         Returns:
             (number of the request, number of the sample in it, the sample); nothing once the sampler is idle.
@@ -196,7 +232,7 @@ class Sampler:
             StateError: its logits are not finite. Nothing is being sampled any more.
         """
         try:
-            ended = self._fill_rows()
+            ended = self._fill_rows(may_begin)
             if self._rows:
                 positions = self._cache.begin_step()
                 tokens = torch.tensor(self._last, device=positions.device)
@@ -208,18 +244,24 @@ class Sampler:
         heartbeat.tick()
         return ended
 
-    def _fill_rows(self) -> list[tuple[int, int, Completion]]:
+    def _fill_rows(self, may_begin: int | None) -> list[tuple[int, int, Completion]]:
         """Gives free rows to samples that wait, with their first token."""
         ended: list[tuple[int, int, Completion]] = []
-        while self._waiting and len(self._rows) < self._max_rows:
+        begun = 0
+        while self._waiting and (room := self._max_rows - len(self._rows)) > 0:
+            if may_begin is not None and (room := min(room, may_begin - begun)) <= 0:
+                break
             if not self._waiting[0].cached:
-                self._read_prompts()
+                self._read_prompts(room)
             request = self._waiting[0]
             assert request.logits is not None
-            begins = request.samples[: self._max_rows - len(self._rows)]
+            begins = request.samples[:room]
+            begun += max(1, len(begins))
             request.samples = request.samples[len(begins) :]
             if not request.samples:
                 self._waiting.popleft()
+            if not begins:  # its prompt's log-probs were all that was asked for
+                continue
             first = len(self._rows)
             self._cache.append(request.cached, len(begins))
             self._rows += begins
@@ -227,16 +269,16 @@ class Sampler:
             ended += self._draw(begins, request.logits.expand(len(begins), -1), first_row=first)
         return ended
 
-    def _read_prompts(self) -> None:
+    def _read_prompts(self, free: int) -> None:
         """Reads the next prompts that wait, as many as free rows may need and the token budget allows, as one pack."""
         requests: list[_Request] = []
         rows = tokens = 0
         for request in self._waiting:
             tokens += len(request.context)
-            if requests and (rows >= self._max_rows - len(self._rows) or tokens > self._prompt_tokens):
+            if requests and (rows >= free or tokens > self._prompt_tokens):
                 break
             requests.append(request)
-            rows += len(request.samples)
+            rows += max(1, len(request.samples))
         device = next(self._policy.parameters()).device
         lengths = [len(request.context) for request in requests]
         ends = np.cumsum(lengths).tolist()
@@ -252,10 +294,24 @@ class Sampler:
         for request, start, end, row in zip(requests, starts, ends, logits, strict=True):
             request.cached = [(keys[start:end], values[start:end]) for keys, values in attention.layers]
             request.logits = row
+            if request.wants_prompt_log_probs:
+                request.wants_prompt_log_probs = False
+                self._prompt_log_probs.append((request.number, self._prompt_log_probs_of(request, hidden[start:end])))
+
+    def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
+        """[prompt tokens] from the prompt's [prompt tokens, hidden_dim], the bits that the trainer has of them."""
+        inputs = self._policy.head_inputs_of(hidden[:-1])
+        targets = torch.tensor(request.context[1:], dtype=torch.int64, device=hidden.device)
+        found, _ = token_log_probs(
+            inputs.hidden, inputs.weight, targets, softcap=inputs.softcap, adapter=inputs.adapter
+        )
+        _require_finite(int(found.isnan().sum()), len(found))
+        return torch.cat([found.new_full((1,), torch.nan), found]).cpu().numpy()
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 [rows, vocab] from [rows, hidden_dim]."""
-        logits: torch.Tensor = self._policy.hf.get_output_embeddings()(hidden).float()
+        """[rows, vocab] from [rows, hidden_dim], at least float32."""
+        logits: torch.Tensor = self._policy.hf.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self._policy.softcap is not None:
             logits = logits.div_(self._policy.softcap).tanh_().mul_(self._policy.softcap)
         return logits
@@ -270,6 +326,8 @@ class Sampler:
             # the likeliest is asked for by a number that no sample draws
             numbers=[-1.0 if sample.params.greedy else sample.next_number() for sample in samples],
             tempered=[sample.params.tempered for sample in samples],
+            top_k=[sample.params.top_k for sample in samples],
+            top_p=[sample.params.top_p for sample in samples],
         )
         ended, gone = [], []
         for row, (sample, token, log_prob) in enumerate(zip(samples, tokens, log_probs, strict=True), first_row):
@@ -300,7 +358,13 @@ class Sampler:
 
 
 def draw(
-    logits: torch.Tensor, *, temperature: Sequence[float], numbers: Sequence[float], tempered: Sequence[bool]
+    logits: torch.Tensor,
+    *,
+    temperature: Sequence[float],
+    numbers: Sequence[float],
+    tempered: Sequence[bool],
+    top_k: Sequence[int | None] | None = None,
+    top_p: Sequence[float] | None = None,
 ) -> tuple[list[int], list[float]]:
     """One token of each row and its log-prob.
 
@@ -310,23 +374,23 @@ def draw(
         numbers: [rows] uniform in [0, 1), each of which chooses a token by where it falls among the tokens' summed
             probabilities; a negative one chooses the likeliest token.
         tempered: [rows], whether a log-prob is that of the distribution that was drawn from, or that without the
-            temperature.
+            temperature over all tokens.
+        top_k, top_p: [rows], which tokens are drawn from, as `SamplingParams` has them; None: from all.
 
     Raises:
         StateError: logits are not finite.
     """
     untempered = logits
     if any(value != 1.0 for value in temperature):
-        logits = logits / torch.tensor(temperature, dtype=torch.float32, device=logits.device)[:, None]
+        logits = logits / torch.tensor(temperature, dtype=logits.dtype, device=logits.device)[:, None]
     log_probs = torch.log_softmax(logits, dim=-1)
     # log_softmax spreads one NaN or +inf over its row; the likeliest token of such a row would look like any other
-    broken = int(log_probs[:, 0].isnan().sum())
-    if broken:
-        raise StateError(
-            f"{broken} of {len(logits)} rows have logits that are not finite",
-            field="logits",
-            hint="check the weights of the last update, e.g. its gradient norm",
-        )
+    _require_finite(int(log_probs[:, 0].isnan().sum()), len(logits))
+    limits = list(zip(top_k or [None] * len(logits), top_p or [1.0] * len(logits), strict=True))
+    limited = [row for row, (k, p) in enumerate(limits) if k is not None or p < 1.0]
+    if limited:
+        rows = torch.tensor(limited, device=logits.device)
+        log_probs[rows] = _only_likeliest(log_probs[rows], [limits[row] for row in limited])
     if all(number < 0 for number in numbers):
         chosen = log_probs.argmax(-1)
     else:
@@ -338,15 +402,44 @@ def draw(
             greedy = torch.tensor([number < 0 for number in numbers], device=logits.device)
             chosen = torch.where(greedy, log_probs.argmax(-1), chosen)
     of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
-    others = [
-        row
-        for row, (is_tempered, value) in enumerate(zip(tempered, temperature, strict=True))
-        if not is_tempered and value != 1.0
-    ]
+    is_other = [value != 1.0 for value in temperature]
+    for row in limited:
+        is_other[row] = True
+    others = [row for row, is_tempered in enumerate(tempered) if is_other[row] and not is_tempered]
     if others:
         rows = torch.tensor(others, device=logits.device)
         of_chosen[rows] = untempered[rows].log_softmax(-1).gather(1, chosen[rows, None])[:, 0]
     return chosen.tolist(), of_chosen.tolist()
+
+
+def _require_finite(broken: int, rows: int) -> None:
+    if broken:
+        raise StateError(
+            f"{broken} of {rows} rows have logits that are not finite",
+            field="logits",
+            hint="check the weights of the last update, e.g. its gradient norm",
+        )
+
+
+def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, float]]) -> torch.Tensor:
+    """Log-probs of the tokens that each row's (top_k, top_p) leave, renormalised; minus infinity for the others.
+
+    top_p is of what top_k has left, as in transformers and vLLM; the likeliest token always stays.
+
+    Args:
+        log_probs: [rows, vocab].
+    """
+    device, vocab = log_probs.device, log_probs.shape[1]
+    ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
+    top_k = torch.tensor([min(k or vocab, vocab) for k, _ in limits], device=device)
+    ordered = ordered.masked_fill(torch.arange(vocab, device=device) >= top_k[:, None], float("-inf"))
+    top_p = torch.tensor([p for _, p in limits], dtype=torch.float64, device=device)
+    summed = ordered.exp().cumsum(-1, dtype=torch.float64)
+    # a token is needed as long as those before it do not have enough; sums of all are 1 but for rounding
+    enough = torch.where(top_p < 1.0, top_p * summed[:, -1], float("inf"))
+    is_needed = torch.cat([summed.new_zeros(len(summed), 1), summed[:, :-1]], dim=-1) < enough[:, None]
+    ordered = ordered.masked_fill(~is_needed, float("-inf")).log_softmax(-1)
+    return torch.empty_like(log_probs).scatter_(1, order, ordered)
 
 
 def sample(
@@ -382,4 +475,7 @@ def sample(
 
 def _generator(seed: Sequence[int], index: int) -> np.random.Generator:
     # numpy takes [3] and [3, 0] for the same seed: the length makes them two
-    return np.random.Generator(np.random.PCG64([len(seed), *seed, index]))
+    words = [len(seed), *seed, index]
+    if max(words) > _LARGEST_WORD:  # numpy cuts these into words of 32 bits, as many as each has, and joins all of them
+        words = [_LARGEST_WORD, len(seed), *(number.bit_length() for number in seed), *seed, index]
+    return np.random.Generator(np.random.PCG64(words))

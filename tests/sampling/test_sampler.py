@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -24,8 +26,9 @@ from transformers import (
 from slimefsdp.errors import BatchError, ModelError, StateError
 from slimefsdp.sampling.params import SamplingParams, VersionSpan
 from slimefsdp.sampling.sampler import Completion, Sampler, draw, sample
+from tests.support.float64 import KeepFloat64
 from tests.support.refusals import refused
-from tests.support.tiny_models import to_sample_from
+from tests.support.tiny_models import plain_model, save_tiny_model, to_sample_from
 
 VOCAB = 32
 PAD = 0
@@ -137,6 +140,160 @@ def test_a_number_chooses_the_token_where_it_falls_among_the_summed_probabilitie
         assert log_probs == pytest.approx([logits[3].item(), logits[token].item(), logits[1].item()])
 
 
+LIMITS = [(None, 1.0), (1, 1.0), (3, 1.0), (None, 0.6), (None, 1e-9), (5, 0.8), (VOCAB + 9, 1.0), (2, 0.999)]
+
+
+def truncated(logits, temperature, top_k, top_p):
+    """By a loop over tokens: the log-probs that are left, minus infinity elsewhere."""
+    probabilities = (logits.double() / temperature).softmax(-1).tolist()
+    order = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))[:top_k]
+    total, kept, summed = sum(probabilities[token] for token in order), [], 0.0
+    for token in order:
+        if top_p < 1.0 and summed >= top_p * total:
+            break
+        kept.append(token)
+        summed += probabilities[token]
+    found = torch.full((len(probabilities),), float("-inf"), dtype=torch.float64)
+    for token in kept:
+        found[token] = np.log(probabilities[token] / summed)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("top_k", "top_p"), LIMITS)
+def test_tokens_are_drawn_from_what_top_k_and_top_p_leave_renormalised(top_k, top_p, temperature):
+    count = 4000
+    logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
+    logits[7] = logits[11]  # among equals the first comes first
+    numbers = [(place + 0.5) / count for place in range(count)]  # every share of the unit interval alike
+    limits = {"top_k": [top_k] * count, "top_p": [top_p] * count}
+    rows, temperatures = logits.expand(count, -1), [temperature] * count
+    tokens, log_probs = draw(rows, temperature=temperatures, numbers=numbers, tempered=[True] * count, **limits)
+    expected = truncated(logits, temperature, top_k, top_p)
+    counted = torch.bincount(torch.tensor(tokens), minlength=VOCAB) / count
+    assert (counted - expected.exp()).abs().max() <= 1.01 / count
+    assert torch.equal(counted[expected.isinf()], torch.zeros(int(expected.isinf().sum())))
+    assert log_probs == pytest.approx(expected[tokens].tolist(), abs=1e-12)
+    again, untempered = draw(rows, temperature=temperatures, numbers=numbers, tempered=[False] * count, **limits)
+    assert again == tokens and untempered == pytest.approx(logits.log_softmax(-1)[tokens].tolist(), abs=1e-12)
+
+
+def test_rows_without_limits_have_the_same_bits_beside_rows_with_them():
+    logits = torch.randn(len(LIMITS), VOCAB, generator=torch.Generator().manual_seed(1))
+    numbers = [place / len(LIMITS) for place in range(len(LIMITS))]
+    numbers[4] = -1.0
+    given = {"temperature": [0.9] * len(LIMITS), "numbers": numbers, "tempered": [True] * len(LIMITS)}
+    tokens, log_probs = draw(logits, **given)
+    limited = draw(logits, **given, top_k=[k for k, _ in LIMITS], top_p=[p for _, p in LIMITS])
+    for row, (top_k, top_p) in enumerate(LIMITS):
+        if top_k is None and top_p == 1.0:
+            assert (limited[0][row], limited[1][row]) == (tokens[row], log_probs[row])
+        expected = truncated(logits[row], 0.9, top_k, top_p)
+        assert limited[1][row] == pytest.approx(expected[limited[0][row]].item(), abs=1e-6)
+    assert limited[0][4] == logits[4].argmax(), "the likeliest token always stays"
+
+
+def test_each_request_has_limits_of_its_own():
+    model, sampler, found = tiny("qwen3"), Sampler(to_sample_from(tiny("qwen3"))), {}
+    for top_k, top_p in LIMITS:
+        params = SamplingParams(6, 1.3, top_k=top_k, top_p=top_p, seed=(4,))
+        for tempered in (True, False):
+            sampler.add(PROMPTS[0], 3, replace(params, tempered=tempered))
+    while not sampler.is_idle:
+        found |= {(request, number): completion for request, number, completion in sampler.step()}
+    for (request, number), completion in found.items():
+        top_k, top_p = LIMITS[request // 2]
+        context = torch.tensor([PROMPTS[0] + completion.tokens])
+        with torch.no_grad():
+            logits = model(input_ids=context).logits[0, len(PROMPTS[0]) - 1 : -1]
+        if request % 2 == 0:
+            expected = [
+                truncated(row, 1.3, top_k, top_p)[token] for row, token in zip(logits, completion.tokens, strict=True)
+            ]
+            assert completion.log_probs == pytest.approx([float(one) for one in expected], abs=1e-4)
+        else:
+            assert completion.tokens == found[request - 1, number].tokens
+            expected = full_forward_log_probs(model, PROMPTS[0], completion.tokens, 1.0)
+            assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompt_log_probs_are_those_of_a_full_forward_with_samples_and_without(family):
+    model, found, ended = tiny(family), {}, {}
+    sampler = Sampler(to_sample_from(model), max_rows=2)
+    for place, prompt in enumerate(PROMPTS):
+        sampler.add(prompt, place, SamplingParams(4, 0.5, seed=(place,)), prompt_log_probs=place != 1)
+    while not sampler.is_idle:
+        ended |= {(request, number): completion for request, number, completion in sampler.step()}
+        found |= dict(sampler.take_prompt_log_probs())
+    assert sorted(found) == [0, 2, 3] and sampler.take_prompt_log_probs() == []
+    assert sorted(ended) == [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)]
+    for place, log_probs in found.items():
+        prompt = PROMPTS[place]
+        expected = full_forward_log_probs(model, prompt[:1], prompt[1:], 1.0)
+        assert log_probs.dtype == np.float32 and len(log_probs) == len(prompt) and np.isnan(log_probs[0])
+        assert log_probs[1:].tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+    for (place, number), completion in ended.items():
+        alone = Sampler(to_sample_from(model))
+        alone.add(PROMPTS[place], place, SamplingParams(4, 0.5, seed=(place,)))
+        others = {}
+        while not alone.is_idle:
+            others |= {one: tokens for _, one, tokens in alone.step()}
+        assert others[number].tokens == completion.tokens
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_a_float64_model_has_float64_log_probs(kind, tmp_path):
+    with KeepFloat64():
+        model = plain_model(save_tiny_model(tmp_path, kind, vocab_size=VOCAB), torch.float64)
+        sampler, found = Sampler(to_sample_from(model), max_rows=3), {}
+        for place, prompt in enumerate(PROMPTS):
+            params = SamplingParams(5, 0.7, tempered=place % 2 == 0, seed=(place,))
+            sampler.add(prompt, 2, params, prompt_log_probs=True)
+        prompts = {}
+        while not sampler.is_idle:
+            found |= {(request, number): completion for request, number, completion in sampler.step()}
+            prompts |= dict(sampler.take_prompt_log_probs())
+        for (place, _), completion in found.items():
+            temperature = 0.7 if place % 2 == 0 else 1.0
+            expected = full_forward_log_probs(model, PROMPTS[place], completion.tokens, temperature)
+            assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-12, rel=0)
+        for place, log_probs in prompts.items():
+            expected = full_forward_log_probs(model, PROMPTS[place][:1], PROMPTS[place][1:], 1.0)
+            assert log_probs.dtype == np.float64
+            assert log_probs[1:].tolist() == pytest.approx(expected.tolist(), abs=1e-12, rel=0)
+
+
+def test_the_number_of_samples_that_begin_in_a_step_can_be_bounded():
+    sampler = Sampler(to_sample_from(tiny("qwen3")), max_rows=8)
+    for prompt in PROMPTS:
+        sampler.add(prompt, 3, SamplingParams(9))
+    sampler.add(PROMPTS[0], 0, SamplingParams(1), prompt_log_probs=True)
+    assert sampler.waiting_rows == 13
+    for begin, rows in ((2, 2), (0, 2), (5, 7), (5, 8)):
+        sampler.step(begin)
+        assert sampler.running_rows == rows and sampler.waiting_rows == 13 - rows
+    sampler.abort({0, 1, 2, 3})
+    assert (sampler.running_rows, sampler.waiting_rows) == (0, 1)
+    sampler.step(0)
+    assert sampler.take_prompt_log_probs() == []
+    sampler.step(1)
+    assert [number for number, _ in sampler.take_prompt_log_probs()] == [4] and sampler.is_idle
+
+
+def test_the_cache_shrinks_with_the_rows():
+    sampler = Sampler(to_sample_from(tiny("qwen3")), max_rows=64)
+    sampler.add(PROMPTS[0], 63, SamplingParams(2))
+    sampler.add(PROMPTS[0], 1, SamplingParams(9, seed=(3,)))
+    sampler.step()
+    assert sampler.running_rows == 1
+    assert sampler.cache_bytes == 2 * 2 * (2 * 2 * 64 * 8) * 4  # layers, keys and values, rows x kv_heads x tokens
+    (ended,) = [completion for _ in range(7) for _, _, completion in sampler.step()]
+    alone = Sampler(to_sample_from(tiny("qwen3")))
+    alone.add(PROMPTS[0], 1, SamplingParams(9, seed=(3,)))
+    assert [completion.tokens for _ in range(8) for _, _, completion in alone.step()] == [ended.tokens]
+
+
 def test_the_samples_of_one_prompt_differ_and_stand_together_in_prompt_order():
     model = tiny("qwen3")
     alone = [drawn(model, [prompt], greedy=True)[0].tokens for prompt in PROMPTS]
@@ -190,6 +347,14 @@ def test_equal_seeds_give_equal_samples_and_leave_the_global_generator_alone():
     assert drawn(model, PROMPTS, 2, seed=(1,)) == first
     for other in ((2,), (1, 0), ()):
         assert drawn(model, PROMPTS, 2, seed=other) != first
+
+
+def test_seeds_up_to_63_bits_are_all_different():
+    model, seeds = tiny("qwen3"), [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**33, 2**62, 2**63 - 1]
+    several = [(2**32, 1), (1, 2**32), (2**40, 0), (2**40,)]
+    found = [drawn(model, PROMPTS[:1], 2, max_new_tokens=20, seed=seed) for seed in [(one,) for one in seeds] + several]
+    tokens = [tuple(completion.tokens) for completions in found for completion in completions]
+    assert len(set(tokens)) == len(tokens) == 2 * 12
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -344,7 +509,8 @@ def test_what_cannot_be_sampled_is_refused():
         drawn(tiny("qwen3"), [[1]], stop=("x",))
     for name, value in [
         ("max_new_tokens", 0), ("temperature", 0.0), ("temperature", float("inf")), ("temperature", float("nan")),
-        ("stop", ("",)), ("seed", (-1,)),
+        ("stop", ("",)), ("seed", (-1,)), ("top_k", 0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01),
+        ("top_p", float("nan")),
     ]:  # fmt: skip
         with refused(BatchError, name):
             SamplingParams(**{"max_new_tokens": 1, name: value})
