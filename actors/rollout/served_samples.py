@@ -55,8 +55,8 @@ def check_request(
         length_option: with which a server that takes longer ones is started.
 
     Raises:
-        EngineError: it has no log-probs of that kind, or no such temperature. BatchError: no prompt, no samples, or
-            more tokens than fit.
+        EngineError: it has no log-probs of that kind, no such temperature, or no such limits. BatchError: no prompt, no
+            samples, or more tokens than fit.
     """
     params = request.params
     low, high = temperatures
@@ -72,6 +72,12 @@ def check_request(
             f"rollout.temperature={params.temperature:g}: {engine} has no log-probs of {kind}",
             field="rollout.temperature",
             hint=f"ask for tempered={not params.tempered}, or set rollout.temperature=1 or rollout.engine=embedded",
+        )
+    if params.top_k is not None or params.top_p < 1:
+        raise EngineError(
+            f"top_k={params.top_k}, top_p={params.top_p:g}: {engine} is asked for samples without such limits",
+            field="top_k" if params.top_k is not None else "top_p",
+            hint="leave both out, or set rollout.engine=embedded",
         )
     if not request.prompt:
         raise BatchError("a prompt has no tokens", field="prompts", hint="give it some")

@@ -231,6 +231,39 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lor
     return policy.eval().requires_grad_(False)
 
 
+def load_for_sampling(
+    folder: ModelFolder,
+    dtype: torch.dtype,
+    device: torch.device,
+    lora: Lora | None = None,
+    *,
+    buffer_dtype: torch.dtype | None = None,
+    random_seed: int | None = None,
+) -> PolicyModel:
+    """The folder's model whole in this process, its weights those that a trainer freezes beside adapters, to the bit.
+
+    Args:
+        dtype: of weights and adapters, what the trainer computes in.
+        lora: has adapters beside these modules; they are empty until somebody fills them.
+        buffer_dtype: of floating-point buffers; None: as the model made them.
+        random_seed: draw the weights from it instead; None: read them.
+
+    Raises:
+        ModelError: the folder cannot be loaded faithfully. ConfigError: as `add_adapters`.
+    """
+    policy = build_policy(folder, dtype)
+    if random_seed is None:
+        check_tensor_names(policy, folder)
+    if lora is not None:
+        add_adapters(policy, lora, base_dtype=dtype)
+    materialise(policy, device, buffer_dtype=buffer_dtype)
+    if random_seed is None:
+        read_weights(policy, folder, None, device=device)
+    else:
+        draw_weights(policy, build_policy(folder, torch.float32), random_seed)
+    return policy.eval().requires_grad_(False)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, new parameters take no memory and no initialisation, while buffers are computed as always.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slimefsdp.distributed.mesh import Mesh, local_shard
 from slimefsdp.errors import ConfigError, ModelError, short_text
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.load_weights import ReadBy, local_rows, read_tensors
-from slimefsdp.models.lora import Lora, adapted_matrices, add_adapters, base_digest
+from slimefsdp.models.lora import AdaptedMatrix, Lora, adapted_matrices, add_adapters, base_digest
 from slimefsdp.models.lora_modules import stacks_of
 from slimefsdp.models.peft_folder import (
     BASE_DIGEST,
@@ -37,9 +39,7 @@ def add_adapters_of(
             missing.
         ConfigError: as `add_adapters`; or lora.targets names other modules than the folder has tensors for.
     """
-    linears = {name: module for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
-    folder.check_base({f"{name}.weight": tuple(module.weight.shape) for name, module in linears.items()}, base)
-    _check_stacks(folder, model, base)
+    check_is_of(folder, model, base)
     add_adapters(model, lora, base_dtype=base_dtype)
     held, chosen = set(folder.targets), {matrix.name for matrix in adapted_matrices(model)}
     if differing := sorted(held ^ chosen):
@@ -50,6 +50,21 @@ def add_adapters_of(
             field="lora.targets",
             hint="remove lora.targets: they are those of the folder",
         )
+
+
+def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
+    """Whether a folder's adapters are of this model, with or without adapters of its own, and all of them are there.
+
+    Args:
+        base: the model's folder, for errors.
+
+    Raises:
+        ModelError: as `add_adapters_of`.
+    """
+    linears = {name: module for name, module in model.hf.named_modules() if isinstance(module, nn.Linear)}
+    folder.check_base({f"{name}.weight": tuple(module.weight.shape) for name, module in linears.items()}, base)
+    _check_stacks(folder, model, base)
+    held = set(folder.targets)
     head = model.hf.get_output_embeddings()
     for name, module in linears.items():
         is_left_out = folder.chooses_all_linear and module is head
@@ -113,7 +128,26 @@ def read_adapters(
         ModelError: on every rank alike; a value is not finite, the file cannot be read, or the folder says that its
             adapters were trained beside other weights.
     """
-    matrices = adapted_matrices(model)
+    fill_matrices(folder, adapted_matrices(model), mesh.group, device=mesh.device, read_by=read_by)
+    check_beside(folder, model, lambda: base_digest(model, mesh.shard_group), base)
+
+
+def fill_matrices(
+    folder: PeftFolder,
+    matrices: Sequence[AdaptedMatrix],
+    group: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    read_by: ReadBy = "every_rank",
+) -> None:
+    """Collective: fills this rank's rows of A and B, which have the folder's rank, from its file.
+
+    Args:
+        group, device, read_by: as `slimefsdp.models.load_weights.read_weights`.
+
+    Raises:
+        ModelError: on every rank alike; a value is not finite, or the file cannot be read.
+    """
     inside = stack_modules(matrix.name for matrix in matrices if matrix.is_stack)
     named: list[tuple[str, nn.Parameter]] = []
     stacked: list[tuple[str, nn.Parameter]] = []
@@ -122,21 +156,33 @@ def read_adapters(
         named.append((tensor_name(module, "A"), matrix.a))  # that of a stack has its rows in the file's order, too
         (stacked if matrix.is_stack else named).append((tensor_name(module, "B"), matrix.b))
     try:
-        read_tensors(named, folder.tensors, mesh.group, device=mesh.device, read_by=read_by)
+        read_tensors(named, folder.tensors, group, device=device, read_by=read_by)
         for name, b in stacked:
             experts, rows, rank = b.shape
             whole = nn.Parameter(torch.empty(rows, rank * experts, dtype=b.dtype, device=b.device), requires_grad=False)
-            read_tensors([(name, whole)], folder.tensors, mesh.group, device=mesh.device, read_by=read_by)
+            read_tensors([(name, whole)], folder.tensors, group, device=device, read_by=read_by)
             start, end = local_rows(b)
             local_shard(b).detach().copy_(whole.view(rows, rank, experts).permute(2, 0, 1)[start:end])
     except ModelError as error:
         error.field = FIELD
         raise
+
+
+def check_beside(folder: PeftFolder, model: DecoderModel, digest: Callable[[], str], base: Path) -> None:
+    """Whether a folder says that its adapters were trained beside other weights than the model's.
+
+    Args:
+        digest: the model's `base_digest`, which is asked for only where the folder has one to compare with.
+        base: the model's folder, for errors.
+
+    Raises:
+        ModelError: it does.
+    """
     dtype = str(model.named_weights()[0][1].dtype).removeprefix("torch.")
     recorded = folder.metadata.get(BASE_DIGEST)
     if recorded is None or folder.metadata.get(BASE_DTYPE) != dtype:  # of other bits for the same weights
         return
-    if (found := base_digest(model, mesh.shard_group)) != recorded:
+    if (found := digest()) != recorded:
         raise ModelError(
             f"the adapters of {folder.path} were trained beside weights {recorded} (in {dtype}), and the model at "
             f"{base} has weights {found}",

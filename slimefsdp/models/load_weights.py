@@ -72,7 +72,7 @@ def check_tensor_names(model: DecoderModel, folder: ModelFolder) -> None:
 def read_weights(
     model: DecoderModel,
     folder: ModelFolder,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     *,
     device: torch.device,
     read_by: ReadBy = "every_rank",
@@ -80,6 +80,7 @@ def read_weights(
     """Fills the local shards from the folder's safetensors files; a collective call.
 
     Args:
+        group: of all ranks; None: this process is alone.
         device: where ranks exchange tensors.
         read_by: first_rank: rank 0 alone opens files, and sends all others their rows in buckets of `BUCKET_BYTES`.
 
@@ -94,7 +95,7 @@ def read_weights(
 def read_tensors(
     named: Sequence[tuple[str, nn.Parameter]],
     tensors: Mapping[str, TensorEntry],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     *,
     device: torch.device,
     read_by: ReadBy = "every_rank",
@@ -114,12 +115,14 @@ def read_tensors(
 def _fill(
     shares: Sequence[_Share],
     tensors: Mapping[str, TensorEntry],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
     read_by: ReadBy,
 ) -> None:
     with OpenTensors(tensors) as files:
-        if read_by == "every_rank":
+        if group is None:
+            _read_shares(files, shares)
+        elif read_by == "every_rank":
             run_together(lambda: _read_shares(files, shares), group)
         else:
             _receive_shares(files, shares, group, device)

@@ -143,13 +143,13 @@ def merged_rows(model: DecoderModel) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 @torch.no_grad()
-def base_digest(model: DecoderModel, group: dist.ProcessGroup) -> str:
+def base_digest(model: DecoderModel, group: dist.ProcessGroup | None) -> str:
     """Collective: of the bits of all weights that are frozen beside adapters, the same on every mesh.
 
     Each weight counts by the sum of its bits as whole numbers, in which no order and no split shows.
 
     Args:
-        group: the ranks that share a copy of the model.
+        group: the ranks that share a copy of the model; None: this process has all of it.
     """
     named = [(name, parameter) for name, parameter in model.named_weights() if not parameter.requires_grad]
     sums = []
@@ -157,7 +157,8 @@ def base_digest(model: DecoderModel, group: dist.ProcessGroup) -> str:
         rows = local_shard(parameter).contiguous()
         sums.append(rows.view(_WHOLE_NUMBERS[rows.itemsize]).sum(dtype=torch.int64))
     total = torch.stack(sums)
-    dist.all_reduce(total, group=group)
+    if group is not None:
+        dist.all_reduce(total, group=group)
     content = [(name, str(one.dtype), value) for (name, one), value in zip(named, total.tolist(), strict=True)]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 

@@ -121,6 +121,7 @@ class Sampler:
         self._last: list[int] = []  # the token each row has drawn last
         self._cache = RowCache(max_rows)
         self._next_request = 0
+        self.tokens_drawn = 0  # so far, of all samples
         self._version = 0  # of the weights
         self._prompt_log_probs: list[tuple[int, np.ndarray]] = []  # that nobody has taken yet
 
@@ -138,6 +139,11 @@ class Sampler:
     def waiting_rows(self) -> int:
         """Samples that wait for a row, and prompts that are only to be read."""
         return sum(max(1, len(request.samples)) for request in self._waiting)
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests with samples that wait for a row, or a prompt that is to be read."""
+        return len(self._waiting)
 
     @property
     def cache_bytes(self) -> int:
@@ -329,6 +335,7 @@ class Sampler:
             top_k=[sample.params.top_k for sample in samples],
             top_p=[sample.params.top_p for sample in samples],
         )
+        self.tokens_drawn += len(tokens)
         ended, gone = [], []
         for row, (sample, token, log_prob) in enumerate(zip(samples, tokens, log_probs, strict=True), first_row):
             sample.add(token, log_prob, self._version)

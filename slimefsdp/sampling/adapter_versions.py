@@ -1,0 +1,137 @@
+"""Adapters of one model that take turns in it: whose turn it is, the model's own A and B are those tensors, not copies.
+
+A version has the shapes of the model's adapters, whatever its own rank: what is beyond that is 0, as it is in a trainer
+with room for more. So it computes the trainer's bits, and all versions have as many bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.models.load_adapters import check_beside, check_is_of, fill_matrices
+from slimefsdp.models.lora import AdaptedMatrix, adapted_matrices, adapters_off, base_digest, set_scale
+from slimefsdp.models.peft_folder import read_peft_folder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterVersion:
+    """A and B of each adapted matrix, in the model's order, and what B A x is multiplied by."""
+
+    tensors: list[torch.Tensor]
+    scale: float
+
+
+class AdapterVersions:
+    """What versions take turns in.
+
+    Args:
+        policy: with adapters, its weights whole; its A and B are given up.
+        base: its folder, for errors.
+    """
+
+    def __init__(self, policy: PolicyModel, base: Path) -> None:
+        self._policy, self._base = policy, base
+        self._matrices = adapted_matrices(policy)
+        self._parameters = [parameter for matrix in self._matrices for parameter in (matrix.a, matrix.b)]
+        self._rank = self._matrices[0].a.shape[-2] if self._matrices else 0
+        self.version_bytes = sum(parameter.nbytes for parameter in self._parameters)
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._dtype, self._device = policy.named_weights()[0][1].dtype, policy.named_weights()[0][1].device
+        self._in_model: AdapterVersion | None = None
+        self._hashing = threading.Lock()
+        self._digest: str | None = None  # of the base, once a folder has one to compare with
+        self._empty()
+
+    def read(self, folder: Path) -> AdapterVersion:
+        """The adapters of a PEFT folder; a module that it has none of has A and B of 0. From any thread.
+
+        Raises:
+            ModelError: the folder is malformed, of another model, of more than the model's rank, or has adapters of a
+                module that has none here.
+        """
+        try:
+            return self._read(folder)
+        except (ModelError, ConfigError) as error:
+            error.field = "folder"
+            raise
+
+    @torch.no_grad()
+    def _read(self, path: Path) -> AdapterVersion:
+        folder = read_peft_folder(path)
+        if folder.rank > self._rank:
+            raise ModelError(
+                f"the adapters of {path} have rank {folder.rank}, and there is room for lora.rank={self._rank}",
+                hint=f"set lora.rank={folder.rank}, or train adapters of a smaller rank",
+            )
+        known = {matrix.name for matrix in self._matrices}
+        if surplus := [name for name in folder.targets if name not in known]:
+            raise ModelError(
+                f"{path} has an adapter of {surplus[0]}, which lora.targets does not choose",
+                hint="choose it in lora.targets",
+            )
+        check_is_of(folder, self._policy, self._base)
+        check_beside(folder, self._policy, self._base_digest, self._base)
+        tensors = [torch.zeros(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
+        given: list[AdaptedMatrix] = []
+        held = set(folder.targets)
+        for index, matrix in enumerate(self._matrices):
+            if matrix.name not in held:
+                continue
+            a, b = tensors[2 * index : 2 * index + 2]
+            if folder.rank < self._rank:  # rows of their own to read into, which are copied below
+                a, b = (torch.empty_like(part) for part in _of_rank(folder.rank, a, b))
+            given.append(
+                matrix._replace(a=nn.Parameter(a, requires_grad=False), b=nn.Parameter(b, requires_grad=False))
+            )
+        fill_matrices(folder, given, None, device=self._device)
+        if folder.rank < self._rank:
+            places = {matrix.name: index for index, matrix in enumerate(self._matrices)}
+            for matrix in given:
+                a, b = tensors[2 * places[matrix.name] : 2 * places[matrix.name] + 2]
+                for part, read in zip(_of_rank(folder.rank, a, b), (matrix.a, matrix.b), strict=True):
+                    part.copy_(read)
+        return AdapterVersion(tensors, folder.alpha / folder.rank)
+
+    @contextmanager
+    def turn_of(self, version: AdapterVersion | None) -> Iterator[None]:
+        """Inside, the model computes what it does with these adapters; None: without any, to the bit."""
+        if version is None:
+            with adapters_off(self._policy):
+                yield
+            return
+        if version is not self._in_model:
+            for parameter, tensor in zip(self._parameters, version.tensors, strict=True):
+                parameter.data = tensor
+            set_scale(self._policy, version.scale)
+            self._in_model = version
+        yield
+
+    def forget(self, version: AdapterVersion) -> None:
+        """The model holds nothing of a version any more."""
+        if version is self._in_model:
+            self._empty()
+
+    def _empty(self) -> None:
+        self._in_model = None
+        for parameter in self._parameters:
+            parameter.data = parameter.data.new_empty(0)
+
+    def _base_digest(self) -> str:
+        with self._hashing:
+            if self._digest is None:
+                self._digest = base_digest(self._policy, None)
+            return self._digest
+
+
+def _of_rank(rank: int, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The part of A, [(experts,) room, in], and of B, [(experts,) out, room], that adapters of a rank fill."""
+    return a[..., :rank, :], b[..., :rank]

@@ -1,0 +1,53 @@
+"""What is asked of a sampler of several versions of adapters, and what it answers. Importing it costs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slimefsdp.sampling.params import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Samples of a prompt by one version, and log-probs of the prompt."""
+
+    version: str | None  # of the adapters; None: the base without any
+    prompt: Sequence[int]  # token ids
+    num_samples: int  # from 1, or from 0 with prompt_log_probs
+    params: SamplingParams  # params.seed and a sample's number decide what is drawn for it
+    prompt_log_probs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One response; `log_probs[i]` belongs to `tokens[i]`, the end token included when there is one."""
+
+    tokens: list[int]
+    log_probs: list[float]  # as `SamplingParams.tempered` asks
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class SampleAnswer:
+    """All that was asked for."""
+
+    samples: list[SampledTokens]  # in the order of their numbers
+    # [prompt tokens] log_softmax(logits) of each token given those before it, NaN for the first; float32, or float64
+    # where the model is; None: not asked for
+    prompt_log_probs: np.ndarray | None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingStats:
+    """What a sampler of versions is doing."""
+
+    running_rows: int  # samples that are being drawn
+    waiting_requests: int  # with samples that wait for a row, or a prompt that is to be read
+    waiting_rows: int  # samples of these, a prompt that is only to be read as one
+    tokens_drawn: int  # since it began
+    cache_bytes: int  # keys and values of what is being drawn
+    versions: dict[str, int]  # bytes of each
+    memory_bytes: int  # that versions may have together

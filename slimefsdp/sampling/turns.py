@@ -1,0 +1,306 @@
+"""Many requests of many versions, sampled by one model: versions take turns, a token of all rows each.
+
+Each version in use has a `Sampler`, and so rows and a cache, of its own. Rows are bounded over all of them: a version
+may use what others do not, and gives it up as its samples end, since of the rows that are free it is given no more than
+its share while another one that waits has less. What a sample draws follows from its version, its seed and its number;
+what is sampled beside it enters by the rounding of its probabilities alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slimefsdp.distributed.torch_errors import is_out_of_memory
+from slimefsdp.errors import BatchError, ResourceError, StateError, byte_text
+from slimefsdp.models.decoder import PolicyModel
+from slimefsdp.sampling.adapter_versions import AdapterVersion, AdapterVersions
+from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
+from slimefsdp.sampling.sampler import Completion, Sampler
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A request that has no answer yet."""
+
+    number: int
+    samples: list[SampledTokens | None]
+    left: int  # samples, and log-probs of the prompt
+    prompt_log_probs: np.ndarray | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """A version in use; None: the base."""
+
+    version: AdapterVersion | None
+    sampler: Sampler
+    pending: dict[int, _Pending] = field(default_factory=dict)  # by the sampler's number
+
+
+class VersionedSampler:
+    """A model, the versions of adapters that are held for it, and their requests; for one thread.
+
+    Args:
+        policy: in eval mode, its weights whole; they do not change.
+        adapters: of the model; None: it has none, and there is no version but the base.
+        max_rows: the most samples drawn at once, over all versions.
+        memory_bytes: the most that versions may have together.
+        max_samples: of a request.
+        decode: the text of token ids, for requests with stop texts.
+
+    Raises:
+        StateError: the model is in training mode.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        adapters: AdapterVersions | None,
+        *,
+        max_rows: int,
+        memory_bytes: int,
+        max_samples: int = 1024,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        self._policy, self._adapters, self._decode = policy, adapters, decode
+        self._max_rows, self._memory_bytes, self._max_samples = max_rows, memory_bytes, max_samples
+        config = policy.hf.config
+        self._vocab_size: int = config.vocab_size
+        self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._base = _Lane(None, self._sampler())
+        self._lanes: dict[str, _Lane] = {}
+        self._reserved: set[str] = set()  # versions that are being read
+        self._turns: deque[_Lane] = deque()  # those with something to do, whose turn is next first
+        self._lane_of: dict[int, tuple[_Lane, int]] = {}  # by number of the request: whose, and its number there
+        self._next_number = 0
+        self._tokens_drawn = 0  # by versions that are gone
+
+    # ------------------------------------------------------------------ versions
+
+    def reserve(self, name: str) -> None:
+        """Takes memory for a version that is about to be read.
+
+        Raises:
+            StateError: there is one of this name, or the model has no adapters.
+            ResourceError: there is no memory for it; what is held stays.
+        """
+        if self._adapters is None:
+            raise StateError("the model has no adapters", field="lora.rank", hint="set it, or sample without a version")
+        if name in self._lanes or name in self._reserved:
+            raise StateError(
+                f"there is a version {name!r}", field="version", hint="drop that one first, or choose another name"
+            )
+        count, each = len(self._lanes) + len(self._reserved), self._adapters.version_bytes
+        if (count + 1) * each > self._memory_bytes:
+            raise ResourceError(
+                f"version {name!r} needs {byte_text(each)}, and {count} others have {byte_text(count * each)} of "
+                f"{byte_text(self._memory_bytes)}",
+                field="memory_bytes",
+                hint="drop versions that are of no more use, or give the engine more memory",
+            )
+        self._reserved.add(name)
+
+    def release(self, name: str) -> None:
+        """The version was not read."""
+        self._reserved.discard(name)
+
+    def hold(self, name: str, version: AdapterVersion) -> int:
+        """Requests of the version, whose memory is reserved, can come from now on; returns its bytes."""
+        assert self._adapters is not None
+        self._reserved.remove(name)
+        self._lanes[name] = _Lane(version, self._sampler())
+        return self._adapters.version_bytes
+
+    def drop(self, name: str) -> list[int]:
+        """Forgets a version; returns the numbers of its requests, which get no answer.
+
+        Raises:
+            StateError: there is none of this name.
+        """
+        lane = self._lane(name)
+        del self._lanes[name]
+        numbers = [pending.number for pending in lane.pending.values()]
+        for number in numbers:
+            del self._lane_of[number]
+        if lane in self._turns:
+            self._turns.remove(lane)
+        self._tokens_drawn += lane.sampler.tokens_drawn
+        assert self._adapters is not None and lane.version is not None
+        self._adapters.forget(lane.version)
+        return numbers
+
+    @property
+    def versions(self) -> list[str]:
+        """In the order in which they came."""
+        return list(self._lanes)
+
+    # ------------------------------------------------------------------ requests
+
+    def add(self, request: SampleRequest) -> int:
+        """Has a request answered in the steps to come; returns its number.
+
+        Raises:
+            StateError: there is no such version. BatchError: naming what of the request cannot be.
+        """
+        lane = self._lane(request.version)
+        prompt = self._checked_prompt(request)
+        least = 0 if request.prompt_log_probs else 1
+        if type(request.num_samples) is not int or not least <= request.num_samples <= self._max_samples:
+            raise BatchError(
+                f"num_samples={request.num_samples!r}; it must be from 1 to {self._max_samples}, or 0 with "
+                "prompt_log_probs",
+                field="num_samples",
+                hint="ask for as many in several requests, or for at least one",
+            )
+        was_idle = lane.sampler.is_idle
+        inside = lane.sampler.add(
+            prompt, request.num_samples, request.params, prompt_log_probs=request.prompt_log_probs
+        )
+        number, self._next_number = self._next_number, self._next_number + 1
+        left = request.num_samples + request.prompt_log_probs
+        lane.pending[inside] = _Pending(number, [None] * request.num_samples, left)
+        self._lane_of[number] = (lane, inside)
+        if was_idle:
+            self._turns.append(lane)
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Gives up a request and frees its rows; nothing where it was answered."""
+        if number not in self._lane_of:
+            return
+        lane, inside = self._lane_of.pop(number)
+        del lane.pending[inside]
+        lane.sampler.abort({inside})
+        if lane.sampler.is_idle and lane in self._turns:
+            self._turns.remove(lane)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits for its answer."""
+        return not self._turns
+
+    def step(self) -> list[tuple[int, SampleAnswer | Exception]]:
+        """The next version's turn: a token of each of its rows.
+
+        Returns:
+            (number of the request, its answer); an error for each of a version's, where its turn failed.
+        """
+        if not self._turns:
+            return []
+        lane = self._turns.popleft()
+        answers: list[tuple[int, SampleAnswer | Exception]] = []
+        try:
+            with nullcontext() if self._adapters is None else self._adapters.turn_of(lane.version):
+                ended = lane.sampler.step(self._may_begin(lane))
+            answers += self._taken(lane, ended)
+        except Exception as error:  # the sampler holds nothing of this version any more; others go on
+            meant = _meant(error)
+            lane.sampler.take_prompt_log_probs()
+            for pending in lane.pending.values():
+                del self._lane_of[pending.number]
+                answers.append((pending.number, meant))
+            lane.pending.clear()
+        if not lane.sampler.is_idle:
+            self._turns.append(lane)
+        return answers
+
+    def stats(self) -> SamplingStats:
+        """How much is being done and held."""
+        samplers = [lane.sampler for lane in (self._base, *self._lanes.values())]
+        each = 0 if self._adapters is None else self._adapters.version_bytes
+        return SamplingStats(
+            running_rows=sum(sampler.running_rows for sampler in samplers),
+            waiting_requests=sum(sampler.waiting_requests for sampler in samplers),
+            waiting_rows=sum(sampler.waiting_rows for sampler in samplers),
+            tokens_drawn=self._tokens_drawn + sum(sampler.tokens_drawn for sampler in samplers),
+            cache_bytes=sum(sampler.cache_bytes for sampler in samplers),
+            versions=dict.fromkeys(self._lanes, each),
+            memory_bytes=self._memory_bytes,
+        )
+
+    def _sampler(self) -> Sampler:
+        return Sampler(self._policy, max_rows=self._max_rows, decode=self._decode)
+
+    def _lane(self, name: str | None) -> _Lane:
+        if name is None:
+            return self._base
+        if name not in self._lanes:
+            raise StateError(
+                f"there is no version {name!r}" + (", it is being loaded" if name in self._reserved else ""),
+                field="version",
+                hint="load it, or sample one of those that `versions` lists",
+            )
+        return self._lanes[name]
+
+    def _may_begin(self, lane: _Lane) -> int:
+        """How many of a version's samples may begin, while others, which are in `_turns`, wait for their share."""
+        others = [other.sampler for other in self._turns]
+        share = max(1, self._max_rows // (len(others) + 1))
+        running = lane.sampler.running_rows
+        free = self._max_rows - running - sum(sampler.running_rows for sampler in others)
+        wanted = sum(max(0, min(share - sampler.running_rows, sampler.waiting_rows)) for sampler in others)
+        return max(0, min(free, max(free - wanted, share - running)))
+
+    def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, Completion]]) -> list[tuple[int, SampleAnswer]]:
+        """Puts what has come to its requests; returns those that are complete."""
+        came: list[int] = []
+        for inside, log_probs in lane.sampler.take_prompt_log_probs():
+            if inside in lane.pending:
+                lane.pending[inside].prompt_log_probs = log_probs
+                came.append(inside)
+        for inside, place, one in ended:
+            lane.pending[inside].samples[place] = SampledTokens(one.tokens, one.log_probs, one.finish_reason)
+            came.append(inside)
+        answers = []
+        for inside in came:
+            pending = lane.pending[inside]
+            pending.left -= 1
+            if pending.left == 0:
+                del lane.pending[inside], self._lane_of[pending.number]
+                samples = [sample for sample in pending.samples if sample is not None]
+                answers.append((pending.number, SampleAnswer(samples, pending.prompt_log_probs)))
+        return answers
+
+    def _checked_prompt(self, request: SampleRequest) -> list[int]:
+        try:
+            prompt = np.asarray(request.prompt)
+        except ValueError:  # lists of several lengths
+            prompt = np.asarray(None)
+        if prompt.ndim != 1 or (prompt.size and not np.issubdtype(prompt.dtype, np.integer)):
+            raise BatchError("the prompt is no list of integers", field="prompt", hint="give token ids")
+        if not prompt.size:
+            raise BatchError("the prompt has no tokens", field="prompt", hint="give it some")
+        outside = np.flatnonzero((prompt < 0) | (prompt >= self._vocab_size))
+        if outside.size:
+            place = int(outside[0])
+            raise BatchError(
+                f"token {place} of the prompt is {int(prompt[place])}, and the vocabulary has {self._vocab_size}",
+                field="prompt",
+                hint="encode it with the model's tokenizer",
+            )
+        drawn = request.params.max_new_tokens if request.num_samples else 0
+        if self._max_positions is not None and prompt.size + drawn > self._max_positions:
+            raise BatchError(
+                f"a prompt of {prompt.size} tokens and max_new_tokens={drawn} are more than the model's "
+                f"{self._max_positions} positions",
+                field="max_new_tokens" if drawn and prompt.size < self._max_positions else "prompt",
+                hint="lower it, or shorten the prompt",
+            )
+        return [int(token) for token in prompt]
+
+
+def _meant(error: Exception) -> Exception:
+    if not is_out_of_memory(error):
+        return error
+    meant = ResourceError(
+        f"there was no memory to sample with: {str(error).partition(chr(10))[0]}",
+        field="max_rows",
+        hint="sample fewer or shorter ones at once, or hold fewer versions",
+    )
+    meant.__cause__ = error
+    return meant
