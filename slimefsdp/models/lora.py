@@ -99,7 +99,7 @@ def draw_adapters(model: DecoderModel, seed: int, *, rank: int | None = None) ->
 
 def set_scale(model: DecoderModel, scale: float) -> None:
     """What B A x is multiplied by from now on, in every module with an adapter."""
-    for module in _adapted_modules(model).values():
+    for module in adapted_modules(model).values():
         module.scale = scale
 
 
@@ -128,12 +128,13 @@ def adapted_matrices(model: DecoderModel) -> list[AdaptedMatrix]:
             b,
             partial(module.merged_rows, own_name),
         )
-        for name, module in _adapted_modules(model).items()
+        for name, module in adapted_modules(model).items()
         for own_name, (a, b) in module.pairs.items()
     ]
 
 
-def _adapted_modules(model: DecoderModel) -> dict[str, LoraModule]:
+def adapted_modules(model: DecoderModel) -> dict[str, LoraModule]:
+    """By name, in model order."""
     return {name: module for name, module in model.hf.named_modules() if isinstance(module, LoraModule)}
 
 
@@ -166,7 +167,7 @@ def base_digest(model: DecoderModel, group: dist.ProcessGroup | None) -> str:
 @contextmanager
 def adapters_off(model: DecoderModel) -> Iterator[None]:
     """Inside, the model computes what it would without adapters, to the bit."""
-    modules = list(_adapted_modules(model).values())
+    modules = list(adapted_modules(model).values())
     for module in modules:
         module.is_on = False
     try:

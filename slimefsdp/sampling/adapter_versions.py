@@ -7,8 +7,6 @@ with room for more. So it computes the trainer's bits, and all versions have as 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torch import nn
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.load_adapters import check_beside, check_is_of, fill_matrices
-from slimefsdp.models.lora import AdaptedMatrix, adapted_matrices, adapters_off, base_digest, set_scale
+from slimefsdp.models.lora import AdaptedMatrix, adapted_matrices, adapted_modules, base_digest
 from slimefsdp.models.peft_folder import read_peft_folder
 
 
@@ -40,6 +38,7 @@ class AdapterVersions:
 
     def __init__(self, policy: PolicyModel, base: Path) -> None:
         self._policy, self._base = policy, base
+        self._modules = list(adapted_modules(policy).values())
         self._matrices = adapted_matrices(policy)
         self._parameters = [parameter for matrix in self._matrices for parameter in (matrix.a, matrix.b)]
         self._rank = self._matrices[0].a.shape[-2] if self._matrices else 0
@@ -101,19 +100,17 @@ class AdapterVersions:
                     part.copy_(read)
         return AdapterVersion(tensors, folder.alpha / folder.rank)
 
-    @contextmanager
-    def turn_of(self, version: AdapterVersion | None) -> Iterator[None]:
-        """Inside, the model computes what it does with these adapters; None: without any, to the bit."""
-        if version is None:
-            with adapters_off(self._policy):
-                yield
+    def take_turn(self, version: AdapterVersion | None) -> None:
+        """From now on the model computes what it does with these adapters; None: without any, to the bit."""
+        for module in self._modules:
+            module.is_on = version is not None
+        if version is None or version is self._in_model:
             return
-        if version is not self._in_model:
-            for parameter, tensor in zip(self._parameters, version.tensors, strict=True):
-                parameter.data = tensor
-            set_scale(self._policy, version.scale)
-            self._in_model = version
-        yield
+        for parameter, tensor in zip(self._parameters, version.tensors, strict=True):
+            parameter.data = tensor
+        for module in self._modules:
+            module.scale = version.scale
+        self._in_model = version
 
     def forget(self, version: AdapterVersion) -> None:
         """The model holds nothing of a version any more."""

@@ -29,9 +29,6 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float = 1.0
-    top_k: int | None = None  # of so many likeliest tokens, among equals the first; None: of all
-    # of the fewest likeliest of these that have at least this probability together, after the temperature; 1: of all
-    top_p: float = 1.0
     greedy: bool = False  # the likeliest token each time; log-probs are as of any other
     # log-probs are of what was drawn from: log_softmax(logits / temperature), over what top_k and top_p leave of it;
     # else of log_softmax(logits) over all tokens
@@ -39,6 +36,9 @@ class SamplingParams:
     end_token_ids: frozenset[int] = frozenset()  # one of these ends a sample, and belongs to it
     stop: tuple[str, ...] = ()  # so does the token that completes one of these texts in the response
     seed: tuple[int, ...] = ()  # what the draws depend on, beside the number of the sample; of integers from 0
+    top_k: int | None = None  # of so many likeliest tokens, among equals the first; None: of all
+    # of the fewest likeliest of these that have at least this probability together, after the temperature; 1: of all
+    top_p: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, is_valid in (

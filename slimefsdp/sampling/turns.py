@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -195,9 +194,9 @@ class VersionedSampler:
         lane = self._turns.popleft()
         answers: list[tuple[int, SampleAnswer | Exception]] = []
         try:
-            with nullcontext() if self._adapters is None else self._adapters.turn_of(lane.version):
-                ended = lane.sampler.step(self._may_begin(lane))
-            answers += self._taken(lane, ended)
+            if self._adapters is not None:
+                self._adapters.take_turn(lane.version)
+            answers += self._taken(lane, lane.sampler.step(self._may_begin(lane)))
         except Exception as error:  # the sampler holds nothing of this version any more; others go on
             meant = _meant(error)
             lane.sampler.take_prompt_log_probs()
