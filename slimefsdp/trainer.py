@@ -534,11 +534,14 @@ class Trainer:
         return self._state.checkpoints.restored
 
     @rpc
-    def load(self, step: int | Literal["latest"] = "latest", name: str | None = None) -> dict[str, Any]:
+    def load(
+        self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
+    ) -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
 
         Args:
             name: of the one that was saved under it.
+            weights_only: begin from its weights, with an optimiser and counters that have taken no update.
 
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
@@ -554,6 +557,7 @@ class Trainer:
                 ),
                 self.updater,
                 name=name,
+                weights_only=weights_only,
             )
             reference.loaded(info["reference_follows"])
             saved = info.get("kl_coefficient")  # None: of an earlier version

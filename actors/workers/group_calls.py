@@ -462,22 +462,28 @@ class GroupCalls:
         """As `finish_save`, returning a future."""
         return self._start(RankRequest("finish_save"))
 
-    def load(self, step: int | Literal["latest"] = "latest", name: str | None = None) -> dict[str, Any]:
+    def load(
+        self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
+    ) -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
 
         Args:
             name: of the one that was saved under it.
+            weights_only: begin from its weights, with an optimiser and counters that have taken no update.
 
         Raises:
             CheckpointError: there is none, or it is torn, altered, or of another model.
         """
-        return self.load_async(step, name).result()
+        return self.load_async(step, name, weights_only).result()
 
-    def load_async(self, step: int | Literal["latest"] = "latest", name: str | None = None) -> Future[dict[str, Any]]:
+    def load_async(
+        self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
+    ) -> Future[dict[str, Any]]:
         """As `load`, returning a future."""
         if name is not None:
             require_name(name)
-        return self._start(RankRequest("load", (step,) if name is None else (step, name)))
+        more = () if name is None and not weights_only else (name, weights_only)
+        return self._start(RankRequest("load", (step, *more)))
 
     def restored(self) -> LoadReport | None:
         """What the last `load` took and passed over; None before the first one."""

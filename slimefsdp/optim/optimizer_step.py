@@ -153,6 +153,15 @@ class OptimizerStep:
             self._loss_scaling.scale = state["loss_scale"]
             self._loss_scaling.finite_in_a_row = state["finite_in_a_row"]
 
+    @torch.no_grad()
+    def begin_anew(self) -> None:
+        """As if no update had been taken: moments are 0, counters too, and gradients are forgotten."""
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            for value in self.optimizer.state[parameter].values():
+                local_shard(value).zero_()
+        self.health, self.updates_taken, self.skipped_in_a_row = None, 0, 0
+
     def _report_skip(self, group: dist.ProcessGroup) -> None:
         assert self.health is not None
         culprit = self.health.first_nonfinite or "their sum"

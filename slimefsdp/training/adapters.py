@@ -153,10 +153,7 @@ class Adapters:
             self._parked.pop(self.current.name)
             raise
         self._adapters[name] = self.current = made[0]
-        for _, parameter in self._model.trained_weights():
-            parameter.grad = None
-            for value in self._optimizer.state[parameter].values():
-                local_shard(value).zero_()
+        self.current.updater.begin_anew()
         draw_adapters(self._model, seed, rank=rank)
         set_scale(self._model, made[0].scale)
         self._keep_residents()

@@ -189,6 +189,7 @@ class Checkpoints:
         updater: OptimizerStep,
         *,
         name: str | None = None,
+        weights_only: bool = False,
     ) -> dict[str, Any]:
         """Collective: fills parameters, optimiser and counters from a checkpoint; returns its info.
 
@@ -198,6 +199,7 @@ class Checkpoints:
         Args:
             named_for: the parameters that a checkpoint with this info holds.
             name: of the one that was saved under it.
+            weights_only: the optimiser begins anew: moments are 0, and so are the counters of updates.
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: there is none, it is torn, altered or of another model,
@@ -224,6 +226,8 @@ class Checkpoints:
             with_generators=lambda info: bool(info["mesh"] == self._axes),
         )
         updater.restore(loaded.info)
+        if weights_only:
+            updater.begin_anew()
         self.restored = LoadReport(
             step=loaded.step,
             path=str(loaded.folder),
