@@ -566,7 +566,7 @@ class EnginePool:
         return SamplingParams(
             most,
             settings.temperature,
-            greedy,
+            greedy=greedy,
             tempered=not greedy,  # as all engines can: no temperature takes part in their choice
             end_token_ids=self._end_token_ids,
             seed=tuple(seed),
