@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from slimefsdp.algorithms.registry import GROUPED
 from slimefsdp.config.tree import RunConfig
 from slimefsdp.errors import ConfigError, short_text
@@ -45,6 +47,57 @@ def check_ready_to_train(config: RunConfig) -> None:
     _check_is_evaluated(config)
     if config.loss.policy == "dpo":
         _check_pairs(config)
+
+
+def check_ready_to_serve(config: RunConfig) -> None:
+    """Refuses settings that `slimefsdp serve` cannot serve: a request says what is computed, and settings add nothing.
+
+    Raises:
+        ConfigError: naming the first setting that is missing, or that cannot be served.
+    """
+    if config.run.dir is None:
+        raise ConfigError(
+            "run.dir is not set, and `serve` needs it", field="run.dir", hint="name the folder of the service"
+        )
+    if config.lora.rank is None or config.lora.path is not None:
+        raise ConfigError(
+            "lora.rank is not set, and clients train adapters of up to that rank"
+            if config.lora.rank is None
+            else "lora.path is set, and clients' adapters begin with none",
+            field="lora.rank" if config.lora.rank is None else "lora.path",
+            hint="set lora.rank=32 alone",
+        )
+    if config.algorithm != "grpo":
+        raise ConfigError(
+            f"algorithm={config.algorithm} has no place in a service, whose requests say what is computed",
+            field="algorithm",
+            hint="leave it out",
+        )
+    wanted: dict[str, Any] = {
+        "optim.name": "adamw",
+        "rollout.temperature": 1.0,
+        "loss.kl_coefficient": 0.0,
+        "loss.entropy_coefficient": 0.0,
+        "correction.method": "none",
+        "correction.veto_below": None,
+        "correction.opsm_threshold": None,
+        "reference.placement": "colocated",
+    }
+    for field, value in wanted.items():
+        found = config.value_of(field)
+        if found != value:
+            raise ConfigError(
+                f"{field}={short_text(found)} has no place in a service, whose requests say what is computed",
+                field=field,
+                hint=f"leave it at {short_text(value)}",
+            )
+    is_loopback = config.service.host in ("127.0.0.1", "localhost", "::1")
+    if not is_loopback and config.service.api_key_env is None:
+        raise ConfigError(
+            f"service.host={config.service.host} can be reached by others, and no key is asked for",
+            field="service.api_key_env",
+            hint="name an environment variable that holds a key, or listen at 127.0.0.1",
+        )
 
 
 def _check_demonstrations(config: RunConfig) -> None:

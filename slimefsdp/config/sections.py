@@ -492,6 +492,31 @@ class CheckpointSettings(Settings):
     )
 
 
+class ServiceSettings(Settings):
+    """The HTTP service of `slimefsdp serve`."""
+
+    host: str = Field("127.0.0.1", min_length=1, description="where it listens; others than loopback need api_key_env")
+    port: int = Field(8000, ge=0, le=65535, description="0: a free one, which is printed")
+    api_key_env: str | None = Field(
+        None,
+        min_length=1,
+        description="environment variable with the key that requests must bring; null: none is asked for",
+    )
+    model_name: str | None = Field(
+        None, min_length=1, description="what clients call the base model, beside model.path; null: that alone"
+    )
+    session_timeout_s: float = Field(
+        120.0, gt=0, description="a client that says nothing for so long is gone, and its runs end"
+    )
+    max_sessions: PositiveInt = Field(64, description="clients at once; more are told to wait")
+    max_runs: PositiveInt = Field(32, description="training runs at once, of all clients")
+    max_waiting: PositiveInt = Field(4096, description="requests without an answer; more are told to wait")
+    max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
+    max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
+    result_kept_s: float = Field(600.0, gt=0, description="for how long an answer can be fetched again")
+    max_adapter_bytes: int = Field(2**30, ge=1024, description="of the adapters that the sampling engine holds")
+
+
 class ProfileSettings(Settings):
     """Where the time of single updates goes, and what speed is measured against."""
 

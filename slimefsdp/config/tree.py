@@ -41,6 +41,7 @@ from slimefsdp.config.sections import (
     ProfileSettings,
     ReferenceSettings,
     RunSettings,
+    ServiceSettings,
 )
 from slimefsdp.errors import ConfigError, short_repr, short_text
 from slimefsdp.rpc import Role
@@ -66,6 +67,7 @@ class RunConfig(AlgorithmSettings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     cluster: ClusterSettings = ClusterSettings()
     profile: ProfileSettings = ProfileSettings()
+    service: ServiceSettings = ServiceSettings()
 
     @model_validator(mode="after")
     def check_sft_settings(self) -> RunConfig:
