@@ -21,7 +21,7 @@ PACKAGES = ("slimefsdp", "actors")
 # who may import a package at all, by path
 DOORS = {
     "ray": ("actors/",),
-    "pydantic": ("slimefsdp/config/", "scripts/settings_reference.py"),
+    "pydantic": ("actors/service/", "slimefsdp/config/", "scripts/settings_reference.py"),
     "transformers": (
         "actors/rollout/",
         "scripts/",

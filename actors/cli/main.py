@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `eval`, `data`, `replay`, `plan`, `calibrate`, `check`, `convert`, `bench`.
+"""The command line: `slimefsdp train`, `serve`, `eval`, `data`, `replay`, `plan`, `calibrate`, `check` and so on.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -36,6 +36,7 @@ from actors.cli.evaluate import (
 )
 from actors.cli.plan import add_plan_arguments, plan_command
 from actors.cli.preflight import check_before_launch, check_installed, check_models
+from actors.cli.serve import add_serve_arguments, checked_to_serve
 from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
 from actors.cluster.ray_log import RAY_LOG
 from actors.model_folders import with_model_folders
@@ -186,6 +187,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 def _commands() -> dict[str, _Command]:
     return {
         "train": ("run the training loop of a YAML file", _add_train_arguments, _train),
+        "serve": ("the Tinker API over HTTP, for clients that train and sample", add_serve_arguments, _serve),
         "eval": ("how a model folder answers held-out prompts", add_eval_arguments, _eval),
         "data": ("prompt files of tasks, with problems held out", add_data_arguments, data_command),
         "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),
@@ -242,6 +244,20 @@ def _start_ray(config: RunConfig) -> None:
     print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
     with stage("starting Ray"):
         connect(config, path)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        stack.enter_context(reporting())
+        config = checked_to_serve(load_config(options.config, options.overrides))
+        _start_ray(config)
+        try:
+            from actors.service.serve import serve
+
+            serve(config, lambda url, stop: print(f"serving {config.model.path} at {url}", flush=True))
+        finally:
+            disconnect()
+    return 0
 
 
 def _eval(options: argparse.Namespace) -> int:

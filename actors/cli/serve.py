@@ -1,0 +1,37 @@
+"""`slimefsdp serve`: a server for clients of the Tinker API; its arguments, and what is checked before it starts."""
+
+from __future__ import annotations
+
+import argparse
+
+from actors.cli.preflight import check_installed, check_models
+from actors.cluster.connect import check_gpus, check_machine
+from actors.model_folders import with_model_folders
+from slimefsdp.config import RunConfig
+from slimefsdp.config.launch import check_ready_to_serve
+from slimefsdp.io.user_files import path_argument
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    parser.add_argument("config", type=path_argument, help="YAML settings")
+    parser.add_argument("overrides", nargs="*", help="dotted settings, e.g. service.port=8000 lora.rank=32")
+
+
+def checked_to_serve(config: RunConfig) -> RunConfig:
+    """The settings with the model's folder, when all that can be known before a start is fine.
+
+    Raises:
+        ConfigError, ModelError, ResourceError: naming what is not.
+    """
+    from actors.service.serve import key_of, require_packages
+
+    check_ready_to_serve(config)
+    require_packages()
+    key_of(config)
+    config = with_model_folders(config)
+    check_models(config)
+    check_installed(config)
+    check_machine(config)
+    check_gpus(config, engines=1)
+    return config

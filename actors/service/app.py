@@ -1,0 +1,396 @@
+"""The HTTP API, as an ASGI application: it checks what comes, hands it to the service, and has answers fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import zstandard
+from google.protobuf.message import DecodeError
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from actors.service import schema, wire
+from actors.service.catalogue import Saved
+from actors.service.results import Result
+from actors.service.service import NotFound, Service
+from actors.service.training_runs import TrainingRun
+from slimefsdp.errors import CheckpointError, ResourceError, SlimeError
+
+BodyT = TypeVar("BodyT", bound=wire.Body)
+Handler = Callable[[Request], Awaitable[Response]]
+_POLL_S = 20.0  # clients give up on an answer after 45 s
+_TIDY_S = 1.0
+_PROTOBUF = "application/x-protobuf"
+_NEVER_SEEN = 410
+
+
+class Refused(Exception):
+    """Answered with this status, and not to be tried again."""
+
+    def __init__(self, status: int, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
+
+
+def make_app(service: Service, api_key: str | None) -> Starlette:
+    """The application.
+
+    Args:
+        api_key: that every request must bring; None: none is asked for.
+    """
+    api = _Api(service, api_key)
+    routes = [Route(f"/api/v1/{path}", api.guarded(handler), methods=[method]) for method, path, handler in api.table()]
+    return Starlette(routes=[*routes, Route("/{rest:path}", _unknown, methods=["GET", "POST", "PUT", "DELETE"])],
+                     lifespan=api.lifespan)  # fmt: skip
+
+
+class _Api:
+    def __init__(self, service: Service, api_key: str | None) -> None:
+        self._service, self._key = service, api_key
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def table(self) -> list[tuple[str, str, Handler]]:
+        """Method, path and handler of everything that is answered."""
+        return [
+            ("GET", "healthz", self.healthz),
+            ("GET", "get_server_capabilities", self.capabilities),
+            ("POST", "client/config", self.client_config),
+            ("POST", "client/dynamic_config", self.dynamic_config),
+            ("POST", "telemetry", self.telemetry),
+            ("POST", "create_session", self.create_session),
+            ("POST", "session_heartbeat", self.heartbeat),
+            ("POST", "sessions/{id}/finish", self.finish),
+            ("POST", "create_model", self.create_model),
+            ("POST", "unload_model", self.unload_model),
+            ("POST", "get_info", self.get_info),
+            ("POST", "forward_backward", self.forward_backward),
+            ("POST", "optim_step", self.optim_step),
+            ("POST", "save_weights", self.save_weights),
+            ("POST", "load_weights", self.load_weights),
+            ("POST", "save_weights_for_sampler", self.save_for_sampler),
+            ("POST", "create_sampling_session", self.create_sampler),
+            ("GET", "samplers/{id}", self.get_sampler),
+            ("POST", "asample", self.asample),
+            ("POST", "retrieve_future", self.retrieve),
+            ("POST", "weights_info", self.weights_info),
+            ("GET", "training_runs", self.training_runs),
+            ("GET", "training_runs/{id}", self.training_run),
+            ("GET", "training_runs/{id}/checkpoints", self.checkpoints_of_run),
+            ("GET", "checkpoints", self.checkpoints),
+            ("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}", self.delete_checkpoint),
+        ]
+
+    def guarded(self, handler: Handler) -> Handler:
+        """Checks the key, and turns what is raised into an answer that a client does not try again."""
+
+        async def guarded(request: Request) -> Response:
+            given = request.headers.get("x-api-key", "")
+            if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+                return _error(401, "X-API-Key is missing or wrong")
+            if self._service.is_ending:
+                return _error(503, "the server is ending; its runs are saved")
+            try:
+                return await handler(request)
+            except Refused as error:
+                return _error(error.status, str(error))
+            except NotFound as error:
+                return _error(410 if error.is_gone else 404, str(error))
+            except ResourceError as error:
+                return _error(429, f"{error.message} ({error.hint})")
+            except CheckpointError as error:
+                return _error(404, error.message)
+            except SlimeError as error:
+                return _error(400, f"{error.message} ({error.hint})" if error.hint else error.message)
+            except Exception as error:  # a defect of ours: tried again it would fail again
+                print(f"{request.url.path}: {error!r}", file=sys.stderr, flush=True)
+                return _error(400, f"{type(error).__name__} in the server")
+
+        return guarded
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        """Tidies up while the application runs, and ends what clients have when it ends."""
+        tidying = asyncio.create_task(self._tidy())
+        try:
+            yield
+        finally:
+            tidying.cancel()
+            self._service.is_ending = True
+            await asyncio.to_thread(self._service.close)
+
+    async def _tidy(self) -> None:
+        while True:
+            await asyncio.sleep(_TIDY_S)
+            self._service.results.forget_old()
+            await asyncio.to_thread(self._service.catalogue.remove_expired)
+            for session in self._service.overdue_sessions():
+                print(f"{session}: its client is gone", file=sys.stderr, flush=True)
+                await self._service.end_session(session)
+
+    # ------------------------------------------------------------------ bodies
+
+    async def _bytes(self, request: Request) -> bytes:
+        """The body, decompressed; never more of it than there may be."""
+        most = self._service.config.service.max_body_bytes
+        parts, size = [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise Refused(413, f"the body is larger than service.max_body_bytes={most}")
+            parts.append(part)
+        data = b"".join(parts)
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding == "identity":
+            return data
+        if encoding != "zstd":
+            raise Refused(415, f"content-encoding {encoding!r} is not supported: send zstd, or none")
+        return await asyncio.to_thread(_decompressed, data, most)
+
+    async def _json(self, request: Request, kind: type[BodyT]) -> BodyT:
+        data = await self._bytes(request)
+        try:
+            return kind.model_validate_json(data or b"{}")
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"])) or "the body"
+            raise Refused(422, f"{place}: {first['msg']}") from None
+
+    def _future(self, result: Result, **more: Any) -> Response:
+        if self._service.results.waiting > self._service.config.service.max_waiting:
+            print("more requests wait than service.max_waiting", file=sys.stderr, flush=True)
+        return JSONResponse({"request_id": result.id, **more})
+
+    def _check_room(self) -> None:
+        waiting, most = self._service.results.waiting, self._service.config.service.max_waiting
+        if waiting >= most:
+            raise Refused(429, f"{waiting} requests wait, which is service.max_waiting: send it again later")
+
+    # ------------------------------------------------------------------ the server
+
+    async def healthz(self, _: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, _: Request) -> Response:
+        service = self._service
+        one = {
+            "model_name": service.model_name, "max_context_length": service.most_tokens, "trainable": True,
+            "sampleable": True,
+        }  # fmt: skip
+        return JSONResponse({"supported_models": [one]})
+
+    async def client_config(self, request: Request) -> Response:
+        await self._bytes(request)
+        most = self._service.config.service.max_body_bytes
+        return JSONResponse({"fwdbwd_max_chunk_bytes_count": min(5_000_000, most // 2)})
+
+    async def dynamic_config(self, request: Request) -> Response:
+        await self._bytes(request)
+        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+
+    async def telemetry(self, request: Request) -> Response:
+        await self._bytes(request)  # texts of exceptions and headers, which are nobody's business: they are dropped
+        return JSONResponse({"status": "accepted"})
+
+    # ------------------------------------------------------------------ sessions
+
+    async def create_session(self, request: Request) -> Response:
+        session = self._service.create_session(await self._json(request, wire.CreateSession))
+        return JSONResponse({"type": "create_session", "session_id": session.id})
+
+    async def heartbeat(self, request: Request) -> Response:
+        body = await self._json(request, wire.OfSession)
+        self._service.session(body.session_id)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        await self._bytes(request)
+        await self._service.end_session(request.path_params["id"])
+        return JSONResponse({})
+
+    # ------------------------------------------------------------------ training
+
+    async def create_model(self, request: Request) -> Response:
+        body = await self._json(request, wire.CreateModel)
+        if body.optimizer_config.get("type", "adamw") != "adamw":
+            raise Refused(422, f"optimizer_config.type={body.optimizer_config['type']!r}: adamw is supported alone")
+        run, result = self._service.create_run(body)
+        return self._future(result, model_id=run)
+
+    async def unload_model(self, request: Request) -> Response:
+        body = await self._json(request, wire.OfModel)
+        result = self._service.unload(self._service.run(body.model_id))
+        return self._future(result, model_id=body.model_id)
+
+    async def get_info(self, request: Request) -> Response:
+        run = self._service.run((await self._json(request, wire.OfModel)).model_id)
+        service = self._service
+        about = {"arch": service.model_type, "model_name": service.model_name, "tokenizer_id": service.tokenizer_id}
+        return JSONResponse(
+            {
+                "type": "get_info", "model_id": run.id, "model_data": about, "is_lora": True, "lora_rank": run.rank,
+                "model_name": service.model_name,
+            }
+        )  # fmt: skip
+
+    async def forward_backward(self, request: Request) -> Response:
+        if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
+            raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
+        message = schema.ForwardBackwardRequest()
+        try:
+            message.ParseFromString(await self._bytes(request))
+        except DecodeError:
+            raise Refused(400, "the body is no ForwardBackwardRequest") from None
+        self._check_room()
+        return self._future(self._service.forward_backward(message), model_id=message.model_id)
+
+    async def optim_step(self, request: Request) -> Response:
+        body = await self._json(request, wire.OptimStep)
+        return self._future(self._service.optim_step(body), model_id=body.model_id)
+
+    async def save_weights(self, request: Request) -> Response:
+        body = await self._json(request, wire.SaveWeights)
+        return self._future(self._service.save_weights(body), model_id=body.model_id)
+
+    async def save_for_sampler(self, request: Request) -> Response:
+        body = await self._json(request, wire.SaveForSampler)
+        return self._future(self._service.save_for_sampler(body), model_id=body.model_id)
+
+    async def load_weights(self, request: Request) -> Response:
+        run, result = self._service.load_weights(await self._json(request, wire.LoadWeights))
+        return self._future(result, model_id=run)
+
+    # ------------------------------------------------------------------ sampling
+
+    async def create_sampler(self, request: Request) -> Response:
+        sampler = self._service.create_sampler(await self._json(request, wire.CreateSamplingSession))
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+    async def get_sampler(self, request: Request) -> Response:
+        sampler = self._service.sampler(request.path_params["id"])
+        return JSONResponse(
+            {"sampler_id": sampler.id, "base_model": self._service.model_name, "model_path": sampler.path}
+        )
+
+    async def asample(self, request: Request) -> Response:
+        body = await self._json(request, wire.Sample)
+        self._check_room()
+        result, work = self._service.sample(body)
+        if work is not None:
+            task = asyncio.create_task(work())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        place = f"{body.sampling_session_id}/{body.seq_id}"
+        return self._future(result, sample_sequence_ids=[f"{place}/{index}" for index in range(body.num_samples)])
+
+    async def retrieve(self, request: Request) -> Response:
+        body = await self._json(request, wire.Retrieve)
+        result = self._service.results.get(body.request_id)
+        if result is None:
+            raise Refused(_NEVER_SEEN, "no such request, or its answer was kept long enough")
+        answer = await result.wait(_POLL_S)
+        if answer is None:
+            waiting = {"type": "try_again", "request_id": result.id, "queue_state": "active"}
+            return JSONResponse(waiting, status_code=408)
+        if isinstance(answer, bytes):
+            return Response(answer, media_type=_PROTOBUF)
+        return JSONResponse(answer)
+
+    # ------------------------------------------------------------------ what was saved
+
+    async def weights_info(self, request: Request) -> Response:
+        saved = self._service.catalogue.get((await self._json(request, wire.WeightsInfo)).tinker_path)
+        targets = self._service.config.lora.targets
+        has = {
+            "train_unembed": "head" in targets, "train_mlp": "mlp" in targets, "train_attn": "attention" in targets,
+        }  # fmt: skip
+        about = {"base_model": self._service.model_name, "is_lora": True, "lora_rank": saved.rank}
+        return JSONResponse(about | has)
+
+    async def training_runs(self, request: Request) -> Response:
+        runs = [self._described(run) for run in self._service.runs.values()]
+        page, cursor = _page(request, runs)
+        return JSONResponse({"training_runs": page, "cursor": cursor})
+
+    async def training_run(self, request: Request) -> Response:
+        return JSONResponse(self._described(self._service.run(request.path_params["id"])))
+
+    def _described(self, run: TrainingRun) -> dict[str, Any]:
+        saved = self._service.catalogue.listed(run.id)
+        newest = {kind: next((_listed(one) for one in reversed(saved) if one.kind == kind), None)
+                  for kind in ("weights", "sampler_weights")}  # fmt: skip
+        return {
+            "training_run_id": run.id, "base_model": self._service.model_name, "model_owner": "local",
+            "is_lora": True, "lora_rank": run.rank, "corrupted": False, "last_request_time": _time(run.last_request),
+            "last_checkpoint": newest["weights"], "last_sampler_checkpoint": newest["sampler_weights"],
+            "user_metadata": run.user_metadata or None,
+        }  # fmt: skip
+
+    async def checkpoints_of_run(self, request: Request) -> Response:
+        saved = self._service.catalogue.listed(request.path_params["id"])
+        return JSONResponse({"checkpoints": [_listed(one) for one in saved]})
+
+    async def checkpoints(self, request: Request) -> Response:
+        page, cursor = _page(request, [_listed(one) for one in self._service.catalogue.listed()])
+        return JSONResponse({"checkpoints": page, "cursor": cursor})
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        parts = request.path_params
+        path = f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
+        await asyncio.to_thread(self._service.catalogue.remove, path)
+        return JSONResponse({})
+
+
+def _listed(one: Saved) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{one.kind}/{one.name}",
+        "checkpoint_type": "training" if one.kind == "weights" else "sampler",
+        "time": _time(one.time),
+        "tinker_path": one.path,
+        "size_bytes": one.size,
+        "public": False,
+        "user_metadata": one.user_metadata,
+        "expires_at": None if one.expires is None else _time(one.expires),
+    }
+
+
+def _page(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    try:
+        offset, limit = (int(request.query_params.get(name, usual)) for name, usual in (("offset", 0), ("limit", 20)))
+    except ValueError:
+        raise Refused(422, "offset and limit are whole numbers") from None
+    if offset < 0 or limit < 0:
+        raise Refused(422, "offset and limit are 0 or more")
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _decompressed(data: bytes, most: int) -> bytes:
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(data) as reader:
+            found = reader.read(most + 1)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise Refused(400, f"the body is no zstd: {error}") from None
+    if len(found) > most:
+        raise Refused(413, f"the body is larger than service.max_body_bytes={most} when it is decompressed")
+    return bytes(found)
+
+
+def _error(status: int, problem: str) -> Response:
+    retry = {"x-should-retry": "true" if status in (429, 503) else "false"}
+    return JSONResponse({"error": problem, "detail": problem}, status_code=status, headers=retry)
+
+
+async def _unknown(request: Request) -> Response:
+    return _error(404, f"{request.method} {request.url.path} is not served")

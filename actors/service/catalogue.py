@@ -1,0 +1,126 @@
+"""What clients have saved: its names, and where it lies below run.dir."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.errors import CheckpointError
+from slimefsdp.io.checksummed_files import write_synced
+
+Kind = Literal["weights", "sampler_weights"]
+_FOLDER = "service"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to train from, or weights to sample from.
+
+    Args:
+        adapter: that wrote it, by its name in the group.
+        time: when, in seconds since 1970.
+        expires: the same of when it may go; None: never.
+    """
+
+    run: str
+    adapter: str
+    kind: Kind
+    name: str
+    rank: int
+    time: float
+    size: int
+    expires: float | None = None
+    user_metadata: dict[str, Any] | None = None
+
+    @property
+    def path(self) -> str:
+        """As clients name it."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+def adapter_of(run: str) -> str:
+    """The name in the group of a run's adapter; runs have colons in theirs."""
+    return run.replace(":", ".")
+
+
+class Catalogue:
+    """All that was saved, also by earlier starts of the service in the same run.dir."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
+        self._saved: dict[str, Saved] = {}
+        for file in sorted((run_dir / _FOLDER / "saved").glob("*.json")):
+            one = Saved(**json.loads(file.read_text()))
+            if self.folder(one).exists():
+                self._saved[one.path] = one
+
+    def folder(self, one: Saved) -> Path:
+        """Where it lies."""
+        return self.folder_of(one.adapter, one.kind, one.name)
+
+    def folder_of(self, adapter: str, kind: Kind, name: str) -> Path:
+        """Where one of this name lies, or will."""
+        if kind == "weights":
+            return CheckpointStore.of_run(self._run_dir, "actor", adapter).named(name).root
+        return self._run_dir / _FOLDER / "sampler_weights" / adapter / name
+
+    def add(self, one: Saved) -> None:
+        """Remembers it; its folder is there."""
+        file = self._file(one)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        write_synced(part, json.dumps(asdict(one)).encode())
+        part.replace(file)
+        with self._lock:
+            self._saved[one.path] = one
+
+    def get(self, path: str) -> Saved:
+        """
+        Raises:
+            CheckpointError: there is none under this path.
+        """
+        with self._lock:
+            found = self._saved.get(path)
+        if found is None or (found.expires is not None and found.expires < time.time()):
+            raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
+        return found
+
+    def listed(self, run: str | None = None) -> list[Saved]:
+        """All, or those of one run, oldest first."""
+        with self._lock:
+            found = [one for one in self._saved.values() if run is None or one.run == run]
+        return sorted(found, key=lambda one: one.time)
+
+    def remove(self, path: str) -> None:
+        """Deletes it from the disk.
+
+        Raises:
+            CheckpointError: there is none under this path.
+        """
+        with self._lock:
+            one = self._saved.pop(path, None)
+        if one is None:
+            raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
+        self._file(one).unlink(missing_ok=True)
+        shutil.rmtree(self.folder(one), ignore_errors=True)
+
+    def remove_expired(self) -> None:
+        """To be called now and then."""
+        for one in self.listed():
+            if one.expires is not None and one.expires < time.time():
+                self.remove(one.path)
+
+    def _file(self, one: Saved) -> Path:
+        return self._run_dir / _FOLDER / "saved" / f"{one.adapter}.{one.kind}.{one.name}.json"
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files in it."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,0 +1,131 @@
+"""Sampling clients: which weights each samples from, and how these come into the engine and leave it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.service import schema
+from slimefsdp.errors import ResourceError, StateError
+from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Weights to sample from.
+
+    Args:
+        name: in the engine.
+        folder: a PEFT folder.
+        is_ephemeral: it goes with its client's session.
+    """
+
+    name: str
+    folder: Path
+    is_ephemeral: bool
+
+
+@dataclass(slots=True)
+class SamplerSession:
+    """A sampling client.
+
+    Args:
+        version: None: the base without adapters.
+        path: of the saved weights, as clients name it.
+    """
+
+    id: str
+    session: str
+    version: Version | None
+    path: str | None = None
+    answers: dict[int, Any] = field(default_factory=dict)  # by number of the request
+
+
+class Samplers:
+    """All sampling clients, on one engine."""
+
+    def __init__(self, engine: Any) -> None:
+        self.sessions: dict[str, SamplerSession] = {}
+        self._engine = engine
+        self._used: dict[str, float] = {}  # versions in the engine, and when they were asked for last
+        self._running: Counter[str] = Counter()
+        self._loading = asyncio.Lock()
+
+    async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
+        """Draws what is asked for from the sampler's own weights.
+
+        Raises:
+            StateError: these weights are not there any more. ResourceError: there is no room for them while others
+                are sampled from. BatchError: the request cannot be served.
+        """
+        if sampler.version is None:
+            answer: SampleAnswer = await self._engine.sample.remote(request)
+            return answer
+        name = sampler.version.name
+        self._running[name] += 1
+        try:
+            async with self._loading:
+                await self._have(sampler.version)
+            answer = await self._engine.sample.remote(request)
+            return answer
+        finally:
+            self._running[name] -= 1
+
+    async def _have(self, version: Version) -> None:
+        """Loads a version that is not in the engine; the one that nobody has used longest makes room for it."""
+        if version.name not in self._used:
+            if not version.folder.is_dir():
+                problem = f"the weights of this sampler are not there any more: {version.name}"
+                raise StateError(problem, field="sampling_session_id", hint="save them again")
+            while True:
+                try:
+                    await self._engine.load.remote(version.name, str(version.folder))
+                    break
+                except ResourceError:
+                    idle = [name for name in self._used if not self._running[name]]
+                    if not idle:
+                        raise
+                    await self._drop(min(idle, key=self._used.__getitem__))
+        self._used[version.name] = time.monotonic()
+
+    async def _drop(self, name: str) -> None:
+        self._used.pop(name, None)
+        await self._engine.drop.remote(name)
+
+    async def end(self, session: str) -> None:
+        """Forgets the clients of a session, and weights that were theirs alone."""
+        for sampler in [one for one in self.sessions.values() if one.session == session]:
+            del self.sessions[sampler.id]
+            if sampler.version is not None and sampler.version.is_ephemeral:
+                async with self._loading:
+                    if sampler.version.name in self._used:
+                        await self._drop(sampler.version.name)
+                shutil.rmtree(sampler.version.folder, ignore_errors=True)
+
+
+def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
+    """The SampleResponse of an answer.
+
+    Args:
+        last_n: of how many of the last prompt tokens log-probs are wanted; None: of all.
+    """
+    response = schema.SampleResponse()
+    if answer.prompt_log_probs is not None:
+        values = np.array(answer.prompt_log_probs, "<f4")
+        if last_n is not None:
+            values[: max(0, values.size - last_n)] = np.nan
+        response.prompt_logprobs = values.tobytes()
+    for sample in answer.samples:
+        response.sequences.add(
+            stop_reason=schema.STOP_REASON_LENGTH if sample.finish_reason == "length" else schema.STOP_REASON_STOP,
+            tokens=np.array(sample.tokens, "<i4").tobytes(),
+            logprobs=np.array(sample.log_probs, "<f4").tobytes(),
+        )
+    return bytes(response.SerializeToString())

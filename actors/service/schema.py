@@ -1,0 +1,141 @@
+"""The protobuf messages of the Tinker API, built from a description of their fields.
+
+The client's package ships its generated module and no .proto file; a test holds this description against it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+PACKAGE = "tinker_public"
+_ENUMS = {
+    "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
+    "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
+}
+# fields by their numbers, from 1; `repeated`, `optional`, `oneof NAME` or a map stand before the type
+_MESSAGES: dict[str, tuple[str, ...]] = {
+    "SampleResponse": (
+        "repeated SampledSequence sequences", "optional bytes prompt_logprobs",
+        "optional TopkLogprobs topk_prompt_logprobs", "int32 prompt_cache_hit_tokens",
+        "optional Tensor target_prompt_logprobs", "optional PromptAltTokens prompt_alt_tokens",
+    ),
+    "PromptAltTokens": ("Tensor tokens", "Tensor logprobs"),
+    "SampledSequence": (
+        "StopReason stop_reason", "bytes tokens", "optional bytes logprobs",
+        "optional TopkLogprobs topk_sampled_logprobs",
+    ),
+    "TopkLogprobs": ("bytes token_ids", "bytes logprobs", "uint32 k", "uint32 length"),
+    "SparseCsr": ("bytes values", "bytes crow_indices", "bytes col_indices"),
+    "Tensor": (
+        "oneof:encoding bytes dense", "oneof:encoding SparseCsr sparse_csr", "DType dtype", "repeated int64 shape",
+    ),
+    "BatchedTensor": ("bytes data", "bytes offsets", "DType dtype", "repeated int64 trailing_shape"),
+    "ArrayRecord": ("string type_tag", "map:BatchedTensor fields", "int64 num_datums"),
+    "ForwardBackwardOutput": (
+        "string loss_fn_output_type", "repeated ArrayRecord loss_fn_outputs", "map:double metrics",
+    ),
+    "ForwardBackwardRequest": (
+        "string model_id", "int32 seq_id", "repeated Datum data", "string loss_fn", "map:double loss_fn_config",
+        "bool forward_only", "map:LossConfigValue loss_fn_config_v2",
+    ),
+    "LossConfigValue": ("oneof:value double number", "oneof:value string text"),
+    "Datum": (
+        "repeated Chunk model_input", "map:Tensor loss_fn_inputs", "repeated ProvenanceSpan model_input_spans",
+        "repeated ProvenanceSpan loss_fn_input_spans",
+    ),
+    "ProvenanceSpan": (
+        "oneof:span PromptProvenanceSpan prompt_tokens", "oneof:span SampledProvenanceSpan sampled_tokens",
+    ),
+    "PromptProvenanceSpan": ("string sequence_id", "int64 offset", "int64 length"),
+    "SampledProvenanceSpan": ("string sequence_id", "int64 offset", "int64 length"),
+    "Chunk": (
+        "oneof:chunk EncodedTextChunk encoded_text", "oneof:chunk ImageChunk image", "oneof:chunk DmelChunk dmel",
+    ),
+    "EncodedTextChunk": ("bytes tokens",),
+    "ImageChunk": (
+        "bytes data", "string format", "optional int32 expected_tokens",
+        "optional ImageDimensions override_dimensions",
+    ),
+    "ImageDimensions": ("uint32 width", "uint32 height"),
+    "DmelChunk": ("bytes dmel",),
+    "SamplingParams": (
+        "optional int32 max_tokens", "optional uint64 seed", "optional float temperature", "optional int32 top_k",
+        "optional float top_p", "oneof:stop StopStrings stop_strs", "oneof:stop StopTokens stop_tokens",
+    ),
+    "StopStrings": ("repeated string values",),
+    "StopTokens": ("repeated int32 values",),
+}  # fmt: skip
+_Field = descriptor_pb2.FieldDescriptorProto
+
+
+def described() -> descriptor_pb2.FileDescriptorProto:
+    """The whole schema."""
+    file = descriptor_pb2.FileDescriptorProto(name="slimefsdp_tinker.proto", package=PACKAGE, syntax="proto3")
+    for name, values in _ENUMS.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=value, number=number)
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, text in enumerate(fields, 1):
+            _add_field(message, number, text)
+        _add_presence(message)
+    return file
+
+
+def _add_field(message: descriptor_pb2.DescriptorProto, number: int, text: str) -> None:
+    *words, kind, name = text.split()
+    how = words[0] if words else ""
+    if kind.startswith("map:"):
+        entry = message.nested_type.add(name="".join(part.title() for part in name.split("_")) + "Entry")
+        entry.options.map_entry = True
+        entry.field.add(name="key", number=1, label=_Field.LABEL_OPTIONAL, type=_Field.TYPE_STRING)
+        entry.field.add(name="value", number=2, label=_Field.LABEL_OPTIONAL, **_type(kind.removeprefix("map:")))
+        given = {"type": _Field.TYPE_MESSAGE, "type_name": f".{PACKAGE}.{message.name}.{entry.name}"}
+        message.field.add(name=name, number=number, label=_Field.LABEL_REPEATED, **given)
+        return
+    label = _Field.LABEL_REPEATED if how == "repeated" else _Field.LABEL_OPTIONAL
+    field = message.field.add(name=name, number=number, label=label, **_type(kind))
+    if how.startswith("oneof:"):
+        group = how.removeprefix("oneof:")
+        known = [one.name for one in message.oneof_decl]
+        if group not in known:
+            message.oneof_decl.add(name=group)
+            known.append(group)
+        field.oneof_index = known.index(group)
+    field.proto3_optional = how == "optional"
+
+
+def _add_presence(message: descriptor_pb2.DescriptorProto) -> None:
+    """A field that may be absent is the only one of a oneof of its own, which come last."""
+    for field in message.field:
+        if field.proto3_optional:
+            field.oneof_index = len(message.oneof_decl)
+            message.oneof_decl.add(name=f"_{field.name}")
+
+
+def _type(kind: str) -> dict[str, Any]:
+    if kind in _ENUMS:
+        return {"type": _Field.TYPE_ENUM, "type_name": f".{PACKAGE}.{kind}"}
+    if kind in _MESSAGES:
+        return {"type": _Field.TYPE_MESSAGE, "type_name": f".{PACKAGE}.{kind}"}
+    return {"type": getattr(_Field, f"TYPE_{kind.upper()}")}
+
+
+_pool = descriptor_pool.DescriptorPool()  # of its own: the client's module may be in the same process
+_pool.Add(described())
+
+
+def _message(name: str) -> Any:
+    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+
+
+ForwardBackwardRequest = _message("ForwardBackwardRequest")
+ForwardBackwardOutput = _message("ForwardBackwardOutput")
+SampleResponse = _message("SampleResponse")
+Datum = _message("Datum")
+Tensor = _message("Tensor")
+DTYPE_FLOAT32, DTYPE_INT64, DTYPE_INT32 = 1, 2, 3
+STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1

@@ -1,0 +1,153 @@
+"""Starting the service and ending it: a group with adapters, a sampling engine, and the HTTP server in this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ConfigError, ResourceError
+
+
+def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]) -> None:
+    """Serves until SIGTERM or SIGINT; then what was taken is finished, runs are saved, and all processes end.
+
+    Ray is connected. Settings have passed `check_ready_to_serve`.
+
+    Args:
+        on_start: is given the address before requests are answered, and what ends the serving.
+
+    Raises:
+        ConfigError: a package is missing, or the variable with the key is not set. ResourceError: the port is taken.
+        SlimeError: ranks or the engine do not start.
+    """
+    api_key = key_of(config)
+    uvicorn = require_packages()
+    from actors.service.app import make_app
+    from actors.service.service import Service
+    from actors.startup import stage
+
+    listener = _listening(config)
+    try:
+        group, engine = _launched(config)
+        try:
+            with stage("preparing the service", is_short=True):
+                service = Service(config, group, engine)
+            app = make_app(service, api_key)
+            settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
+            server = uvicorn.Server(settings)
+            host, port = listener.getsockname()[:2]
+
+            def stop() -> None:
+                server.should_exit = True
+
+            on_start(f"http://{host}:{port}", stop)
+            # uvicorn would end the process by the signal again, before ranks and engine have ended
+            server.capture_signals = nullcontext
+            with _ended_by_signals(stop):
+                server.run(sockets=[listener])
+        finally:
+            _end(group, engine)
+    finally:
+        listener.close()
+
+
+@contextmanager
+def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop`; only a program's first thread is told of them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def key_of(config: RunConfig) -> str | None:
+    """The key that requests must bring.
+
+    Raises:
+        ConfigError: the variable that should hold it is empty.
+    """
+    name = config.service.api_key_env
+    if name is None:
+        return None
+    if not (key := os.environ.get(name)):
+        problem = f"service.api_key_env={name}, and this variable is not set"
+        raise ConfigError(problem, field="service.api_key_env", hint=f"export {name}=tml-..")
+    return key
+
+
+def require_packages() -> Any:
+    """uvicorn.
+
+    Raises:
+        ConfigError: the packages of the extra `serve` are not installed.
+    """
+    try:
+        import google.protobuf
+        import starlette
+        import uvicorn
+        import zstandard
+    except ImportError as error:
+        raise ConfigError(
+            f"{error.name} is not installed, and `serve` needs it",
+            field="serve",
+            hint="pip install 'slimefsdp[serve]'",
+        ) from error
+    del google, starlette, zstandard
+    return uvicorn
+
+
+def _listening(config: RunConfig) -> Any:
+    import socket
+
+    service = config.service
+    family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((service.host, service.port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        problem = f"cannot listen at {service.host}:{service.port}: {error.strerror or error}"
+        raise ResourceError(problem, field="service.port", hint="choose another port, or 0 for a free one") from error
+    return listener
+
+
+def _launched(config: RunConfig) -> tuple[Any, Any]:
+    import ray
+
+    from actors.fault_tolerance.supervisor import SupervisedGroup
+    from actors.service.sampling_engine import start_sampling_engine
+    from actors.startup import stage
+
+    group = SupervisedGroup.launch(config)
+    try:
+        engine = start_sampling_engine(group.config, memory_bytes=config.service.max_adapter_bytes)
+        with stage("starting the sampling engine"):
+            ray.get(engine.stats.remote(), timeout=config.cluster.launch_timeout_s)
+    except BaseException:
+        group.shutdown()
+        raise
+    return group, engine
+
+
+def _end(group: Any, engine: Any) -> None:
+    import ray
+
+    try:
+        ray.get(engine.shutdown.remote(), timeout=10)
+    except Exception as error:
+        print(f"the sampling engine did not end by itself: {error}", file=sys.stderr, flush=True)
+    ray.kill(engine)
+    group.shutdown()

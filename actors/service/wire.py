@@ -1,0 +1,198 @@
+"""The JSON bodies that clients send, checked before anything is done with them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from slimefsdp.sampling.params import SamplingParams
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+
+class Body(BaseModel):
+    """Fields that are not known here are refused where they say anything; see `refused`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class CreateSession(Body):
+    """POST create_session."""
+
+    tags: list[str] = Field(default_factory=list, max_length=64)
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = Field("", max_length=64)
+
+
+class OfSession(Body):
+    """POST session_heartbeat."""
+
+    session_id: str
+
+
+class LoraConfig(Body):
+    """Of a new run."""
+
+    rank: int
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Body):
+    """POST create_model."""
+
+    session_id: str
+    model_seq_id: int = Field(ge=0, lt=2**31)
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: dict[str, Any] = {"type": "adamw"}
+
+
+class OfModel(Body):
+    """POST get_info."""
+
+    model_id: str
+
+
+class OfRun(OfModel):
+    """A numbered request of a run."""
+
+    seq_id: int = Field(ge=1, lt=2**31)
+
+
+class AdamParams(Body):
+    """Of one update."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimStep(OfRun):
+    """POST optim_step."""
+
+    adam_params: AdamParams
+
+
+class SaveWeights(OfRun):
+    """POST save_weights."""
+
+    path: str | None = Field(None, pattern=NAME)
+    overwrite: bool = False
+    ttl_seconds: int | None = Field(None, ge=1)
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveForSampler(OfRun):
+    """POST save_weights_for_sampler."""
+
+    path: str | None = Field(None, pattern=NAME)
+    sampling_session_seq_id: int | None = Field(None, ge=0, lt=2**63)
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    ttl_seconds: int | None = Field(None, ge=1)
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(Body):
+    """POST load_weights: into a run, or into a new one."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1, lt=2**31)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0, lt=2**31)
+    base_model: str | None = None
+
+
+class CreateSamplingSession(Body):
+    """POST create_sampling_session."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0, lt=2**63)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class PromptChunk(Body):
+    """Tokens of a prompt."""
+
+    type: str
+    tokens: list[int] = []
+
+
+class Prompt(Body):
+    """A prompt."""
+
+    chunks: list[PromptChunk] = Field(min_length=1)
+
+
+class AskedParams(Body):
+    """How a client wants samples drawn."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Sample(Body):
+    """POST asample."""
+
+    sampling_session_id: str
+    seq_id: int = Field(ge=0, lt=2**63)
+    num_samples: int = Field(1, ge=1, le=4096)
+    prompt: Prompt
+    sampling_params: AskedParams
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = Field(None, ge=0)
+    topk_prompt_logprobs: Literal[0] = 0
+    topk_sample_logprobs: Literal[0] = 0
+    prompt_alt_tokens_k: Literal[0] = 0
+    target_prompt_logprobs: None = None
+    record_stability_info: Literal[False] | None = None
+
+    def params(self, end_token_ids: frozenset[int], most_tokens: int, random_seed: int) -> SamplingParams:
+        """What the engine is asked for.
+
+        Args:
+            end_token_ids: of the model, where the client names no stop.
+            most_tokens: there is room for.
+            random_seed: where the client names none.
+        """
+        asked = self.sampling_params
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
+        ends = end_token_ids if stop is None else frozenset(one for one in stop if isinstance(one, int))
+        texts = tuple(one for one in stop or () if isinstance(one, str))
+        return SamplingParams(
+            asked.max_tokens or most_tokens,
+            temperature=asked.temperature or 1.0,
+            greedy=asked.temperature == 0,
+            tempered=False,
+            end_token_ids=ends,
+            stop=texts,
+            seed=(asked.seed if asked.seed is not None else random_seed,),
+            top_k=asked.top_k if asked.top_k > 0 else None,
+            top_p=asked.top_p,
+        )
+
+
+class Retrieve(Body):
+    """POST retrieve_future."""
+
+    request_id: str
+
+
+class WeightsInfo(Body):
+    """POST weights_info."""
+
+    tinker_path: str

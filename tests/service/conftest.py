@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from actors.service.serve import serve
+from tests.support.service import Served
+
+KEY = "tml-of-a-test"
+
+
+@pytest.fixture(scope="session")
+def untied(example: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head is a weight of its own, with random weights that tell tokens apart."""
+    folder = tmp_path_factory.mktemp("untied")
+    config = AutoConfig.from_pretrained(example / "model")
+    config.tie_word_embeddings, config.initializer_range, config.num_hidden_layers = False, 0.1, 2
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(example / "model").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(
+    cluster: None, make_config: Callable[..., Any], untied: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """A server in a thread of this process, on two ranks and an engine."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TINKER_TELEMETRY", "0")
+    patch.setenv("SLIMEFSDP_TEST_KEY", KEY)
+    config = make_config(
+        run={"dir": str(tmp_path_factory.mktemp("service"))},
+        model={"path": str(untied)},
+        lora={"rank": 8, "targets": ["attention", "mlp", "head"]},
+        mesh={"dp": 2},
+        precision={"compute_dtype": "float32"},
+        batch={"max_tokens_per_rank": 512},
+        rollout={"temperature": 1.0},
+        service={
+            "port": 0, "api_key_env": "SLIMEFSDP_TEST_KEY", "model_name": "tiny/model", "session_timeout_s": 30.0,
+            "max_body_bytes": 2**20,
+        },
+    )  # fmt: skip
+    found: list[Any] = []
+    is_up = threading.Event()
+
+    def up(*given: Any) -> None:
+        found.extend(given)
+        is_up.set()
+
+    def run() -> None:
+        try:
+            serve(config, up)
+        except BaseException as error:
+            found.append(error)
+            is_up.set()
+            raise
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert is_up.wait(180) and len(found) == 2, found
+    url, stop = found
+    yield Served(url, KEY, config)
+    stop()
+    thread.join(120)
+    assert not thread.is_alive()
+    patch.undo()

@@ -1,0 +1,181 @@
+"""The unmodified client of the Tinker API against the service."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.support.service import Served, datum, log_probs_of, tokens_of
+
+ADAM = types.AdamParams(learning_rate=2e-2, eps=1e-8)
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Any:
+    made = served.client()
+    yield made
+    made.close("success").result()
+
+
+def weighted(seed: int) -> types.Datum:
+    tokens = tokens_of(seed)
+    return datum(tokens, weights=np.random.default_rng(seed).normal(size=len(tokens) - 1).astype(np.float32).tolist())
+
+
+def test_a_training_client_trains_saves_and_samples_what_it_trained(served: Served, client: Any) -> None:
+    training = served.training_client(client)
+    info = training.get_info()
+    assert info.is_lora and info.lora_rank == 4 and info.model_data.model_name == "tiny/model"
+    data = [datum(tokens_of(seed)) for seed in range(3)]
+    losses = []
+    for _ in range(6):
+        both = training.forward_backward(data, "cross_entropy"), training.optim_step(ADAM)
+        losses.append(both[0].result().metrics["loss:sum"])
+        assert both[1].result().metrics["grad_norm"] > 0
+    assert losses[-1] < losses[0] - 5
+    said = training.forward(data, "cross_entropy").result()
+    ours = log_probs_of(said)
+    assert said.metrics["loss:sum"] == pytest.approx(-sum(one.sum() for one in ours), rel=1e-5)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    for one, seed in zip(ours, range(3), strict=True):
+        prompt = sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(seed))).result()
+        assert prompt[0] is None and np.abs(np.array(prompt[1:]) - one).max() < 5e-5
+    asked = types.SamplingParams(max_tokens=6, temperature=0.7, seed=3, stop=[])
+    first = sampler.sample(types.ModelInput.from_ints(tokens_of(0)), 2, asked).result().sequences
+    again = sampler.sample(types.ModelInput.from_ints(tokens_of(0)), 2, asked).result().sequences
+    assert [one.tokens for one in first] == [one.tokens for one in again] and first[0].tokens != first[1].tokens
+    for one in first:
+        whole = [*tokens_of(0), *one.tokens]
+        exact = log_probs_of(training.forward([datum(whole)], "cross_entropy").result())[0]
+        assert np.abs(exact[-6:] - np.array(one.logprobs)).max() < 5e-5  # at temperature 1, whatever it was drawn at
+
+
+def test_a_run_that_is_saved_and_resumed_goes_on_bit_for_bit_and_others_do_not_move_it(
+    served: Served, client: Any
+) -> None:
+    data = [weighted(seed) for seed in range(4)]
+    training, other = served.training_client(client), served.training_client(client, rank=2)
+    before = log_probs_of(other.forward(data, "cross_entropy").result())
+    training.forward_backward(data, "cross_entropy")
+    training.optim_step(ADAM).result()
+    path = training.save_state("half").result().path
+    assert path == f"tinker://{training.model_id}/weights/half"
+    resumed = client.create_training_client_from_state_with_optimizer(path).result()
+    weights_alone = client.create_training_client_from_state(path).result()
+    said = []
+    for one in (training, resumed, weights_alone):
+        one.forward_backward(data, "cross_entropy")
+        one.optim_step(ADAM)
+        said.append(np.concatenate(log_probs_of(one.forward(data, "cross_entropy").result())))
+    assert np.array_equal(said[0], said[1]) and not np.array_equal(said[0], said[2])
+    after = log_probs_of(other.forward(data, "cross_entropy").result())
+    assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+    with pytest.raises(tinker.TinkerError, match="half"):
+        training.save_state("half").result()
+
+
+LOSSES: dict[str, dict[str, float]] = {
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
+    "cispo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05},
+    "dro": {"beta": 0.3},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_is_its_formula_and_its_update_lowers_it(served: Served, client: Any, loss: str) -> None:
+    training = served.training_client(client)
+    rng, tokens = np.random.default_rng(3), [tokens_of(seed) for seed in range(3)]
+    current = log_probs_of(training.forward([datum(one) for one in tokens], "cross_entropy").result())
+    data = [
+        datum(
+            one,
+            logprobs=(now + rng.normal(0, 0.2, now.size)).clip(max=0).astype(np.float32).tolist(),
+            advantages=rng.normal(size=now.size).astype(np.float32).tolist(),
+        )
+        for one, now in zip(tokens, current, strict=True)
+    ]
+    said = training.forward_backward(data, loss, loss_fn_config=LOSSES[loss]).result()
+    now = np.concatenate(log_probs_of(said)).astype(np.float64)
+    old, advantages = (
+        np.concatenate([one.loss_fn_inputs[name].to_numpy() for one in data]).astype(np.float64)
+        for name in ("logprobs", "advantages")
+    )
+    ratio = np.exp(now - old)
+    low, high = (LOSSES[loss].get(f"clip_{side}_threshold") for side in ("low", "high"))
+    expected = {
+        "importance_sampling": lambda: -(ratio * advantages),
+        "ppo": lambda: -np.minimum(ratio * advantages, ratio.clip(low, high) * advantages),
+        "cispo": lambda: -(ratio.clip(low, high) * now * advantages),
+        "dro": lambda: -(now * advantages - 0.3 / 2 * (now - old) ** 2),
+    }[loss]().sum()
+    assert said.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    training.optim_step(types.AdamParams(learning_rate=1e-3, eps=1e-8)).result()
+    assert training.forward(data, loss, loss_fn_config=LOSSES[loss]).result().metrics["loss:sum"] < expected
+
+
+def test_a_loss_of_the_clients_own_is_differentiated_by_it(served: Served, client: Any) -> None:
+    training = served.training_client(client)
+    data = [datum(tokens_of(seed)) for seed in range(3)]
+
+    def squares(batch: Any, log_probs: Any) -> Any:
+        loss = sum((one**2).sum() for one in log_probs)
+        return loss, {"squares": float(loss.detach())}
+
+    first = training.forward_backward_custom(data, squares).result().metrics
+    training.optim_step(ADAM).result()
+    assert training.forward_backward_custom(data, squares).result().metrics["squares"] < first["squares"]
+
+
+def test_what_is_not_supported_fails_by_name_and_the_next_update_is_refused_once(served: Served, client: Any) -> None:
+    training = served.training_client(client)
+    good = [datum(tokens_of(0))]
+    for data, loss, word in (
+        (good, "stable_reinforce", "stable_reinforce"),
+        ([datum([3, 4, 10**6])], "cross_entropy", "vocabulary"),
+        ([datum(tokens_of(0), weights=[float("nan")] * 11)], "cross_entropy", "weights"),
+        ([types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [9, 9]})],
+         "cross_entropy", "target"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=word):
+            training.forward_backward(data, loss).result()
+    with pytest.raises(Exception, match="no update was made"):
+        training.optim_step(ADAM).result()
+    training.forward_backward(good, "cross_entropy")
+    training.optim_step(ADAM).result()
+    for how, word in (({"rank": 9}, "rank"), ({"train_unembed": False}, "train_unembed"), ({"rank": 0}, "rank")):
+        with pytest.raises(Exception, match=word):
+            served.training_client(client, **how)
+    with pytest.raises(Exception, match="base_model"):
+        client.create_lora_training_client(base_model="nope/none", rank=4).result()
+
+
+def test_an_rl_loop_learns_a_dense_reward(served: Served, client: Any) -> None:
+    training = served.training_client(client, rank=8, seed=0)
+    prompt, rewards = [5, 6, 7], []
+    for step in range(16):
+        sampler = training.save_weights_and_get_sampling_client().result()
+        asked = types.SamplingParams(max_tokens=4, stop=[], seed=step)
+        drawn = sampler.sample(types.ModelInput.from_ints(prompt), 32, asked).result().sequences
+        reward = [sum(token % 2 == 0 for token in one.tokens) / len(one.tokens) for one in drawn]
+        rewards.append(float(np.mean(reward)))
+        data = []
+        for one, value in zip(drawn, reward, strict=True):
+            zeros = [0.0] * (len(prompt) - 1)
+            advantage = (value - rewards[-1]) / (4 * len(drawn)) * 10
+            data.append(
+                datum(
+                    [*prompt, *one.tokens],
+                    logprobs=[*zeros, *one.logprobs],
+                    advantages=[*zeros, *[advantage] * len(one.tokens)],
+                )
+            )
+        said = training.forward_backward(data, "importance_sampling")
+        training.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8)).result()
+        for one, mine in zip(drawn, log_probs_of(said.result()), strict=True):
+            assert np.abs(mine[2:] - np.array(one.logprobs)).max() < 5e-5
+    assert rewards[-1] >= 0.95 > rewards[0], rewards

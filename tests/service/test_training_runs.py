@@ -1,0 +1,115 @@
+"""A run does its requests once each, in the order of their numbers, and makes no update of half a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any, cast
+
+import pytest
+
+from actors.service.results import Answer, Results
+from actors.service.training_runs import TrainingRun
+from actors.workers.group_calls import AdapterCalls
+from slimefsdp.errors import BatchError, StateError
+from tests.support.refusals import refused
+
+
+class Calls:
+    """Stands for the group's calls for an adapter."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+
+    def zero_grad(self) -> None:
+        self.dropped += 1
+
+
+@pytest.fixture
+def run() -> Any:
+    made = TrainingRun("s:train:0", "s", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6))
+    yield made
+    made.close()
+
+
+def answer_of(result: Any) -> Answer | None:
+    return asyncio.run(result.wait(30.0))
+
+
+def test_requests_wait_for_those_before_them_and_are_done_once_however_often_they_are_sent(run: TrainingRun) -> None:
+    done: list[int] = []
+
+    def request(number: int) -> Any:
+        def do(calls: AdapterCalls) -> Answer:
+            done.append(number)
+            return {"number": number}
+
+        return run.submit(number, "forward_backward", do)
+
+    late = [request(number) for number in (3, 2, 3)]
+    assert done == [] and late[0] is late[2] and run.waiting == 2
+    first = request(1)
+    assert [answer_of(one) for one in (first, late[1], late[0])] == [{"number": n} for n in (1, 2, 3)]
+    assert request(2) is late[1] and answer_of(request(1)) == {"number": 1} and done == [1, 2, 3]
+    with refused(StateError, "seq_id", "next one to be done is 4"):
+        request(10**6)
+
+
+def test_after_a_failed_gradient_the_next_update_alone_is_refused(run: TrainingRun) -> None:
+    def fails(calls: AdapterCalls) -> Answer:
+        raise BatchError("a token of none", field="data[3]")
+
+    def works(calls: AdapterCalls) -> Answer:
+        return {"is": "done"}
+
+    sent = [
+        run.submit(1, "forward_backward", works),
+        run.submit(2, "forward_backward", fails),
+        run.submit(3, "forward_backward", works),
+        run.submit(4, "optim_step", works),
+        run.submit(5, "forward_backward", works),
+        run.submit(6, "optim_step", works),
+    ]
+    found = [cast(dict[str, Any], answer_of(one)) for one in sent]
+    assert [one.get("category") for one in found] == [None, "user", None, "user", None, None]
+    assert "a token of none" in found[3]["error"] and "no update was made" in found[3]["error"]
+    assert cast(Any, run.calls).dropped == 1 and run.updates == 1
+
+
+def test_a_defect_fails_its_request_alone_and_what_waits_when_the_run_ends_is_told(run: TrainingRun) -> None:
+    def breaks(calls: AdapterCalls) -> Answer:
+        raise KeyError("of ours")
+
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow(calls: AdapterCalls) -> Answer:
+        begun.set()
+        may_end.wait(30)
+        return {"is": "done"}
+
+    broken, working = run.submit(1, "forward", breaks), run.submit(2, "forward", slow)
+    waiting, early = run.submit(3, "forward", breaks), run.submit(5, "forward", breaks)
+    assert cast(Any, answer_of(broken))["category"] == "server" and begun.wait(30)
+    ending = threading.Thread(target=run.close)
+    ending.start()
+    for one in (waiting, early):
+        assert "has ended" in cast(Any, answer_of(one))["error"]
+    may_end.set()
+    ending.join(30)
+    assert answer_of(working) == {"is": "done"}
+    with refused(StateError, "model_id", "has ended"):
+        run.submit(4, "forward", breaks)
+
+
+def test_results_go_after_their_time_and_the_oldest_first_for_room() -> None:
+    results = Results(kept_s=3600.0, most_bytes=100)
+    made = [results.new() for _ in range(4)]
+    for one in made[:3]:
+        one.set(b"x" * 40)
+    results.forget_old()
+    assert [results.get(one.id) is not None for one in made] == [False, True, True, True] and results.waiting == 1
+    short = Results(kept_s=0.0, most_bytes=100)
+    kept, gone = short.new(), short.new()
+    gone.set({})
+    short.forget_old()
+    assert short.get(kept.id) is kept and short.get(gone.id) is None

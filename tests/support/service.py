@@ -1,0 +1,69 @@
+"""A service under test, and datums to send to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import requests
+import tinker
+from tinker import types
+
+from slimefsdp.config import RunConfig
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it is, and its settings."""
+
+    url: str
+    key: str
+    config: RunConfig
+
+    def client(self) -> tinker.ServiceClient:
+        """Of the unmodified package."""
+        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+
+    def training_client(self, client: tinker.ServiceClient, **how: Any) -> tinker.TrainingClient:
+        """Of rank 4, where `how` says nothing else."""
+        given = {"rank": 4, "seed": 1, **how}
+        return client.create_lora_training_client(base_model="tiny/model", **given).result()
+
+    def post(self, path: str, body: Any, **headers: str) -> requests.Response:
+        """What a client of one's own would send: JSON, or bytes of protobuf."""
+        known = {"X-API-Key": self.key, **headers}
+        where = f"{self.url}/api/v1/{path}"
+        if isinstance(body, bytes):
+            return requests.post(
+                where, data=body, headers={"content-type": "application/x-protobuf", **known}, timeout=30
+            )
+        return requests.post(where, json=body, headers=known, timeout=30)
+
+
+def tokens_of(seed: int, length: int = 12, vocab: int = 90) -> list[int]:
+    """Random ones."""
+    return np.random.default_rng(seed).integers(2, vocab, length).tolist()
+
+
+def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
+    """Of a sequence, which is moved by one; `inputs` beside the targets."""
+    moved = {"target_tokens": list(tokens[1:]), **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(list(tokens[:-1])), loss_fn_inputs=moved)
+
+
+def log_probs_of(output: Any) -> list[np.ndarray]:
+    """Those of a forward or forward_backward, by datum."""
+    return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+
+
+def soon(check: Any, seconds: float = 60.0) -> bool:
+    """Whether it becomes true in time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if check():
+            return True
+        time.sleep(0.1)
+    return False
