@@ -47,6 +47,12 @@ class Result:
         return self._future.result() if self._future.done() else None
 
 
+def typed(error: Exception) -> Exception:
+    """What an actor raised, out of Ray's own error around it."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, SlimeError) else error
+
+
 def failure(error: Exception) -> dict[str, Any]:
     """What a client is told of an error."""
     if isinstance(error, SlimeError):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from actors.service import schema
+from actors.service.results import typed
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
@@ -88,10 +89,11 @@ class Samplers:
                 try:
                     await self._engine.load.remote(version.name, str(version.folder))
                     break
-                except ResourceError:
+                except Exception as error:
+                    cause = typed(error)
                     idle = [name for name in self._used if not self._running[name]]
-                    if not idle:
-                        raise
+                    if not isinstance(cause, ResourceError) or not idle:
+                        raise cause from error
                     await self._drop(min(idle, key=self._used.__getitem__))
         self._used[version.name] = time.monotonic()
 

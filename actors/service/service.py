@@ -18,7 +18,7 @@ from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, Kind, Saved, adapter_of, bytes_below
 from actors.service.datums import Work, output_of, work_of
-from actors.service.results import Answer, Result, Results
+from actors.service.results import Answer, Result, Results, typed
 from actors.service.samplers import Samplers, SamplerSession, Version, response_of
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.workers.group_calls import AdapterCalls, GroupCalls
@@ -405,8 +405,7 @@ class Service:
                 answer = await self.samplers.sample(sampler, request)
                 result.set(response_of(answer, body.prompt_logprobs_last_n))
             except Exception as error:
-                cause = getattr(error, "cause", None)  # Ray's own error around what the engine raised
-                result.fail(cause if isinstance(cause, SlimeError) else error)
+                result.fail(typed(error))
 
         return result, work
 

@@ -267,3 +267,36 @@ def test_a_checkpoint_under_a_name_stays_beside_the_numbered_ones(
         assert found["overwritten"] == ({"at": "five"}, at_one)
     store = CheckpointStore.of_run(tmp_path)
     assert store.steps() == [4] and store.named("before").steps() == [1] and store.named("after.2").steps() == [5]
+
+
+def begins_anew(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    trainer = Trainer(config, device=CPU)
+    for _ in range(2):
+        trainer.train_step(batch)
+    trainer.save(2, name="half")
+    half = fingerprint(trainer.policy)
+    after = {}
+    for how in (False, True):
+        trainer.load(name="half", weights_only=how)
+        assert fingerprint(trainer.policy) == half
+        taken = trainer.updater.updates_taken
+        moments = sum(
+            float(value.to_local().abs().sum()) if hasattr(value, "to_local") else float(value.abs().sum())
+            for state in trainer.updater.optimizer.state.values()
+            for value in state.values()
+        )
+        metrics = trainer.train_step(batch)
+        after[how] = (taken, moments, metrics["lr"], fingerprint(trainer.policy))
+    return after
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_training_can_begin_anew_from_the_weights_of_a_checkpoint(
+    folder: Path, ranks: RankPool, tmp_path: Path, dp: int
+) -> None:
+    optim = {"name": "adamw", "lr": 0.01, "schedule": "linear", "warmup_updates": 10}
+    config = settings(folder, run={"dir": str(tmp_path)}, mesh={"dp": dp}, optim=optim, **ALONE)
+    for found in ranks.run(dp, begins_anew, config, make_batch(folder)):
+        (taken, moments, lr, weights), (anew, zero, first_lr, others) = found[False], found[True]
+        assert taken > 0 and moments > 0 and (anew, zero) == (0, 0.0)
+        assert first_lr < lr and others != weights

@@ -1,0 +1,251 @@
+"""Sessions, runs, samplers and what was saved, over HTTP, with stand-ins for ranks and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from actors.service import schema
+from actors.service.app import make_app
+from actors.service.catalogue import Catalogue, Saved
+from actors.service.samplers import Samplers, SamplerSession, Version
+from actors.service.serve import key_of
+from actors.service.service import Service
+from slimefsdp.config import config_from_dict
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
+from slimefsdp.results import ForwardBackward, LogProbs
+from slimefsdp.sampling.params import SamplingParams
+from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest
+from tests.service.test_bad_requests import message
+from tests.service.test_serve_command import tree
+from tests.support.refusals import refused
+from tests.support.waiting import wait_until
+
+HEAD = {"X-API-Key": "tml-x"}
+
+
+class Calls:
+    """Those of a group for an adapter; every log-prob is -1."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self.group, self.name = group, name
+
+    def forward_backward(self, batch: RolloutBatch, *args: Any, **how: Any) -> ForwardBackward:
+        self.group.batches.append(batch)
+        return ForwardBackward({}, self.compute_log_probs(batch))
+
+    def compute_log_probs(self, batch: RolloutBatch) -> LogProbs:
+        return LogProbs(*np.full((2, batch.num_response_tokens), -1, np.float32))
+
+    def optimizer_step(self, settings: Any) -> dict[str, float]:
+        self.group.updates.append(settings)
+        return {"grad_norm": 1.0, "lr": settings.lr, "skipped_update": 0.0}
+
+    def save(self, step: int, name: str | None = None, overwrite: bool = False) -> None:
+        folder = self.group.run_dir / "adapters" / self.name / "checkpoints" / "named" / str(name)
+        folder.mkdir(parents=True, exist_ok=overwrite)
+        (folder / "weights").write_bytes(bytes(10))
+
+    def export_adapter(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+class Group:
+    """A group without ranks."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.names: list[str] = []
+        self.batches: list[RolloutBatch] = []
+        self.updates: list[Any] = []
+
+    def create_adapter(self, name: str, **how: Any) -> None:
+        self.names.append(name)
+
+    def delete_adapter(self, name: str) -> None:
+        self.names.remove(name)
+
+    def adapter(self, name: str) -> Calls:
+        return Calls(self, name)
+
+
+class Engine:
+    """Has room for so many versions; what it samples is the name of the version."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.held: list[str] = []
+        for name in ("load", "drop", "sample"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
+
+    async def _load(self, version: str, folder: str) -> int:
+        if len(self.held) == self.room:
+            raise ResourceError("full", field="memory_bytes", hint="drop one")
+        self.held.append(version)
+        return 1
+
+    async def _drop(self, version: str) -> None:
+        self.held.remove(version)
+
+    async def _sample(self, request: SampleRequest) -> SampleAnswer:
+        assert request.version is None or request.version in self.held
+        await asyncio.sleep(0)
+        tokens = SampledTokens([len(request.version or "")], [-1.0], "stop")
+        return SampleAnswer([tokens] * request.num_samples, np.zeros(len(request.prompt)))
+
+
+@pytest.fixture
+def service(untied: Path, tmp_path: Path) -> Service:
+    limits = {"model_name": "tiny/model", "max_sessions": 2, "max_runs": 2, "max_body_bytes": 4096}
+    config = config_from_dict(tree(untied, tmp_path, service=limits))
+    assert config.run.dir is not None
+    config.run.dir.mkdir()
+    return Service(config, cast(Any, Group(config.run.dir)), Engine(2))
+
+
+@pytest.fixture
+def http(service: Service) -> Iterator[TestClient]:
+    with TestClient(make_app(service, "tml-x"), headers=HEAD) as client:
+        yield client
+
+
+def answer(http: TestClient, response: Any) -> Any:
+    """What comes of a request that is answered later."""
+    assert response.status_code == 200, response.text
+    found = http.post("/api/v1/retrieve_future", json={"request_id": response.json()["request_id"]})
+    assert found.status_code == 200, found.text
+    return found.json() if found.headers["content-type"] == "application/json" else found.content
+
+
+def new_run(http: TestClient, **more: Any) -> str:
+    session = http.post("/api/v1/create_session", json={"sdk_version": "0.38.0"}).json()["session_id"]
+    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model", "lora_config": {"rank": 4}}
+    both = [http.post("/api/v1/create_model", json={**asked, **more}) for _ in range(2)]
+    assert both[0].json() == both[1].json()  # sent again, it is the same one
+    assert answer(http, both[0])["model_id"] == f"{session}:train:0"
+    return f"{session}:train:0"
+
+
+def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, service: Service) -> None:
+    group = cast(Any, service._group)
+    run = new_run(http)
+    assert group.names == [run.replace(":", ".")]
+    sent = http.post(
+        "/api/v1/forward_backward",
+        content=message(run, 1).SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    output = schema.ForwardBackwardOutput()
+    output.ParseFromString(answer(http, sent))
+    assert output.metrics["loss:sum"] == 3.0 and answer(http, sent) == output.SerializeToString()
+    (batch,) = group.batches
+    assert batch.tokens.tolist() == [3, 4, 5, 6] and batch.response_lengths.tolist() == [3]
+    adam = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5, "grad_clip_norm": 2.0}
+    step = http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": 2, "adam_params": adam})
+    assert answer(http, step)["metrics"]["lr"] == 0.1
+    (update,) = group.updates
+    assert (update.betas, update.eps, update.weight_decay, update.max_grad_norm) == ((0.8, 0.9), 1e-5, 0.0, 2.0)
+    saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 3, "path": "a"}))
+    assert saved["path"] == f"tinker://{run}/weights/a"
+    (listed,) = http.get(f"/api/v1/training_runs/{run}/checkpoints").json()["checkpoints"]
+    assert (listed["checkpoint_id"], listed["size_bytes"]) == ("weights/a", 10)
+    assert http.get("/api/v1/training_runs").json()["cursor"]["total_count"] == 1
+    assert http.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/a").status_code == 200
+    assert http.post("/api/v1/weights_info", json={"tinker_path": saved["path"]}).status_code == 404
+    ended = http.post("/api/v1/unload_model", json={"model_id": run})
+    assert answer(http, ended)["model_id"] == run and group.names == []
+    assert http.post("/api/v1/get_info", json={"model_id": run}).status_code == 404
+
+
+def test_a_client_that_is_silent_is_taken_for_gone_and_its_runs_and_samplers_end(
+    http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    session = run.partition(":")[0]
+    asked = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 7}
+    sampler = answer(http, http.post("/api/v1/save_weights_for_sampler", json=asked))["sampling_session_id"]
+    version = service.samplers.sessions[sampler].version
+    assert version is not None and version.folder.is_dir() and service.overdue_sessions() == []
+    service.sessions[session].seen = time.monotonic() - service.config.service.session_timeout_s - 1
+    assert wait_until(lambda: not service.runs and not service.samplers.sessions)
+    assert cast(Any, service._group).names == [] and not version.folder.exists()
+    assert http.post("/api/v1/session_heartbeat", json={"session_id": session}).status_code == 410
+
+
+def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Service) -> None:
+    new_run(http)
+    new_run(http)
+    full = http.post("/api/v1/create_session", json={})
+    assert full.status_code == 429 and full.headers["x-should-retry"] == "true"
+    (first, _) = service.sessions
+    asked = {"session_id": first, "model_seq_id": 5, "base_model": "tiny/model", "lora_config": {"rank": 4}}
+    assert http.post("/api/v1/create_model", json=asked).status_code == 429
+    assert http.post("/api/v1/telemetry", content=bytes(5000)).status_code == 413
+    assert http.post("/api/v1/create_session", json={}, headers={"X-API-Key": "other"}).status_code == 401
+    service.is_ending = True
+    assert http.get("/api/v1/healthz").status_code == 503
+    service.is_ending = False
+
+
+def test_a_key_is_read_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert key_of(service.config) is None
+    named = config_from_dict(tree(Path("m"), Path("r"), service={"api_key_env": "A_KEY"}))
+    monkeypatch.setenv("A_KEY", "tml-1")
+    assert key_of(named) == "tml-1"
+    monkeypatch.setenv("A_KEY", "")
+    with refused(ConfigError, "service.api_key_env", "not set"):
+        key_of(named)
+
+
+def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path: Path) -> None:
+    engine = Engine(2)
+    samplers = Samplers(engine)
+    sessions = {}
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        version = Version(name, tmp_path / name, is_ephemeral=True)
+        sessions[name] = samplers.sessions[name] = SamplerSession(name, "s", version)
+
+    async def drawn(name: str) -> None:
+        await samplers.sample(sessions[name], SampleRequest(name, [1], 1, SamplingParams(1)))
+
+    async def life() -> None:
+        for name, held in (("a", "a"), ("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc")):
+            await drawn(name)
+            assert sorted(engine.held) == sorted(held)
+        (tmp_path / "a").rmdir()
+        with refused(StateError, "sampling_session_id", "not there any more"):
+            await drawn("a")
+        samplers._running.update("bc")
+        with refused(StateError, "sampling_session_id"):
+            await drawn("a")
+        (tmp_path / "a").mkdir()
+        with refused(ResourceError, "memory_bytes"):  # those that are sampled from stay
+            await drawn("a")
+        await samplers.end("s")
+        assert engine.held == [] and not (tmp_path / "b").exists()
+
+    asyncio.run(life())
+
+
+def test_what_was_saved_is_known_to_the_next_start_until_it_expires(tmp_path: Path) -> None:
+    first, now = Catalogue(tmp_path), time.time()
+    for name, expires in (("stays", None), ("goes", now - 1)):
+        one = Saved("s:train:0", "s.train.0", "sampler_weights", name, 4, now, 10, expires)
+        first.folder(one).mkdir(parents=True)
+        first.add(one)
+    again = Catalogue(tmp_path)
+    assert again.get("tinker://s:train:0/sampler_weights/stays").rank == 4
+    with refused(CheckpointError, "path", "no checkpoint"):
+        again.get("tinker://s:train:0/sampler_weights/goes")
+    again.remove_expired()
+    assert [one.name for one in again.listed()] == ["stays"] == [one.name for one in Catalogue(tmp_path).listed()]
