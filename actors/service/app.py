@@ -6,20 +6,23 @@ import asyncio
 import contextlib
 import hmac
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import zstandard
 from google.protobuf.message import DecodeError
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from actors.service import schema, wire
 from actors.service.catalogue import Saved
+from actors.service.operations import PAGE, counts, status
 from actors.service.results import Result
 from actors.service.service import NotFound, Service
 from actors.service.training_runs import TrainingRun
@@ -30,7 +33,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 _POLL_S = 20.0  # clients give up on an answer after 45 s
 _TIDY_S = 1.0
 _PROTOBUF = "application/x-protobuf"
+_UNLOGGED = ("retrieve_future", "session_heartbeat", "status.json", "metrics", "healthz")  # which come all the time
 _NEVER_SEEN = 410
+
+
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 class Refused(Exception):
@@ -48,7 +55,14 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
         api_key: that every request must bring; None: none is asked for.
     """
     api = _Api(service, api_key)
-    routes = [Route(f"/api/v1/{path}", api.guarded(handler), methods=[method]) for method, path, handler in api.table()]
+    routes = [
+        Route(f"/api/v1/{path}", api.guarded(path, handler), methods=[method]) for method, path, handler in api.table()
+    ]
+    routes += [
+        Route("/", api.page, methods=["GET"]),
+        Route("/status.json", api.guarded("status.json", api.status), methods=["GET"]),
+        Route("/metrics", api.guarded("metrics", api.metrics), methods=["GET"]),
+    ]
     return Starlette(routes=[*routes, Route("/{rest:path}", _unknown, methods=["GET", "POST", "PUT", "DELETE"])],
                      lifespan=api.lifespan)  # fmt: skip
 
@@ -89,8 +103,23 @@ class _Api:
             ("DELETE", "training_runs/{id}/checkpoints/{kind}/{name}", self.delete_checkpoint),
         ]
 
-    def guarded(self, handler: Handler) -> Handler:
-        """Checks the key, and turns what is raised into an answer that a client does not try again."""
+    def guarded(self, path: str, handler: Handler) -> Handler:
+        """Checks the key, turns what is raised into an answer that a client does not try again, and counts and logs it.
+
+        Args:
+            path: with the names of its parts in place of what a request has there.
+        """
+
+        async def logged(request: Request) -> Response:
+            began = time.perf_counter()
+            response = await guarded(request)
+            seconds, metrics = time.perf_counter() - began, self._service.metrics
+            metrics.requests.labels(path, response.status_code).inc()
+            metrics.seconds.labels(path).observe(seconds)
+            if path not in _UNLOGGED or response.status_code not in (200, 408):
+                ids = getattr(request.state, "ids", {})
+                self._service.log.write(path, response.status_code, seconds, **ids)
+            return response
 
         async def guarded(request: Request) -> Response:
             given = request.headers.get("x-api-key", "")
@@ -114,7 +143,7 @@ class _Api:
                 print(f"{request.url.path}: {error!r}", file=sys.stderr, flush=True)
                 return _error(400, f"{type(error).__name__} in the server")
 
-        return guarded
+        return logged
 
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -158,15 +187,17 @@ class _Api:
     async def _json(self, request: Request, kind: type[BodyT]) -> BodyT:
         data = await self._bytes(request)
         try:
-            return kind.model_validate_json(data or b"{}")
+            body = kind.model_validate_json(data or b"{}")
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "the body"
             raise Refused(422, f"{place}: {first['msg']}") from None
+        names = ("session_id", "model_id", "sampling_session_id")
+        request.state.ids = {name: str(getattr(body, name))[:200] for name in names if getattr(body, name, None)}
+        return body
 
-    def _future(self, result: Result, **more: Any) -> Response:
-        if self._service.results.waiting > self._service.config.service.max_waiting:
-            print("more requests wait than service.max_waiting", file=sys.stderr, flush=True)
+    def _future(self, request: Request, result: Result, **more: Any) -> Response:
+        request.state.ids = {**getattr(request.state, "ids", {}), "request_id": result.id}
         return JSONResponse({"request_id": result.id, **more})
 
     def _check_room(self) -> None:
@@ -186,6 +217,16 @@ class _Api:
             "sampleable": True,
         }  # fmt: skip
         return JSONResponse({"supported_models": [one]})
+
+    async def page(self, _: Request) -> Response:
+        return HTMLResponse(PAGE, headers={"content-security-policy": _POLICY})
+
+    async def status(self, _: Request) -> Response:
+        return JSONResponse(status(self._service, await self._service.sampling_stats()))
+
+    async def metrics(self, _: Request) -> Response:
+        now = counts(self._service, await self._service.sampling_stats())
+        return Response(self._service.metrics.text(now), media_type=CONTENT_TYPE_LATEST)
 
     async def client_config(self, request: Request) -> Response:
         await self._bytes(request)
@@ -223,12 +264,12 @@ class _Api:
         if body.optimizer_config.get("type", "adamw") != "adamw":
             raise Refused(422, f"optimizer_config.type={body.optimizer_config['type']!r}: adamw is supported alone")
         run, result = self._service.create_run(body)
-        return self._future(result, model_id=run)
+        return self._future(request, result, model_id=run)
 
     async def unload_model(self, request: Request) -> Response:
         body = await self._json(request, wire.OfModel)
         result = self._service.unload(self._service.run(body.model_id))
-        return self._future(result, model_id=body.model_id)
+        return self._future(request, result, model_id=body.model_id)
 
     async def get_info(self, request: Request) -> Response:
         run = self._service.run((await self._json(request, wire.OfModel)).model_id)
@@ -250,23 +291,24 @@ class _Api:
         except DecodeError:
             raise Refused(400, "the body is no ForwardBackwardRequest") from None
         self._check_room()
-        return self._future(self._service.forward_backward(message), model_id=message.model_id)
+        request.state.ids = {"model_id": message.model_id[:200]}
+        return self._future(request, self._service.forward_backward(message), model_id=message.model_id)
 
     async def optim_step(self, request: Request) -> Response:
         body = await self._json(request, wire.OptimStep)
-        return self._future(self._service.optim_step(body), model_id=body.model_id)
+        return self._future(request, self._service.optim_step(body), model_id=body.model_id)
 
     async def save_weights(self, request: Request) -> Response:
         body = await self._json(request, wire.SaveWeights)
-        return self._future(self._service.save_weights(body), model_id=body.model_id)
+        return self._future(request, self._service.save_weights(body), model_id=body.model_id)
 
     async def save_for_sampler(self, request: Request) -> Response:
         body = await self._json(request, wire.SaveForSampler)
-        return self._future(self._service.save_for_sampler(body), model_id=body.model_id)
+        return self._future(request, self._service.save_for_sampler(body), model_id=body.model_id)
 
     async def load_weights(self, request: Request) -> Response:
         run, result = self._service.load_weights(await self._json(request, wire.LoadWeights))
-        return self._future(result, model_id=run)
+        return self._future(request, result, model_id=run)
 
     # ------------------------------------------------------------------ sampling
 
@@ -289,7 +331,9 @@ class _Api:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         place = f"{body.sampling_session_id}/{body.seq_id}"
-        return self._future(result, sample_sequence_ids=[f"{place}/{index}" for index in range(body.num_samples)])
+        return self._future(
+            request, result, sample_sequence_ids=[f"{place}/{index}" for index in range(body.num_samples)]
+        )
 
     async def retrieve(self, request: Request) -> Response:
         body = await self._json(request, wire.Retrieve)

@@ -94,6 +94,7 @@ def require_packages() -> Any:
     """
     try:
         import google.protobuf
+        import prometheus_client
         import starlette
         import uvicorn
         import zstandard
@@ -103,7 +104,7 @@ def require_packages() -> Any:
             field="serve",
             hint="pip install 'slimefsdp[serve]'",
         ) from error
-    del google, starlette, zstandard
+    del google, prometheus_client, starlette, zstandard
     return uvicorn
 
 

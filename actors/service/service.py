@@ -18,6 +18,7 @@ from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, Kind, Saved, adapter_of, bytes_below
 from actors.service.datums import Work, output_of, work_of
+from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
 from actors.service.samplers import Samplers, SamplerSession, Version, response_of
 from actors.service.training_runs import RequestKind, TrainingRun
@@ -26,7 +27,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
-from slimefsdp.sampling.requests import SampleRequest
+from slimefsdp.sampling.requests import SampleRequest, SamplingStats
 
 
 class NotFound(Exception):
@@ -73,7 +74,11 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.is_ending = False
+        self.trained_tokens = 0
         self.began = time.time()
+        self.metrics = Metrics()
+        self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
+        self._engine = engine
         self._run_dir, self._group = config.run.dir, group
         self._making = ThreadPoolExecutor(4, thread_name_prefix="making-runs")
         self._lock = threading.Lock()
@@ -213,6 +218,8 @@ class Service:
         def do(calls: AdapterCalls) -> Answer:
             work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
             run.tokens += work.batch.num_tokens
+            self.trained_tokens += work.batch.num_tokens
+            self.metrics.trained_tokens.inc(work.batch.num_tokens)
             return output_of(work, _log_probs(calls, work))
 
         kind: RequestKind = "forward" if message.forward_only else "forward_backward"
@@ -237,6 +244,7 @@ class Service:
                     field="optim_step",
                     hint="lower the learning rate, or look at the data",
                 )
+            self.metrics.updates.inc()
             every = self.config.checkpoint.interval_steps
             if every is not None and (run.updates + 1) % every == 0:
                 calls.save(run.updates + 1)
@@ -419,6 +427,17 @@ class Service:
             if run.updates:
                 run.calls.save(run.updates)
         self._making.shutdown()
+        self.log.close()
+
+    @property
+    def recoveries(self) -> int:
+        """How often lost ranks were replaced."""
+        return len(getattr(self._group, "recoveries", ()))
+
+    async def sampling_stats(self) -> SamplingStats:
+        """Of the engine."""
+        stats: SamplingStats = await self._engine.stats.remote()
+        return stats
 
     def _check_base(self, name: str) -> None:
         known = {self.model_name, str(self.config.model.path)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.results import ForwardBackward, LogProbs
 from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest
+from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 from tests.service.test_bad_requests import message
 from tests.service.test_serve_command import tree
 from tests.support.refusals import refused
@@ -84,7 +85,7 @@ class Engine:
     def __init__(self, room: int) -> None:
         self.room = room
         self.held: list[str] = []
-        for name in ("load", "drop", "sample"):
+        for name in ("load", "drop", "sample", "stats"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     async def _load(self, version: str, folder: str) -> int:
@@ -92,6 +93,9 @@ class Engine:
             raise ResourceError("full", field="memory_bytes", hint="drop one")
         self.held.append(version)
         return 1
+
+    async def _stats(self) -> SamplingStats:
+        return SamplingStats(3, 2, 2, 50, 7, dict.fromkeys(self.held, 11), 100)
 
     async def _drop(self, version: str) -> None:
         self.held.remove(version)
@@ -194,6 +198,35 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
     service.is_ending = True
     assert http.get("/api/v1/healthz").status_code == 503
     service.is_ending = False
+
+
+def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:
+    run = new_run(http, user_metadata={"secret": "words of theirs"})
+    sent = http.post(
+        "/api/v1/forward_backward",
+        content=message(run, 1).SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )
+    answer(http, sent)
+    page = http.get("/", headers={"X-API-Key": ""})
+    assert (
+        page.status_code == 200
+        and "status.json" in page.text
+        and "script-src" in page.headers["content-security-policy"]
+    )
+    assert http.get("/status.json", headers={"X-API-Key": ""}).status_code == 401
+    shown = http.get("/status.json").json()
+    (one,) = shown["runs"]
+    assert (one["run"], one["tokens"], shown["trained_tokens"]) == (run, 4, 4)
+    assert shown["counts"]["sampled_tokens"] == 50 and shown["counts"]["sessions"] == 1
+    metrics = http.get("/metrics").text
+    assert 'slimefsdp_requests_total{path="forward_backward",status="200"} 1.0' in metrics
+    assert "slimefsdp_trained_tokens_total 4.0" in metrics and "slimefsdp_sampling_rows 3.0" in metrics
+    text = (service._run_dir / "service" / "requests.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    (logged,) = [line for line in lines if line["path"] == "forward_backward"]
+    assert logged["model_id"] == run and logged["request_id"] == sent.json()["request_id"]
+    assert "words of theirs" not in text + metrics + str(shown) and {line["status"] for line in lines} == {200, 401}
 
 
 def test_a_key_is_read_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

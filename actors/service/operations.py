@@ -1,0 +1,182 @@
+"""What an operator sees of the service: a page for the browser, metrics for Prometheus, and a log of requests.
+
+None of them holds a word of what clients send or get.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from slimefsdp.sampling.requests import SamplingStats
+
+if TYPE_CHECKING:
+    from actors.service.service import Service
+
+_LOG_BYTES, _LOG_FILES = 16 * 2**20, 4
+_BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes 20
+
+
+class Metrics:
+    """Counters since the start, and what is there now, in Prometheus' names."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def made(kind: Any, name: str, text: str, *labels: str, **how: Any) -> Any:
+            return kind(f"slimefsdp_{name}", text, labels, registry=self.registry, **how)
+
+        self.requests = made(Counter, "requests", "Requests by path and status", "path", "status")
+        self.seconds = made(Histogram, "request_seconds", "Seconds to an answer by path", "path", buckets=_BUCKETS)
+        self.trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
+        self.updates = made(Counter, "updates", "Optimiser updates of all runs")
+        self._now = {
+            "sessions": made(Gauge, "sessions", "Clients"),
+            "runs": made(Gauge, "training_runs", "Training runs"),
+            "samplers": made(Gauge, "samplers", "Sampling clients"),
+            "waiting": made(Gauge, "waiting_requests", "Requests without an answer"),
+            "recoveries": made(Gauge, "recoveries", "Times that lost ranks were replaced"),
+            "sampled_tokens": made(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
+            "sampling_rows": made(Gauge, "sampling_rows", "Samples that are being drawn"),
+            "adapter_bytes": made(Gauge, "engine_adapter_bytes", "Bytes of the engine's versions"),
+            "cache_bytes": made(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
+        }
+
+    def text(self, now: dict[str, Any]) -> bytes:
+        """Of `counts`, as Prometheus reads it."""
+        for name, gauge in self._now.items():
+            gauge.set(now[name])
+        return bytes(generate_latest(self.registry))
+
+
+class RequestLog:
+    """JSON lines in a file that is kept small: when, what, for which run, how it ended, and how long it took."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._logger = logging.getLogger(f"slimefsdp.service.{id(self)}")
+        self._logger.setLevel(logging.INFO)
+        self._logger.propagate = False
+        self._handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, delay=True)
+        self._logger.addHandler(self._handler)
+
+    def write(self, path: str, status: int, seconds: float, **ids: str | None) -> None:
+        """One line; ids are of session, run and request, where they are known."""
+        known = {name: value for name, value in ids.items() if value is not None}
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        line = {"time": now, "path": path, "status": status, "seconds": round(seconds, 4), **known}
+        self._logger.info(json.dumps(line))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._logger.removeHandler(self._handler)
+        self._handler.close()
+
+
+def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
+    """The numbers of `Metrics` that are there now."""
+    return {
+        "sessions": len(service.sessions),
+        "runs": len(service.runs),
+        "samplers": len(service.samplers.sessions),
+        "waiting": service.results.waiting,
+        "recoveries": service.recoveries,
+        "sampled_tokens": stats.tokens_drawn,
+        "sampling_rows": stats.running_rows,
+        "adapter_bytes": sum(stats.versions.values()),
+        "cache_bytes": stats.cache_bytes,
+    }
+
+
+def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
+    """What the page shows."""
+    now = time.time()
+    return {
+        "model": service.model_name,
+        "uptime_s": round(now - service.began, 1),
+        "is_ending": service.is_ending,
+        "counts": counts(service, stats),
+        "trained_tokens": service.trained_tokens,
+        "runs": [
+            {
+                "run": run.id,
+                "rank": run.rank,
+                "updates": run.updates,
+                "tokens": run.tokens,
+                "waiting": run.waiting,
+                "idle_s": round(now - run.last_request, 1),
+                "incomplete": run.incomplete is not None,
+            }
+            for run in list(service.runs.values())
+        ],
+        "sessions": [
+            {"session": one.id, "client": one.sdk_version, "age_s": round(now - one.began, 1)}
+            for one in list(service.sessions.values())
+        ],
+        "versions": [{"version": name, "bytes": size} for name, size in stats.versions.items()],
+    }
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>slimefsdp serve</title><link rel="icon" href="data:,">
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #1c2530 }
+h1 { font-size: 1.3rem } h2 { font-size: 1rem; margin-top: 1.6rem } #said { color: #9c2f2f }
+table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .25rem .8rem .25rem 0 }
+th { font-weight: 600; border-bottom: 1px solid #c9d1d9 } td { border-bottom: 1px solid #eceff2 }
+td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
+</style></head><body>
+<h1>slimefsdp serve <span id="model"></span></h1><p id="said"></p>
+<p id="key" hidden>This server asks for its key: <input type="password" id="given" autocomplete="off"></p>
+<div id="tables"></div>
+<script>
+const texts = new Set(["run", "session", "client", "version", "what"]);
+let key = sessionStorage.getItem("key") || "", before = null;
+document.getElementById("given").onchange = event => {
+  key = event.target.value; sessionStorage.setItem("key", key); show();
+};
+function table(title, rows) {
+  const part = document.createElement("section"), head = document.createElement("h2");
+  head.textContent = `${title} (${rows.length})`; part.append(head);
+  if (rows.length) {
+    const table = part.appendChild(document.createElement("table"));
+    [Object.fromEntries(Object.keys(rows[0]).map(name => [name, name])), ...rows].forEach((row, index) => {
+      const line = table.insertRow();
+      for (const [name, value] of Object.entries(row)) {
+        const cell = line.appendChild(document.createElement(index ? "td" : "th"));
+        cell.textContent = typeof value === "number" ? value.toLocaleString("en") : String(value);
+        if (!texts.has(name)) cell.className = "number";
+      }
+    });
+  }
+  return part;
+}
+async function show() {
+  const said = document.getElementById("said");
+  try {
+    const answer = await fetch("status.json", {headers: {"X-API-Key": key}});
+    document.getElementById("key").hidden = answer.ok;
+    if (!answer.ok) { said.textContent = answer.statusText || `status ${answer.status}`; return; }
+    const found = await answer.json(), now = found.counts, rates = {};
+    if (before) for (const [name, was, is] of [["tokens trained a second", before.trained, found.trained_tokens],
+      ["tokens sampled a second", before.sampled, now.sampled_tokens]])
+      rates[name] = Math.max(0, Math.round((is - was) / Math.max(.1, found.uptime_s - before.at)));
+    before = {trained: found.trained_tokens, sampled: now.sampled_tokens, at: found.uptime_s};
+    document.getElementById("model").textContent = found.model;
+    said.textContent = found.is_ending ? "is ending" : "";
+    const all = {"seconds up": found.uptime_s, ...now, "trained_tokens": found.trained_tokens, ...rates};
+    const rows = Object.entries(all).map(([what, value]) => ({what: what.replaceAll("_", " "), value}));
+    document.getElementById("tables").replaceChildren(table("Now", rows), table("Training runs", found.runs),
+      table("Sessions", found.sessions), table("Versions in the sampling engine", found.versions));
+  } catch (error) { said.textContent = "the server does not answer"; }
+}
+show(); setInterval(show, 2000);
+</script></body></html>
+"""
