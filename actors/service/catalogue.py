@@ -44,6 +44,21 @@ class Saved:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
+@dataclass(frozen=True, slots=True)
+class KeptRun:
+    """A run that an end of the service left, with its checkpoint at step `updates`."""
+
+    run: str
+    session: str
+    sdk_version: str
+    rank: int
+    next_number: int
+    updates: int
+    tokens: int
+    has_gradients: bool
+    user_metadata: dict[str, Any]
+
+
 def adapter_of(run: str) -> str:
     """The name in the group of a run's adapter; runs have colons in theirs."""
     return run.replace(":", ".")
@@ -73,11 +88,7 @@ class Catalogue:
 
     def add(self, one: Saved) -> None:
         """Remembers it; its folder is there."""
-        file = self._file(one)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
-        write_synced(part, json.dumps(asdict(one)).encode())
-        part.replace(file)
+        _write(self._file(one), asdict(one))
         with self._lock:
             self._saved[one.path] = one
 
@@ -117,8 +128,28 @@ class Catalogue:
             if one.expires is not None and one.expires < time.time():
                 self.remove(one.path)
 
+    def keep_run(self, run: KeptRun) -> None:
+        """For the next start."""
+        _write(self._run_dir / _FOLDER / "runs" / f"{adapter_of(run.run)}.json", asdict(run))
+
+    def kept_runs(self) -> list[KeptRun]:
+        """Those of the last end."""
+        files = sorted((self._run_dir / _FOLDER / "runs").glob("*.json"))
+        return [KeptRun(**json.loads(file.read_text())) for file in files]
+
+    def forget_run(self, run: KeptRun) -> None:
+        """It goes on: what was kept of it is of the past."""
+        (self._run_dir / _FOLDER / "runs" / f"{adapter_of(run.run)}.json").unlink()
+
     def _file(self, one: Saved) -> Path:
         return self._run_dir / _FOLDER / "saved" / f"{one.adapter}.{one.kind}.{one.name}.json"
+
+
+def _write(file: Path, value: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    write_synced(part, json.dumps(value).encode())
+    part.replace(file)
 
 
 def bytes_below(folder: Path) -> int:

@@ -38,6 +38,7 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
         try:
             with stage("preparing the service", is_short=True):
                 service = Service(config, group, engine)
+                service.continue_runs()
             app = make_app(service, api_key)
             settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
             server = uvicorn.Server(settings)

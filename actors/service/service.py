@@ -16,7 +16,7 @@ from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, Kind, Saved, adapter_of, bytes_below
+from actors.service.catalogue import Catalogue, KeptRun, Kind, Saved, adapter_of, bytes_below
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
@@ -82,6 +82,24 @@ class Service:
         self._run_dir, self._group = config.run.dir, group
         self._making = ThreadPoolExecutor(4, thread_name_prefix="making-runs")
         self._lock = threading.Lock()
+
+    def continue_runs(self) -> None:
+        """Has the runs that the last end of a service in the same run.dir left; their clients need not know of it.
+
+        Raises:
+            SlimeError: one of them cannot be had again.
+        """
+        for kept in self.catalogue.kept_runs():
+            calls = self._group.adapter(adapter_of(kept.run))
+            self._group.create_adapter(calls.name, rank=kept.rank, alpha=self.config.lora.alpha)
+            calls.load(kept.updates)
+            run = TrainingRun(kept.run, kept.session, kept.rank, calls, self.results, kept.user_metadata)
+            run.next_number, run.updates, run.tokens = kept.next_number, kept.updates, kept.tokens
+            if kept.has_gradients:  # which are in no checkpoint
+                run.incomplete = StateError("the server was started anew", field="forward_backward")
+            self.runs[run.id] = run
+            self.sessions.setdefault(kept.session, Session(kept.session, kept.sdk_version))
+            self.catalogue.forget_run(kept)
 
     # ------------------------------------------------------------------ sessions
 
@@ -420,12 +438,18 @@ class Service:
     # ------------------------------------------------------------------ the rest
 
     def close(self) -> None:
-        """Finishes what was taken, and saves every run that was updated."""
+        """Finishes what was taken, and saves every run for the next start."""
         self.is_ending = True
         for run in list(self.runs.values()):
-            run.close()
-            if run.updates:
-                run.calls.save(run.updates)
+            run.close(finishes=True)
+            run.calls.save(run.updates)
+            seen = self.sessions[run.session].sdk_version if run.session in self.sessions else ""
+            self.catalogue.keep_run(
+                KeptRun(
+                    run.id, run.session, seen, run.rank, run.next_number, run.updates, run.tokens, run.has_gradients,
+                    run.user_metadata,
+                )
+            )  # fmt: skip
         self._making.shutdown()
         self.log.close()
 

@@ -48,6 +48,7 @@ class TrainingRun:
     tokens: int = 0
     last_request: float = field(default_factory=time.time)
     incomplete: Exception | None = None  # why the gradients gathered so far are not what was asked for
+    has_gradients: bool = False  # that no update was made of
     _early: dict[int, _Request] = field(default_factory=dict)
     _by_number: OrderedDict[int, Result] = field(default_factory=OrderedDict)
     _queue: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
@@ -91,21 +92,22 @@ class TrainingRun:
         """Requests that are taken and not begun."""
         return self._queue.qsize() + len(self._early)
 
-    def close(self) -> None:
-        """Takes no more requests; those that wait fail. Returns when the one that is being done has ended."""
+    def close(self, *, finishes: bool = False) -> None:
+        """Takes no more requests, and returns when none is being done.
+
+        Args:
+            finishes: what waits is done first, but for requests before which others are missing; else it fails.
+        """
         with self._lock:
             self._is_closed = True
-            early, self._early = list(self._early.values()), {}
+            left = list(self._early.values())
+            self._early = {}
+            while not finishes and not self._queue.empty():
+                if (request := self._queue.get()) is not None:
+                    left.append(request)
         gone = StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
-        for request in early:
+        for request in left:
             request.result.fail(gone)
-        while True:
-            try:
-                left = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if left is not None:
-                left.result.fail(gone)
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -122,7 +124,7 @@ class TrainingRun:
 
     def _done(self, request: _Request) -> Answer:
         if request.kind == "optim_step" and self.incomplete is not None:
-            why, self.incomplete = self.incomplete, None
+            why, self.incomplete, self.has_gradients = self.incomplete, None, False
             self.calls.zero_grad()
             raise StateError(
                 f"no update was made, since a forward_backward before it failed: {why}",
@@ -137,4 +139,6 @@ class TrainingRun:
             raise
         if request.kind == "optim_step":
             self.updates += 1
+        if request.kind in ("optim_step", "forward_backward", "load"):
+            self.has_gradients = request.kind == "forward_backward"
         return answer

@@ -51,7 +51,16 @@ class Calls:
         self.group.updates.append(settings)
         return {"grad_norm": 1.0, "lr": settings.lr, "skipped_update": 0.0}
 
+    def load(self, step: int) -> None:
+        assert self.group.steps[self.name] == step
+
+    def zero_grad(self) -> None:
+        self.group.dropped += 1
+
     def save(self, step: int, name: str | None = None, overwrite: bool = False) -> None:
+        self.group.steps[self.name] = step
+        if name is None:
+            return
         folder = self.group.run_dir / "adapters" / self.name / "checkpoints" / "named" / str(name)
         folder.mkdir(parents=True, exist_ok=overwrite)
         (folder / "weights").write_bytes(bytes(10))
@@ -68,6 +77,8 @@ class Group:
         self.names: list[str] = []
         self.batches: list[RolloutBatch] = []
         self.updates: list[Any] = []
+        self.steps: dict[str, int] = {}  # saved last, by adapter
+        self.dropped = 0
 
     def create_adapter(self, name: str, **how: Any) -> None:
         self.names.append(name)
@@ -149,8 +160,9 @@ def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, servi
         headers={"content-type": "application/x-protobuf"},
     )
     output = schema.ForwardBackwardOutput()
-    output.ParseFromString(answer(http, sent))
-    assert output.metrics["loss:sum"] == 3.0 and answer(http, sent) == output.SerializeToString()
+    first = answer(http, sent)
+    output.ParseFromString(first)
+    assert output.metrics["loss:sum"] == 3.0 and answer(http, sent) == first  # as often as it is asked for
     (batch,) = group.batches
     assert batch.tokens.tolist() == [3, 4, 5, 6] and batch.response_lengths.tolist() == [3]
     adam = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5, "grad_clip_norm": 2.0}
@@ -198,6 +210,31 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
     service.is_ending = True
     assert http.get("/api/v1/healthz").status_code == 503
     service.is_ending = False
+
+
+def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) -> None:
+    group, key = service._group, {"content-type": "application/x-protobuf"}
+    adam = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
+    with TestClient(make_app(service, None)) as http:
+        runs = [new_run(http), new_run(http)]
+        for run in runs:
+            for number in (1, 3):
+                body = message(run, number).SerializeToString()
+                answer_of = http.post("/api/v1/forward_backward", content=body, headers=key)
+                if number == 1:
+                    answer(http, answer_of)
+            step = {"model_id": run, "seq_id": 2, "adam_params": adam}
+            if run == runs[0]:  # the other one has a gap, and what comes behind it is told that it is not done
+                answer(http, http.post("/api/v1/optim_step", json=step))
+    again = Service(service.config, group, Engine(2))
+    again.continue_runs()
+    assert [again.runs[run].next_number for run in runs] == [4, 2] and again.catalogue.kept_runs() == []
+    with TestClient(make_app(again, None)) as http:
+        steps = [
+            answer(http, http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": number, "adam_params": adam}))
+            for run, number in ((runs[0], 4), (runs[1], 2))
+        ]
+    assert all("started anew" in one["error"] for one in steps) and cast(Any, group).dropped == 2
 
 
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:

@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tinker
 import yaml
+from tinker import types
 
 from actors.cli.main import main
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError
+from tests.support.service import datum, log_probs_of, tokens_of
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -69,32 +73,62 @@ def test_a_key_that_is_named_and_not_set_is_an_error(
     assert "export A_KEY=tml-.." in capsys.readouterr().err
 
 
-@pytest.mark.slow  # starts Ray, ranks and an engine, and two clients
-def test_it_serves_the_examples_and_ends_when_it_is_told_to_with_its_runs_saved(untied: Path, tmp_path: Path) -> None:
+class Server:
+    """`slimefsdp serve` in a process group of its own."""
+
+    def __init__(self, file: Path, *overrides: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "actors.cli", "serve", str(file), *overrides],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=file.parent, start_new_session=True,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        (self.url,) = re.findall(r"serving .+ at (http://\S+)", self.process.stdout.readline())
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow  # starts Ray, ranks and an engine twice, and two clients
+def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_one_had(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     file = tmp_path / "service.yaml"
     file.write_text(yaml.safe_dump(tree(untied, tmp_path)))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TINKER_TELEMETRY": "0", "TINKER_API_KEY": "tml-local"}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "actors.cli", "serve", str(file)],
-        env=environment, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    server = Server(file)
     try:
-        assert server.stdout is not None
-        said = server.stdout.readline()
-        environment["TINKER_BASE_URL"] = re.findall(r"serving .+ at (http://\S+)", said)[0]
+        monkeypatch.setenv("TINKER_BASE_URL", server.url)
         printed = {}
         for name in ("supervised", "dense_reward"):
             command = [sys.executable, str(ROOT / f"examples/tinker/{name}.py"), str(untied)]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S * 4)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
             assert done.returncode == 0, done.stdout + done.stderr
             printed[name] = done.stdout
         losses = [float(found) for found in re.findall(r": (\S+) nats", printed["supervised"])]
         assert losses[-1] < losses[0] / 2 and "saved as tinker://" in printed["supervised"]
         rewards = [float(found) for found in re.findall(r"reward (\S+),", printed["dense_reward"])]
         assert rewards[-1] >= 0.95 > 0.7 > rewards[0]
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(PATIENCE_S * 2) == 0
+
+        training = tinker.ServiceClient().create_lora_training_client(base_model=str(untied), rank=4).result()
+        data = [datum(tokens_of(0))]
+        adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+        training.forward_backward(data, "cross_entropy")
+        training.optim_step(adam).result()
+        before = log_probs_of(training.forward(data, "cross_entropy").result())[0]
+        assert server.end() == 0
+        server = Server(file, f"service.port={server.url.rpartition(':')[2]}")
+        after = log_probs_of(training.forward(data, "cross_entropy").result())[0]
+        assert np.array_equal(before, after)
+        training.forward_backward(data, "cross_entropy")
+        assert training.optim_step(adam).result().metrics["grad_norm"] > 0
+        assert server.end() == 0
     finally:
-        if server.poll() is None:
-            os.killpg(server.pid, signal.SIGKILL)
+        server.kill()
     assert list((tmp_path / "run/adapters").glob("*.train.*/checkpoints/named/supervised"))
