@@ -161,6 +161,7 @@ class _Api:
             await asyncio.sleep(_TIDY_S)
             self._service.results.forget_old()
             await asyncio.to_thread(self._service.catalogue.remove_expired)
+            await self._service.samplers.forget_oldest()
             for session in self._service.overdue_sessions():
                 print(f"{session}: its client is gone", file=sys.stderr, flush=True)
                 await self._service.end_session(session)

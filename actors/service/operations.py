@@ -20,6 +20,7 @@ from slimefsdp.sampling.requests import SamplingStats
 if TYPE_CHECKING:
     from actors.service.service import Service
 
+_SHOWN = 10  # versions of the engine
 _LOG_BYTES, _LOG_FILES = 16 * 2**20, 4
 _BUCKETS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0)  # seconds; a long poll takes 20
 
@@ -120,7 +121,7 @@ def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
             {"session": one.id, "client": one.sdk_version, "age_s": round(now - one.began, 1)}
             for one in list(service.sessions.values())
         ],
-        "versions": [{"version": name, "bytes": size} for name, size in stats.versions.items()],
+        "versions": [{"version": name, "bytes": size} for name, size in list(stats.versions.items())[-_SHOWN:]],
     }
 
 
@@ -134,13 +135,14 @@ th { font-weight: 600; border-bottom: 1px solid #c9d1d9 } td { border-bottom: 1p
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
 </style></head><body>
 <h1>slimefsdp serve <span id="model"></span></h1><p id="said"></p>
-<p id="key" hidden>This server asks for its key: <input type="password" id="given" autocomplete="off"></p>
+<form id="key" hidden>This server asks for its key: <input type="password" id="given" autocomplete="off"></form>
 <div id="tables"></div>
 <script>
 const texts = new Set(["run", "session", "client", "version", "what"]);
 let key = sessionStorage.getItem("key") || "", before = null;
-document.getElementById("given").onchange = event => {
-  key = event.target.value; sessionStorage.setItem("key", key); show();
+document.getElementById("key").onsubmit = event => {
+  event.preventDefault();
+  key = document.getElementById("given").value; sessionStorage.setItem("key", key); show();
 };
 function table(title, rows) {
   const part = document.createElement("section"), head = document.createElement("h2");
@@ -174,7 +176,7 @@ async function show() {
     const all = {"seconds up": found.uptime_s, ...now, "trained_tokens": found.trained_tokens, ...rates};
     const rows = Object.entries(all).map(([what, value]) => ({what: what.replaceAll("_", " "), value}));
     document.getElementById("tables").replaceChildren(table("Now", rows), table("Training runs", found.runs),
-      table("Sessions", found.sessions), table("Versions in the sampling engine", found.versions));
+      table("Sessions", found.sessions), table("Newest versions in the sampling engine", found.versions));
   } catch (error) { said.textContent = "the server does not answer"; }
 }
 show(); setInterval(show, 2000);

@@ -34,6 +34,11 @@ class Result:
         """As `set`, of an answer that says what went wrong and that it is not to be tried again."""
         self.set(failure(error))
 
+    def forget(self) -> None:
+        """Frees the answer; whoever asks for it again is told so."""
+        self._future = Future()
+        self._future.set_result({"error": "the answer was kept long enough", "category": "user"})
+
     @property
     def size(self) -> int:
         """Bytes of the answer; 0 while there is none, and of JSON."""
@@ -101,4 +106,4 @@ class Results:
             for one in sorted(ended, key=lambda one: one.ended or 0.0):
                 if now - (one.ended or now) > self._kept_s or left > self._most_bytes:
                     left -= one.size
-                    del self._results[one.id]
+                    self._results.pop(one.id).forget()

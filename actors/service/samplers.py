@@ -46,17 +46,22 @@ class SamplerSession:
     session: str
     version: Version | None
     path: str | None = None
-    answers: dict[int, Any] = field(default_factory=dict)  # by number of the request
+    answers: dict[int, Any] = field(default_factory=dict)  # the newest ones, by number of the request
 
 
 class Samplers:
-    """All sampling clients, on one engine."""
+    """All sampling clients, on one engine.
 
-    def __init__(self, engine: Any) -> None:
+    Args:
+        most_unnamed: of a session, those with weights of their own; the oldest ones go.
+    """
+
+    def __init__(self, engine: Any, most_unnamed: int) -> None:
         self.sessions: dict[str, SamplerSession] = {}
         self._engine = engine
         self._used: dict[str, float] = {}  # versions in the engine, and when they were asked for last
         self._running: Counter[str] = Counter()
+        self._most_unnamed = most_unnamed
         self._loading = asyncio.Lock()
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
@@ -101,15 +106,29 @@ class Samplers:
         self._used.pop(name, None)
         await self._engine.drop.remote(name)
 
+    async def forget_oldest(self) -> None:
+        """To be called now and then: no client ever says that it needs a sampler no more."""
+        unnamed: dict[str, list[SamplerSession]] = {}
+        for sampler in list(self.sessions.values()):
+            if sampler.version is not None and sampler.version.is_ephemeral:
+                unnamed.setdefault(sampler.session, []).append(sampler)
+        for samplers in unnamed.values():
+            idle = [one for one in samplers if one.version is not None and not self._running[one.version.name]]
+            for sampler in idle[: max(0, len(samplers) - self._most_unnamed)]:
+                await self._forget(sampler)
+
     async def end(self, session: str) -> None:
         """Forgets the clients of a session, and weights that were theirs alone."""
         for sampler in [one for one in self.sessions.values() if one.session == session]:
-            del self.sessions[sampler.id]
-            if sampler.version is not None and sampler.version.is_ephemeral:
-                async with self._loading:
-                    if sampler.version.name in self._used:
-                        await self._drop(sampler.version.name)
-                shutil.rmtree(sampler.version.folder, ignore_errors=True)
+            await self._forget(sampler)
+
+    async def _forget(self, sampler: SamplerSession) -> None:
+        self.sessions.pop(sampler.id, None)
+        if sampler.version is not None and sampler.version.is_ephemeral:
+            async with self._loading:
+                if sampler.version.name in self._used:
+                    await self._drop(sampler.version.name)
+            shutil.rmtree(sampler.version.folder, ignore_errors=True)
 
 
 def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:

@@ -29,6 +29,8 @@ from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.requests import SampleRequest, SamplingStats
 
+_REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
+
 
 class NotFound(Exception):
     """Something that a client names is not there; answered as 404, or 410 where it was there once."""
@@ -70,7 +72,7 @@ class Service:
         self.most_tokens = config.max_pack_tokens
         self.results = Results(config.service.result_kept_s, config.service.max_result_bytes)
         self.catalogue = Catalogue(config.run.dir)
-        self.samplers = Samplers(engine)
+        self.samplers = Samplers(engine, config.service.max_samplers)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.is_ending = False
@@ -425,6 +427,8 @@ class Service:
         version = None if sampler.version is None else sampler.version.name
         request = SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs))
         result = sampler.answers[body.seq_id] = self.results.new()
+        if len(sampler.answers) > _REMEMBERED:
+            del sampler.answers[next(iter(sampler.answers))]
 
         async def work() -> None:
             try:

@@ -510,6 +510,9 @@ class ServiceSettings(Settings):
     )
     max_sessions: PositiveInt = Field(64, description="clients at once; more are told to wait")
     max_runs: PositiveInt = Field(32, description="training runs at once, of all clients")
+    max_samplers: PositiveInt = Field(
+        256, description="of a client, with weights that it gave no name; the oldest ones go, from the disk too"
+    )
     max_waiting: PositiveInt = Field(4096, description="requests without an answer; more are told to wait")
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")

@@ -278,7 +278,7 @@ def test_a_key_is_read_from_the_environment(service: Service, monkeypatch: pytes
 
 def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path: Path) -> None:
     engine = Engine(2)
-    samplers = Samplers(engine)
+    samplers = Samplers(engine, most_unnamed=2)
     sessions = {}
     for name in "abc":
         (tmp_path / name).mkdir()
@@ -298,6 +298,9 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
         samplers._running.update("bc")
         with refused(StateError, "sampling_session_id"):
             await drawn("a")
+        (tmp_path / "a").mkdir()
+        await samplers.forget_oldest()  # one too many, and a alone is not sampled from
+        assert list(samplers.sessions) == ["b", "c"] and not (tmp_path / "a").exists()
         (tmp_path / "a").mkdir()
         with refused(ResourceError, "memory_bytes"):  # those that are sampled from stay
             await drawn("a")
