@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.service.serve import serve
+from slimefsdp.config import RunConfig
 from tests.support.service import Served
 
 KEY = "tml-of-a-test"
@@ -48,6 +50,14 @@ def served(
             "max_body_bytes": 2**20,
         },
     )  # fmt: skip
+    groups: list[SupervisedGroup] = []
+    launch = SupervisedGroup.launch
+
+    def launched(config: RunConfig) -> SupervisedGroup:
+        groups.append(launch(config))
+        return groups[0]
+
+    patch.setattr(SupervisedGroup, "launch", launched)
     found: list[Any] = []
     is_up = threading.Event()
 
@@ -67,7 +77,7 @@ def served(
     thread.start()
     assert is_up.wait(180) and len(found) == 2, found
     url, stop = found
-    yield Served(url, KEY, config)
+    yield Served(url, KEY, config, groups[0])
     stop()
     thread.join(120)
     assert not thread.is_alive()

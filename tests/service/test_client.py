@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
+from slimefsdp.results import Health
 from tests.support.service import Served, datum, log_probs_of, tokens_of
 
 ADAM = types.AdamParams(learning_rate=2e-2, eps=1e-8)
@@ -152,6 +155,26 @@ def test_what_is_not_supported_fails_by_name_and_the_next_update_is_refused_once
             served.training_client(client, **how)
     with pytest.raises(Exception, match="base_model"):
         client.create_lora_training_client(base_model="nope/none", rank=4).result()
+
+
+def test_a_killed_rank_costs_two_clients_a_wait_and_no_bit(served: Served, client: Any) -> None:
+    def lives(kills_at: int | None) -> list[np.ndarray]:
+        both = [served.training_client(client, seed=seed) for seed in (1, 2)]
+        for step in range(4):
+            for number, training in enumerate(both):
+                training.forward_backward([weighted(10 * number + step)], "cross_entropy")
+                update = training.optim_step(ADAM)
+                if step == kills_at and number == 0:
+                    (health, *_) = served.group.health()
+                    assert isinstance(health, Health)
+                    os.kill(health.pid, signal.SIGKILL)
+                update.result()
+        return [log_probs_of(one.forward([weighted(99)], "cross_entropy").result())[0] for one in both]
+
+    expected, before = lives(None), len(served.group.recoveries)
+    found = lives(2)
+    assert len(served.group.recoveries) == before + 1
+    assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
 def test_an_rl_loop_learns_a_dense_reward(served: Served, client: Any) -> None:

@@ -12,6 +12,7 @@ import requests
 import tinker
 from tinker import types
 
+from actors.fault_tolerance.supervisor import SupervisedGroup
 from slimefsdp.config import RunConfig
 
 
@@ -22,6 +23,7 @@ class Served:
     url: str
     key: str
     config: RunConfig
+    group: SupervisedGroup
 
     def client(self) -> tinker.ServiceClient:
         """Of the unmodified package."""
