@@ -20,6 +20,7 @@ import pytest
 
 from actors.workers.worker_group import WorkerGroup
 from benchmarks.lora_ranks import rank_table
+from benchmarks.lora_updates import table as lora_update_rows
 from benchmarks.rl_step import RECORD, learning_rows, speed_rows
 from slimefsdp import errors
 from slimefsdp.config import load_config
@@ -285,6 +286,12 @@ def test_the_ranks_of_adapters_compared_are_the_recorded_ones_and_all_of_them_le
     assert all(
         run["after"] > run["before"] + 0.4 and run["curve"][-1]["exact"] == run["after"] for run in runs.values()
     )
+
+
+def test_the_bytes_of_an_update_of_adapters_are_the_recorded_ones() -> None:
+    runs = json.loads((ROOT / "benchmarks/results/lora_updates.json").read_text())["results"]
+    assert lora_update_rows(runs) in (ROOT / "docs/lora.md").read_text()
+    assert runs["rank 8, adapters alone"]["bytes"] < runs["all weights"]["bytes"] / 50
 
 
 def test_the_preset_with_adapters_learned_as_its_row_says() -> None:
