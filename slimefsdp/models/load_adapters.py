@@ -79,13 +79,16 @@ def check_is_of(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
 
 def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
     """Whether the model has the stacks of experts that the folder has adapters of, and no others that it asks for."""
-    own = {name: (module, stacks_of(module)) for name, module in model.hf.named_modules()}
-    for owner in folder.stacks.keys() | own.keys():
-        wanted = folder.parameters_of(owner)
-        module, known = own.get(owner, (None, []))
+    own = {name: module for name, module in model.hf.named_modules() if stacks_of(module)}
+    held = folder.stacks
+    for owner in sorted(held.keys() | own.keys()):
+        wanted, module = folder.parameters_of(owner), own.get(owner)
+        # not by get_parameter, which finds the sum in its place while another thread has the module compute
+        parameters = {} if module is None else dict(module.named_parameters(recurse=False))
+        known = [] if module is None else stacks_of(module)
         chosen = [name for name in known if name in wanted]
         names = stack_modules(f"{owner}.{name}" for name in chosen)
-        if owner in folder.stacks and set(wanted) - set(known):
+        if owner in held and set(wanted) - set(known):
             raise wrong_tensor(
                 tensor_name(owner, "A"),
                 f"of {folder.path} is of experts, where target_parameters names {', '.join(wanted)}, and the model at "
@@ -94,7 +97,7 @@ def _check_stacks(folder: PeftFolder, model: DecoderModel, base: Path) -> None:
             )
         for name in chosen:
             assert module is not None
-            experts, rows, columns = module.get_parameter(name).shape
+            experts, rows, columns = parameters[name].shape
             if module.is_transposed:
                 rows, columns = columns, rows
             shapes = {"A": (folder.rank * experts, columns), "B": (rows, folder.rank * experts)}

@@ -11,6 +11,7 @@ import torch
 
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError, ResourceError, StateError
+from slimefsdp.models.lora_modules import LoraExperts
 from slimefsdp.sampling.requests import SampleAnswer
 from slimefsdp.sampling.turns import VersionedSampler
 from slimefsdp.trainer import Trainer
@@ -315,6 +316,27 @@ def test_folders_that_are_of_no_version_here_are_refused(
     (answer,) = answers_of(holding(base, {"partly": partly}), [asked("partly", PROMPTS[0], prompt_log_probs=True)])
     expected = plain_log_probs(opened(base, partly), PROMPTS[0])
     assert answer.prompt_log_probs[1:] == pytest.approx(expected.numpy(), abs=1e-4)  # type: ignore[union-attr]
+
+
+def test_a_version_of_experts_is_read_while_the_model_computes(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_folder("qwen3_moe", vocab_size=97)
+    folder = random_adapters(base, tmp_path / "experts", targets={**EXPERTS, "target_modules": ["q_proj"]})
+    sampler, adapters = sampler_of(base, targets=["attention", "experts"])
+    assert adapters is not None
+    sampler.reserve("first")
+    sampler.hold("first", adapters.read(folder))
+    kind = next(type(module) for module in adapters._modules if isinstance(module, LoraExperts)).__mro__[2]
+    computed, read = kind.forward, []
+
+    def computes(module: torch.nn.Module, *args: Any) -> Any:  # its stacks are the sums with the adapters' products
+        read.append(adapters.read(folder))
+        return computed(module, *args)
+
+    monkeypatch.setattr(kind, "forward", computes)
+    (answer,) = answers_of(sampler, [asked("first", PROMPTS[0], max_new_tokens=1)])
+    assert isinstance(answer, SampleAnswer) and len(read) > 0
 
 
 def test_adapters_that_were_trained_beside_other_weights_are_refused(
