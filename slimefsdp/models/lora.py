@@ -32,6 +32,7 @@ from slimefsdp.models.random_init import seed_of_module
 _WHOLE_NUMBERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of so many bytes
 # a word of lora.targets -> what transformers' decoder layers call that part
 _PARTS = {"attention": ("self_attn", "attn"), "mlp": ("mlp",)}
+_HEADS = ("head", "lm_head")  # the word, and the name that a folder of adapters at lora.path has for the LM head
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
             matched = [name for name, module in owners.items() if name.startswith(parts) and _is_meant(module, stacks)]
         elif target == "experts":
             matched = list(stacks)
-        elif target == "head" and model.trained_beside_adapters and len(targets) > 1:
+        elif target in _HEADS and model.trained_beside_adapters:
             continue  # a critic's head is trained whole
         elif target == "head":
             matched = [name for name, module in owners.items() if module is head]
@@ -235,6 +236,12 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
             for own_name in own_names:
                 found = owner if own_name == "weight" else f"{owner}.{own_name}"
                 chosen[found] = _Target(module, module.get_parameter(own_name))
+    if not chosen:
+        raise ConfigError(
+            f"lora.targets={list(targets)} is the head alone, and a critic's is trained whole, without an adapter",
+            field="lora.targets",
+            hint="choose matrices of the layers, too, such as [attention, head]",
+        )
     order = [name for owner in owners for name in (owner, *(stack for stack in stacks if stacks[stack] == owner))]
     return {name: chosen[name] for name in order if name in chosen}
 

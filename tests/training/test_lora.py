@@ -468,8 +468,13 @@ def test_a_critic_trains_its_whole_head_and_no_adapter_of_it() -> None:
     add_adapters(critic, Lora(3, 7.0, ["attention", "head"], seed=0), base_dtype=torch.float32)
     trained = [name for name, _ in critic.trained_weights() if "self_attn" not in name]
     assert trained == ["score.weight", "score.bias"]
-    with refused(ConfigError, "lora.targets", "'head'"):
-        add_adapters(ValueModel(tiny_model()), Lora(3, 7.0, ["head"], seed=0), base_dtype=torch.float32)
+    # as the targets of a folder at lora.path, which names the modules of the policy
+    critic = ValueModel(tiny_model())
+    add_adapters(critic, Lora(3, 7.0, ["model.layers.0.mlp.up_proj", "lm_head"], seed=0), base_dtype=torch.float32)
+    assert [name for name, _ in critic.trained_weights() if "mlp.up_proj" not in name] == trained
+    for head in (["head"], ["lm_head"]):
+        with refused(ConfigError, "lora.targets", head):
+            add_adapters(ValueModel(tiny_model()), Lora(3, 7.0, head, seed=0), base_dtype=torch.float32)
 
 
 # ---------------------------------------------------------------------- the example
