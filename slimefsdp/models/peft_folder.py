@@ -249,6 +249,12 @@ def _check_config(config: dict[str, Any], file: Path) -> None:
             f"in a copy of the folder set use_rslora to false and lora_alpha to {alpha * math.sqrt(rank)!r}, which "
             "computes the same",
         )
+    if config.get("lora_dropout"):
+        raise refused(
+            "lora_dropout",
+            "is noise in training, of which there is none here",
+            "in a copy of the folder set lora_dropout to 0, which changes nothing of what the adapters compute",
+        )
     for key, value in config.items():
         if key not in _READ | _WITHOUT_EFFECT and value:
             raise refused(key, "cannot be honoured", "name adapters that were trained without it")

@@ -157,6 +157,15 @@ def test_the_way_out_of_rslora_computes_the_same(written: Path) -> None:
     assert repr(alpha) in (caught.value.hint or "") and alpha / 3 == pytest.approx(7 / math.sqrt(3))
 
 
+def test_the_way_out_of_dropout_is_named(written: Path) -> None:
+    rewrite(written, config={"lora_dropout": 0.05})
+    with refused(ModelError, "lora.path", "lora_dropout=0.05") as caught:
+        read_peft_folder(written)
+    assert "set lora_dropout to 0" in (caught.value.hint or "")
+    rewrite(written, config={"lora_dropout": 0})
+    assert read_peft_folder(written).rank == 3
+
+
 REFUSED_TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], list[Any]]] = {
     "no A": ({A: None}, [A, "missing"]),
     "no B": ({B: None}, [B, "missing"]),
