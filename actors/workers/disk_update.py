@@ -72,8 +72,9 @@ class DiskUpdate(WeightUpdate):
 
         if weights:
             write_weights(self._path, weights, without_matrices(), self._source, self._dtype)
-        else:
-            assert not list(without_matrices())
+        else:  # matrices alone
+            weightless = list(without_matrices())
+            assert not weightless
         if adapter_scale is not None:
             write_adapter(self._path, matrices, adapter_scale, self._source, self._dtype)
 
