@@ -226,8 +226,8 @@ class Adapters:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that those which wait have."""
-        return sum(parked.host_bytes for parked in self._parked.values())
+        """Bytes of host memory that those which wait have; from any thread."""
+        return sum(parked.host_bytes for parked in list(self._parked.values()))
 
     def _park_current(self) -> None:
         """What is in the model is kept beside it; the model's own stays as it is, for whoever overwrites it."""
