@@ -60,7 +60,7 @@ class LoraExperts(nn.Module):
 
     While the module computes, each chosen stack is W + (alpha / rank) B A, [experts, ..], made anew by every forward,
     whichever implementation multiplies with it. The sum has the size of the stack, and lives until backward used it,
-    unless the layer is recomputed. In a half precision it is rounded once.
+    unless the layer is recomputed. In a half precision (alpha / rank) B is rounded, and then the sum.
     """
 
     stacks: tuple[str, ...]  # names of parameters, in the module's order
