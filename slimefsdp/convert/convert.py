@@ -178,6 +178,12 @@ def checkpoint_to_hugging_face(
 def _write_adapters(
     folder: Path, identity: dict[str, Any], target: Path, base: Path, dtype: str | None, note: Note
 ) -> list[TensorSpec]:
+    if "model.path" not in identity:
+        raise CheckpointError(
+            f"{folder} is of a critic, and a PEFT folder has no place for its head",
+            field="path",
+            hint="name the policy's checkpoint; export_hf of the critic's group writes the merged model with its head",
+        )
     saved = SavedWeights(folder)
     specs, progress = list(saved.specs.values()), _Progress(len(saved.specs), note)
     # after the words that `slimefsdp.training.checkpointing` puts before it

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from slimefsdp.config import RunConfig
+from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, SlimeError
 from slimefsdp.preparation.plan import plan_training
@@ -22,6 +23,7 @@ from tests.support.float64 import KeepFloat64
 from tests.support.plain_critic import PlainCritic, critic_batch, critic_settings, plain_targets
 from tests.support.plain_lora import adapters_of, base_of, fill_b
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
 from tests.support.tiny_models import save_tiny_model
 from tests.support.trainers import error_of
 
@@ -123,6 +125,9 @@ def test_a_checkpoint_holds_adapters_and_head_alone_and_an_export_is_merged(rank
     ((error, again),) = ranks.run(1, load, lora_settings(model, mesh={"dp": 1}, **sections), batch)
     assert error is None
     np.testing.assert_allclose(again, found["values"], atol=0.02)
+    for like in (None, model):  # a folder of peft's has no place for the head
+        with refused(CheckpointError, "path", found["saved"]):
+            checkpoint_to_hugging_face(found["saved"], tmp_path / "converted", like, dtype=None, note=print)
     other = save_tiny_model(tmp_path / "other", seed=1)
     elsewhere = config.model_copy(update={"critic": config.critic.model_copy(update={"path": other})})
     for error, _ in ranks.run(2, load, elsewhere, batch):
