@@ -139,24 +139,24 @@ class Adapters:
         """Collective: a new one, drawn from `seed`, takes the model.
 
         Raises:
-            StateError: there is one of this name. ResourceError: there is no memory for what was in the model.
+            StateError: there is one of this name. ResourceError: there is no memory for what was in the model, which
+                is there still.
         """
         if name in self._adapters:
             raise StateError(
                 f"there is an adapter {name!r}", field="name", hint="choose another name, or delete that one first"
             )
-        made: list[Adapter] = []
         self._park_current()
         try:
-            made.append(self._make(name, rank, alpha))
+            self._keep_residents()  # first: where there is no memory for them, nothing has changed
+            made = self._make(name, rank, alpha)
         except BaseException:
-            self._parked.pop(self.current.name)
+            self._parked.pop(self.current.name).to_device()  # gradients among it are the model's own
             raise
-        self._adapters[name] = self.current = made[0]
+        self._adapters[name] = self.current = made
         self.current.updater.begin_anew()
         draw_adapters(self._model, seed, rank=rank)
-        set_scale(self._model, made[0].scale)
-        self._keep_residents()
+        set_scale(self._model, made.scale)
 
     def select(self, name: str) -> None:
         """Collective: has an adapter in the model; nothing where it is there.

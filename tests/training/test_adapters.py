@@ -14,7 +14,8 @@ import torch.distributed as dist
 from slimefsdp.config import RunConfig
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import CheckpointError, ConfigError, StateError
+from slimefsdp.distributed.memory_manager import StorageOffloader
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.models.build import build_for_sampling
 from slimefsdp.models.lora import set_scale
 from slimefsdp.results import AdapterInfo
@@ -193,6 +194,33 @@ def places_of_adapters(rank: int, config: RunConfig) -> dict[str, Any]:
     used = trainer.adapters()
     trainer.sleep(("optimizer",))
     return {"made": made, "used": used, "slept": trainer.adapters(), "host": (before, trainer.memory().host_buffers)}
+
+
+def without_host_memory(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    def full(*_: Any) -> None:
+        raise ResourceError("the host is full", field="tags", hint="none")
+
+    trainer = Trainer(config, device=CPU)
+    trainer.train_step(batch)
+    trainer.forward_backward(batch)
+    before = adapters_of(trainer)
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == dist.get_world_size() - 1:  # on one rank alone, after others have made room
+            patched.setattr(StorageOffloader, "sleep", full)
+        refused = error_of(lambda: trainer.create_adapter("a", **MADE["a"]))
+    same = largest_difference(before, adapters_of(trainer)) == 0
+    found = {"refused": refused, "same": same, "listed": [one.name for one in trainer.adapters()]}
+    norm = trainer.optimizer_step()["grad_norm"]
+    trainer.create_adapter("a", **MADE["a"])
+    return {**found, "norm": norm, "after": [one.name for one in trainer.adapters()]}
+
+
+def test_an_adapter_for_which_there_is_no_memory_changes_nothing(folder: Path, ranks: RankPool) -> None:
+    config = adapter_settings(folder, mesh={"dp": 2})
+    for found in ranks.run(2, without_host_memory, config, fresh_batch()):
+        assert isinstance(found["refused"], ResourceError) and found["same"]
+        assert found["listed"] == [DEFAULT_ADAPTER] and found["norm"] > 0
+        assert found["after"] == [DEFAULT_ADAPTER, "a"]
 
 
 def trained_as(rank: int, config: RunConfig, batch: RolloutBatch, made: dict[str, Any] | None) -> dict[str, Any]:
