@@ -26,9 +26,8 @@ from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateE
 from slimefsdp.results import ForwardBackward, LogProbs
 from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
-from tests.service.test_bad_requests import message
-from tests.service.test_serve_command import tree
 from tests.support.refusals import refused
+from tests.support.service import message, service_tree
 from tests.support.waiting import wait_until
 
 HEAD = {"X-API-Key": "tml-x"}
@@ -121,7 +120,7 @@ class Engine:
 @pytest.fixture
 def service(untied: Path, tmp_path: Path) -> Service:
     limits = {"model_name": "tiny/model", "max_sessions": 2, "max_runs": 2, "max_body_bytes": 4096}
-    config = config_from_dict(tree(untied, tmp_path, service=limits))
+    config = config_from_dict(service_tree(untied, tmp_path, service=limits))
     assert config.run.dir is not None
     config.run.dir.mkdir()
     return Service(config, cast(Any, Group(config.run.dir)), Engine(2))
@@ -268,7 +267,7 @@ def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient
 
 def test_a_key_is_read_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     assert key_of(service.config) is None
-    named = config_from_dict(tree(Path("m"), Path("r"), service={"api_key_env": "A_KEY"}))
+    named = config_from_dict(service_tree(Path("m"), Path("r"), service={"api_key_env": "A_KEY"}))
     monkeypatch.setenv("A_KEY", "tml-1")
     assert key_of(named) == "tml-1"
     monkeypatch.setenv("A_KEY", "")

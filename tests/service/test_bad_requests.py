@@ -17,27 +17,7 @@ from tinker import types
 from actors.service import schema
 from actors.service.datums import work_of
 from slimefsdp.errors import BatchError, SlimeError
-from tests.support.service import Served, datum, log_probs_of, tokens_of
-
-
-def message(model: str = "s:train:0", number: int = 1, loss: str = "cross_entropy", **inputs: Any) -> Any:
-    """A request of one datum: `inputs` are arrays, or protobuf tensors."""
-    made = schema.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn=loss)
-    one = made.data.add()
-    one.model_input.add().encoded_text.tokens = np.array([3, 4, 5], "<i4").tobytes()
-    for name, values in {"target_tokens": np.array([4, 5, 6]), **inputs}.items():
-        if isinstance(values, np.ndarray):
-            values = tensor(values)
-        if values is not None:
-            one.loss_fn_inputs[name].CopyFrom(values)
-    return made
-
-
-def tensor(values: np.ndarray) -> Any:
-    kind = schema.DTYPE_FLOAT32 if values.dtype.kind == "f" else schema.DTYPE_INT64
-    data = values.astype("<f4" if values.dtype.kind == "f" else "<i8").tobytes()
-    return schema.Tensor(dense=data, dtype=kind, shape=values.shape)
-
+from tests.support.service import Served, datum, log_probs_of, message, tokens_of
 
 ONE = np.ones(3)
 RL = {"logprobs": -ONE, "advantages": ONE}

@@ -20,26 +20,10 @@ from actors.cli.main import main
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError
-from tests.support.service import datum, log_probs_of, tokens_of
+from tests.support.service import datum, log_probs_of, service_tree, tokens_of
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-
-
-def tree(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "run": {"dir": str(folder / "run")},
-        "model": {"path": str(model)},
-        "lora": {"rank": 8, "targets": ["attention", "mlp", "head"]},
-        "mesh": {"dp": 1, "device": "cpu"},
-        "precision": {"compute_dtype": "float32"},
-        "batch": {"max_tokens_per_rank": 256},
-        "optim": {"lr": 1e-4, "total_updates": 1},
-        "service": {"port": 0},
-    }
-    for name, values in sections.items():
-        settings[name] = {**settings.get(name, {}), **values}
-    return settings
 
 
 UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -57,10 +41,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_settings_that_say_what_requests_say_are_refused_before_anything_starts(name: str, tmp_path: Path) -> None:
     sections, field, words = UNFIT[name]
     with pytest.raises(ConfigError, match=words) as caught:
-        check_ready_to_serve(config_from_dict(tree(tmp_path, tmp_path, **sections)))
+        check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, **sections)))
     assert caught.value.field == field and caught.value.hint
     open_to_all = {"host": "0.0.0.0", "api_key_env": "KEY"}
-    check_ready_to_serve(config_from_dict(tree(tmp_path, tmp_path, service=open_to_all)))
+    check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, service=open_to_all)))
 
 
 def test_a_key_that_is_named_and_not_set_is_an_error(
@@ -68,7 +52,7 @@ def test_a_key_that_is_named_and_not_set_is_an_error(
 ) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump(tree(untied, tmp_path, service={"api_key_env": "A_KEY"})))
+    file.write_text(yaml.safe_dump(service_tree(untied, tmp_path, service={"api_key_env": "A_KEY"})))
     assert main(["serve", str(file)]) == ConfigError.exit_code
     assert "export A_KEY=tml-.." in capsys.readouterr().err
 
@@ -101,7 +85,7 @@ def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_o
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("TINKER_API_KEY", "tml-local")
     file = tmp_path / "service.yaml"
-    file.write_text(yaml.safe_dump(tree(untied, tmp_path)))
+    file.write_text(yaml.safe_dump(service_tree(untied, tmp_path)))
     server = Server(file)
     try:
         monkeypatch.setenv("TINKER_BASE_URL", server.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import tinker
 from tinker import types
 
 from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.service import schema
 from slimefsdp.config import RunConfig
 
 
@@ -69,3 +71,40 @@ def soon(check: Any, seconds: float = 60.0) -> bool:
             return True
         time.sleep(0.1)
     return False
+
+
+def message(model: str = "s:train:0", number: int = 1, loss: str = "cross_entropy", **inputs: Any) -> Any:
+    """A request of one datum: `inputs` are arrays, or protobuf tensors."""
+    made = schema.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn=loss)
+    one = made.data.add()
+    one.model_input.add().encoded_text.tokens = np.array([3, 4, 5], "<i4").tobytes()
+    for name, values in {"target_tokens": np.array([4, 5, 6]), **inputs}.items():
+        if isinstance(values, np.ndarray):
+            values = tensor(values)
+        if values is not None:
+            one.loss_fn_inputs[name].CopyFrom(values)
+    return made
+
+
+def tensor(values: np.ndarray) -> Any:
+    """As a datum has it."""
+    kind = schema.DTYPE_FLOAT32 if values.dtype.kind == "f" else schema.DTYPE_INT64
+    data = values.astype("<f4" if values.dtype.kind == "f" else "<i8").tobytes()
+    return schema.Tensor(dense=data, dtype=kind, shape=values.shape)
+
+
+def service_tree(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a service on one rank, as a file holds them."""
+    settings: dict[str, Any] = {
+        "run": {"dir": str(folder / "run")},
+        "model": {"path": str(model)},
+        "lora": {"rank": 8, "targets": ["attention", "mlp", "head"]},
+        "mesh": {"dp": 1, "device": "cpu"},
+        "precision": {"compute_dtype": "float32"},
+        "batch": {"max_tokens_per_rank": 256},
+        "optim": {"lr": 1e-4, "total_updates": 1},
+        "service": {"port": 0},
+    }
+    for name, values in sections.items():
+        settings[name] = {**settings.get(name, {}), **values}
+    return settings
