@@ -482,7 +482,7 @@ class GroupCalls:
         """As `load`, returning a future."""
         if name is not None:
             require_name(name)
-        more = () if name is None and not weights_only else (name, weights_only)
+        more = (name, True) if weights_only else () if name is None else (name,)
         return self._start(RankRequest("load", (step, *more)))
 
     def restored(self) -> LoadReport | None:
