@@ -111,10 +111,7 @@ def require_adapter_settings(name: object, rank: object, alpha: object, seed: ob
     Raises:
         ConfigError: naming the argument.
     """
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        problem = f"name={short_repr(name)} cannot be the name of an adapter"
-        hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
-        raise ConfigError(problem, field="name", hint=hint)
+    require_adapter_name(name)
     for argument, value, least in (("rank", rank, 1), ("seed", seed, 0)):
         if value is not None and (type(value) is not int or not least <= value < 2**63):
             problem = f"{argument}={short_repr(value)} of an adapter is no whole number of {least} or more"
@@ -123,6 +120,18 @@ def require_adapter_settings(name: object, rank: object, alpha: object, seed: ob
     if alpha is not None and not is_number:
         problem = f"alpha={short_repr(alpha)} of an adapter is no finite number above 0"
         raise ConfigError(problem, field="alpha", hint="leave it out, and lora.alpha holds")
+
+
+def require_adapter_name(name: object) -> None:
+    """Whether an adapter can be called so.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        problem = f"name={short_repr(name)} cannot be the name of an adapter"
+        hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
+        raise ConfigError(problem, field="name", hint=hint)
 
 
 def require_log_probs(with_log_probs: object, role: str) -> None:

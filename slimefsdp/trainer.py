@@ -52,6 +52,7 @@ from slimefsdp.rpc import (
     CallLock,
     Role,
     UpdateSettings,
+    require_adapter_name,
     require_adapter_settings,
     require_log_probs,
     require_receivers,
@@ -358,8 +359,10 @@ class Trainer:
         """Forgets an adapter, but for what it left on the disk.
 
         Raises:
-            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters.
+            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters, or it
+                cannot be a name.
         """
+        require_adapter_name(name)
         adapters = self._require_adapters("delete_adapter")
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
         with self._state.exchanging(adapters):
@@ -379,9 +382,10 @@ class Trainer:
         """Has an adapter in the model: all calls are for it, until another one is used or made.
 
         Raises:
-            StateError: there is none of this name. ConfigError: the run has no adapters.
+            StateError: there is none of this name. ConfigError: the run has no adapters, or it cannot be a name.
             ResourceError: there is no memory for two at once.
         """
+        require_adapter_name(name)
         adapters = self._require_adapters("use_adapter")
         adapters.require(name)
         if name == adapters.current.name:

@@ -40,6 +40,7 @@ from slimefsdp.rpc import (
     DEFAULT_ADAPTER,
     Role,
     UpdateSettings,
+    require_adapter_name,
     require_adapter_settings,
     require_log_probs,
     require_receivers,
@@ -289,12 +290,14 @@ class GroupCalls:
         """Forgets an adapter, but for what it left on the disk.
 
         Raises:
-            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters.
+            StateError: there is none of this name, or it is the run's own. ConfigError: the run has no adapters, or it
+                cannot be a name.
         """
         self.delete_adapter_async(name).result()
 
     def delete_adapter_async(self, name: str) -> Future[None]:
         """As `delete_adapter`, returning a future."""
+        require_adapter_name(name)
         return self._start(RankRequest("delete_adapter", (name,), adapter=name))
 
     def adapters(self) -> list[AdapterInfo]:
@@ -529,7 +532,7 @@ class AdapterCalls(GroupCalls):
     """
 
     def __init__(self, group: GroupCalls, name: str) -> None:
-        require_adapter_settings(name, None, None, None)
+        require_adapter_name(name)
         self.name, self.role = name, group.role
         self._group = group
 

@@ -21,7 +21,7 @@ from actors.workers.worker_group import WorkerGroup
 from slimefsdp.batching.packing import local_share, pack
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import StateError
+from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.rpc import UpdateSettings
 from tests.support.comparisons import largest_difference
 from tests.support.peft_folders import adapters_in, farthest, merged_logits, opened_by_peft, trained_by_peft
@@ -123,6 +123,8 @@ def test_clients_of_several_adapters_get_the_bits_of_a_client_alone(cluster: Non
         ]  # fmt: skip
         with refused(StateError, "adapter", "nobody"):
             group.adapter("nobody").optimizer_step()
+        with refused(ConfigError, "name", "client0"):
+            group.delete_adapter(["client0"])
         with refused(StateError, "name", "client0"):
             group.create_adapter("client0")
         assert group.check_sync().is_in_sync

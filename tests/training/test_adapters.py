@@ -380,6 +380,8 @@ def refusals(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any
     found["unknown"] = error_of(lambda: trainer.use_adapter("nobody"))
     found["own"] = error_of(lambda: trainer.delete_adapter(DEFAULT_ADAPTER))
     found["gone"] = error_of(lambda: trainer.delete_adapter("nobody"))
+    found["no name to use"] = error_of(lambda: trainer.use_adapter(["a"]))
+    found["no name to delete"] = error_of(lambda: trainer.delete_adapter(["a"]))
     found["same"] = trainer.updater.has_gradients and largest_difference(before, adapters_of(trainer)) == 0
     trainer.save(1, name="of-a")
     trainer.create_adapter("b", rank=3)
@@ -399,6 +401,8 @@ def test_adapters_that_cannot_be_are_refused_and_the_one_in_the_model_stays(
     found = ranks.run(1, refusals, config, fresh_batch())[0]
     for key, field in (("name", "name"), ("no name", "name"), ("rank", "rank"), ("no rank", "rank")):
         assert isinstance(found[key], ConfigError) and found[key].field == field
+    for key in ("no name to use", "no name to delete"):
+        assert isinstance(found[key], ConfigError) and found[key].field == "name", key
     assert found["alpha"].field == "alpha" and found["seed"].field == "seed"
     for key in ("taken", "unknown", "own", "gone"):
         assert isinstance(found[key], StateError) and found[key].hint, key
