@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -139,6 +139,8 @@ class _Api:
                 return _error(404, error.message)
             except SlimeError as error:
                 return _error(400, f"{error.message} ({error.hint})" if error.hint else error.message)
+            except ClientDisconnect:  # before its body had come: nobody reads this
+                return _error(400, "the client is gone")
             except Exception as error:  # a defect of ours: tried again it would fail again
                 print(f"{request.url.path}: {error!r}", file=sys.stderr, flush=True)
                 return _error(400, f"{type(error).__name__} in the server")
@@ -159,12 +161,15 @@ class _Api:
     async def _tidy(self) -> None:
         while True:
             await asyncio.sleep(_TIDY_S)
-            self._service.results.forget_old()
-            await asyncio.to_thread(self._service.catalogue.remove_expired)
-            await self._service.samplers.forget_oldest()
-            for session in self._service.overdue_sessions():
-                print(f"{session}: its client is gone", file=sys.stderr, flush=True)
-                await self._service.end_session(session)
+            try:
+                self._service.results.forget_old()
+                await asyncio.to_thread(self._service.catalogue.remove_expired)
+                await self._service.samplers.forget_oldest()
+                for session in self._service.overdue_sessions():
+                    print(f"{session}: its client is gone", file=sys.stderr, flush=True)
+                    await self._service.end_session(session)
+            except Exception as error:  # of a disk, or of an engine that is lost: the next round is another one
+                print(f"tidying up: {error!r}", file=sys.stderr, flush=True)
 
     # ------------------------------------------------------------------ bodies
 

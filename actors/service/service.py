@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shutil
 import sys
@@ -159,7 +160,8 @@ class Service:
         """A new run; asked for again, the same one.
 
         Raises:
-            ConfigError: it cannot be had here. NotFound: no such session.
+            ConfigError: it cannot be had here. NotFound: no such session. StateError: it is there since an earlier
+                start.
         """
         self._check_base(body.base_model)
         lora = body.lora_config
@@ -186,6 +188,9 @@ class Service:
         with self._lock:
             if (known := session.made.get(("run", number))) is not None:
                 return run_id, known
+            if run_id in self.runs:
+                problem = f"{run_id} goes on since before the server was started anew"
+                raise StateError(problem, field="model_seq_id", hint="go on with it, or give another number")
             if len(self.runs) >= self.config.service.max_runs:
                 raise ResourceError(
                     f"there are {len(self.runs)} training runs, which is service.max_runs",
@@ -201,7 +206,7 @@ class Service:
             try:
                 result.set(make(run))
             except Exception as error:
-                self.runs.pop(run_id, None)
+                self._end_run(run)
                 result.fail(error)
 
         self._making.submit(work)
@@ -295,7 +300,11 @@ class Service:
 
         def do(calls: AdapterCalls) -> Answer:
             adapter = adapter_of(run.id)
-            name = body.path or f"session-{body.sampling_session_seq_id}"
+            sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
+            if body.path is None and sampler_id in self.samplers.sessions:
+                problem = f"there is a sampler {sampler_id}, which keeps its weights"
+                raise ConfigError(problem, field="sampling_session_seq_id", hint="number samplers 0, 1, 2, ..")
+            name = body.path or f"_session-{body.sampling_session_seq_id}"  # which no path can be
             folder = self.catalogue.folder_of(adapter, "sampler_weights", name)
             if body.path is None:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -307,7 +316,7 @@ class Service:
                     "path": self._catalogued(run, "sampler_weights", name, body),
                 }
             version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
-            sampler = SamplerSession(f"{run.session}:sample:{body.sampling_session_seq_id}", run.session, version)
+            sampler = SamplerSession(sampler_id, run.session, version)
             self.samplers.sessions[sampler.id] = sampler
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
 
@@ -333,15 +342,18 @@ class Service:
             raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
 
         def load(calls: AdapterCalls, adapter: str) -> None:
+            name = saved.name
             if saved.adapter != adapter:
-                target = self.catalogue.folder_of(adapter, "weights", saved.name)
+                # longer than a name that a client can give: the run may have one of its own of that name
+                name = f"loaded-{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
+                target = self.catalogue.folder_of(adapter, "weights", name)
                 if not target.exists():
                     target.parent.mkdir(parents=True, exist_ok=True)
                     part = target.with_name(f".{target.name}.part")
                     shutil.rmtree(part, ignore_errors=True)
                     shutil.copytree(self.catalogue.folder(saved), part)
                     part.replace(target)
-            calls.load(name=saved.name, weights_only=not body.optimizer)
+            calls.load(name=name, weights_only=not body.optimizer)
 
         if body.session_id is not None and body.model_seq_id is not None:
             if body.base_model is not None:
@@ -424,6 +436,10 @@ class Service:
             problem = f"a prompt of {len(prompt)} tokens, and this server reads at most {self.most_tokens - 1}"
             raise BatchError(problem, field="prompt", hint="cut it, or raise batch.max_tokens_per_rank of the server")
         params = body.params(self.end_token_ids, left, secrets.randbits(62))
+        if params.max_new_tokens > left:
+            problem = f"max_tokens={params.max_new_tokens} behind {len(prompt)} tokens, and there is room for {left}"
+            hint = "lower it, or raise batch.max_tokens_per_rank of the server"
+            raise BatchError(problem, field="max_tokens", hint=hint)
         version = None if sampler.version is None else sampler.version.name
         request = SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs))
         result = sampler.answers[body.seq_id] = self.results.new()
@@ -444,9 +460,14 @@ class Service:
     def close(self) -> None:
         """Finishes what was taken, and saves every run for the next start."""
         self.is_ending = True
+        self._making.shutdown()  # runs that are being made or ended are there, or not, behind this
         for run in list(self.runs.values()):
             run.close(finishes=True)
-            run.calls.save(run.updates)
+            try:
+                run.calls.save(run.updates)
+            except SlimeError as error:  # the others can be kept
+                print(f"{run.id} is not kept: {error}", file=sys.stderr, flush=True)
+                continue
             seen = self.sessions[run.session].sdk_version if run.session in self.sessions else ""
             self.catalogue.keep_run(
                 KeptRun(
@@ -454,7 +475,6 @@ class Service:
                     run.user_metadata,
                 )
             )  # fmt: skip
-        self._making.shutdown()
         self.log.close()
 
     @property

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from slimefsdp.sampling.params import SamplingParams
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+_LONGEST_S = 10**9  # 30 years: dates beyond have no name
+
+
+def _is_json(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    json.dumps(value, allow_nan=False)  # ValueError of NaN and infinity, which no answer could list
+    return value
+
+
+Metadata = Annotated[dict[str, Any] | None, AfterValidator(_is_json)]
+"""What a client wants to be told again of a run."""
 
 
 class Body(BaseModel):
@@ -21,7 +32,7 @@ class CreateSession(Body):
     """POST create_session."""
 
     tags: list[str] = Field(default_factory=list, max_length=64)
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     sdk_version: str = Field("", max_length=64)
 
 
@@ -47,7 +58,7 @@ class CreateModel(Body):
     session_id: str
     model_seq_id: int = Field(ge=0, lt=2**31)
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     lora_config: LoraConfig | None = None
     optimizer_config: dict[str, Any] = {"type": "adamw"}
 
@@ -86,7 +97,7 @@ class SaveWeights(OfRun):
 
     path: str | None = Field(None, pattern=NAME)
     overwrite: bool = False
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, le=_LONGEST_S)
     user_metadata: dict[str, str] | None = None
 
 
@@ -96,7 +107,7 @@ class SaveForSampler(OfRun):
     path: str | None = Field(None, pattern=NAME)
     sampling_session_seq_id: int | None = Field(None, ge=0, lt=2**63)
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: int | None = Field(None, ge=1, le=_LONGEST_S)
     user_metadata: dict[str, str] | None = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from actors.service import schema
+from actors.service import schema, wire
 from actors.service.app import make_app
-from actors.service.catalogue import Catalogue, Saved
+from actors.service.catalogue import Catalogue, Saved, adapter_of
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.serve import key_of
 from actors.service.service import Service
@@ -31,6 +32,7 @@ from tests.support.service import message, service_tree
 from tests.support.waiting import wait_until
 
 HEAD = {"X-API-Key": "tml-x"}
+ASKED: dict[str, Any] = {"model_seq_id": 0, "base_model": "tiny/model", "lora_config": {"rank": 4}}
 
 
 class Calls:
@@ -50,19 +52,27 @@ class Calls:
         self.group.updates.append(settings)
         return {"grad_norm": 1.0, "lr": settings.lr, "skipped_update": 0.0}
 
-    def load(self, step: int) -> None:
-        assert self.group.steps[self.name] == step
+    def load(self, step: int | None = None, name: str | None = None, weights_only: bool = False) -> None:
+        if name is None:
+            assert self.group.steps[self.name] == step
+        else:
+            self.group.loaded.append((self.named(name) / "weights").read_text())
+
+    def named(self, name: str) -> Path:
+        return self.group.run_dir / "adapters" / self.name / "checkpoints" / "named" / name
 
     def zero_grad(self) -> None:
         self.group.dropped += 1
 
     def save(self, step: int, name: str | None = None, overwrite: bool = False) -> None:
+        if self.name in self.group.broken:
+            raise CheckpointError("the disk is full", field="run.dir", hint="make room")
         self.group.steps[self.name] = step
         if name is None:
             return
-        folder = self.group.run_dir / "adapters" / self.name / "checkpoints" / "named" / str(name)
+        folder = self.named(name)
         folder.mkdir(parents=True, exist_ok=overwrite)
-        (folder / "weights").write_bytes(bytes(10))
+        (folder / "weights").write_text(self.name)
 
     def export_adapter(self, folder: Path) -> None:
         folder.mkdir()
@@ -78,6 +88,8 @@ class Group:
         self.updates: list[Any] = []
         self.steps: dict[str, int] = {}  # saved last, by adapter
         self.dropped = 0
+        self.loaded: list[str] = []  # what was in the checkpoints
+        self.broken: set[str] = set()  # adapters that cannot be saved
 
     def create_adapter(self, name: str, **how: Any) -> None:
         self.names.append(name)
@@ -142,8 +154,7 @@ def answer(http: TestClient, response: Any) -> Any:
 
 def new_run(http: TestClient, **more: Any) -> str:
     session = http.post("/api/v1/create_session", json={"sdk_version": "0.38.0"}).json()["session_id"]
-    asked = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model", "lora_config": {"rank": 4}}
-    both = [http.post("/api/v1/create_model", json={**asked, **more}) for _ in range(2)]
+    both = [http.post("/api/v1/create_model", json={"session_id": session, **ASKED, **more}) for _ in range(2)]
     assert both[0].json() == both[1].json()  # sent again, it is the same one
     assert answer(http, both[0])["model_id"] == f"{session}:train:0"
     return f"{session}:train:0"
@@ -172,7 +183,7 @@ def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, servi
     saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 3, "path": "a"}))
     assert saved["path"] == f"tinker://{run}/weights/a"
     (listed,) = http.get(f"/api/v1/training_runs/{run}/checkpoints").json()["checkpoints"]
-    assert (listed["checkpoint_id"], listed["size_bytes"]) == ("weights/a", 10)
+    assert (listed["checkpoint_id"], listed["size_bytes"]) == ("weights/a", len(adapter_of(run)))
     assert http.get("/api/v1/training_runs").json()["cursor"]["total_count"] == 1
     assert http.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/a").status_code == 200
     assert http.post("/api/v1/weights_info", json={"tinker_path": saved["path"]}).status_code == 404
@@ -227,6 +238,8 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
                 answer(http, http.post("/api/v1/optim_step", json=step))
     again = Service(service.config, group, Engine(2))
     again.continue_runs()
+    with refused(StateError, "model_seq_id", runs[0]):  # a late copy of the request that made it
+        again.create_run(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED))
     assert [again.runs[run].next_number for run in runs] == [4, 2] and again.catalogue.kept_runs() == []
     with TestClient(make_app(again, None)) as http:
         steps = [
@@ -234,6 +247,71 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
             for run, number in ((runs[0], 4), (runs[1], 2))
         ]
     assert all("started anew" in one["error"] for one in steps) and cast(Any, group).dropped == 2
+
+
+def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: Service) -> None:
+    group = cast(Any, service._group)
+    with TestClient(make_app(service, None)) as http:
+        runs = [new_run(http), new_run(http)]
+        group.broken.add(adapter_of(runs[0]))
+    assert [one.run for one in service.catalogue.kept_runs()] == runs[1:]
+
+
+def test_what_no_answer_could_list_is_refused_before_it_is_kept(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    for more in ('"ttl_seconds": 1000000000000000000', '"ttl_seconds": 0'):
+        body = f'{{"model_id": "{run}", "seq_id": 1, "path": "x", {more}}}'
+        assert http.post("/api/v1/save_weights", content=body).status_code == 422, more
+    for value in ("NaN", "-Infinity", "[1, Infinity]"):
+        body = json.dumps({"session_id": service.runs[run].session, **ASKED, "model_seq_id": 1})
+        body = body.removesuffix("}") + f', "user_metadata": {{"x": {value}}}}}'
+        assert http.post("/api/v1/create_model", content=body).status_code == 422, value
+    assert [http.get(f"/api/v1/{path}").status_code for path in ("training_runs", "checkpoints")] == [200, 200]
+
+
+def test_names_of_one_run_are_not_those_of_another_nor_of_samplers_without_one(
+    http: TestClient, service: Service
+) -> None:
+    group, (first, second) = cast(Any, service._group), (new_run(http), new_run(http))
+    for run in (first, second):
+        saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "ck"}))
+    for number, run in enumerate((first, second), 2):
+        body = {"model_id": second, "seq_id": number, "path": f"tinker://{run}/weights/ck", "optimizer": True}
+        assert "error" not in answer(http, http.post("/api/v1/load_weights", json=body))
+    assert saved["path"] == f"tinker://{second}/weights/ck"
+    assert group.loaded == [adapter_of(first), adapter_of(second)]
+
+    def for_sampler(number: int, **how: Any) -> Any:
+        body = {"model_id": first, "seq_id": number, **how}
+        return answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))
+
+    path = for_sampler(2, path="session-7")["path"]
+    folder = service.catalogue.folder(service.catalogue.get(path))
+    (folder / "mine").touch()
+    assert for_sampler(3, sampling_session_seq_id=7)["sampling_session_id"].endswith(":sample:7")
+    assert (folder / "mine").exists()
+    assert "keeps its weights" in for_sampler(4, sampling_session_seq_id=7)["error"]
+
+
+def test_a_run_that_cannot_be_begun_from_a_checkpoint_leaves_no_adapter(http: TestClient, service: Service) -> None:
+    group, run = cast(Any, service._group), new_run(http)
+    saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "ck"}))
+    shutil.rmtree(service.catalogue.folder(service.catalogue.get(saved["path"])))
+    body = {"session_id": service.runs[run].session, "model_seq_id": 1, "path": saved["path"], "optimizer": False}
+    assert "error" in answer(http, http.post("/api/v1/load_weights", json=body))
+    assert list(service.runs) == [run] and group.names == [adapter_of(run)]
+
+
+def test_a_response_that_may_be_longer_than_there_is_room_for_is_refused(http: TestClient, service: Service) -> None:
+    session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    for number, (more, status) in enumerate(((-2, 200), (-1, 400))):
+        how = {"max_tokens": service.most_tokens + more}
+        body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
+        found = http.post("/api/v1/asample", json=body)
+        assert found.status_code == status and (status == 200 or "there is room for" in found.text)
 
 
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:
