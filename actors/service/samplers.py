@@ -60,32 +60,42 @@ class Samplers:
         self.sessions: dict[str, SamplerSession] = {}
         self._engine = engine
         self._used: dict[str, float] = {}  # versions in the engine, and when they were asked for last
-        self._running: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()  # requests by version, also those that wait for it to be loaded
+        self._running: Counter[str] = Counter()  # those that are in the engine
         self._most_unnamed = most_unnamed
         self._loading = asyncio.Lock()
+        self._idle = asyncio.Event()  # a request has left the engine
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
         """Draws what is asked for from the sampler's own weights.
 
         Raises:
-            StateError: these weights are not there any more. ResourceError: there is no room for them while others
-                are sampled from. BatchError: the request cannot be served.
+            StateError: these weights are not there any more. ResourceError: there is no room for them, also alone.
+                BatchError: the request cannot be served.
         """
         if sampler.version is None:
             answer: SampleAnswer = await self._engine.sample.remote(request)
             return answer
         name = sampler.version.name
-        self._running[name] += 1
+        self._asked[name] += 1
         try:
             async with self._loading:
                 await self._have(sampler.version)
-            answer = await self._engine.sample.remote(request)
-            return answer
+                self._running[name] += 1
+            try:
+                answer = await self._engine.sample.remote(request)
+                return answer
+            finally:
+                self._running[name] -= 1
+                self._idle.set()
         finally:
-            self._running[name] -= 1
+            self._asked[name] -= 1
 
     async def _have(self, version: Version) -> None:
-        """Loads a version that is not in the engine; the one that nobody has used longest makes room for it."""
+        """Loads a version that is not in the engine; the one that nobody has used longest makes room for it.
+
+        Where all are sampled from, it waits for one of them, and other requests wait behind it.
+        """
         if version.name not in self._used:
             if not version.folder.is_dir():
                 problem = f"the weights of this sampler are not there any more: {version.name}"
@@ -96,14 +106,19 @@ class Samplers:
                     break
                 except Exception as error:
                     cause = typed(error)
-                    idle = [name for name in self._used if not self._running[name]]
-                    if not isinstance(cause, ResourceError) or not idle:
+                    if not isinstance(cause, ResourceError) or not self._used:
                         raise cause from error
-                    await self._drop(min(idle, key=self._used.__getitem__))
+                    if idle := [name for name in self._used if not self._running[name]]:
+                        await self._drop(min(idle, key=self._used.__getitem__))
+                    else:
+                        self._idle.clear()
+                        await self._idle.wait()
         self._used[version.name] = time.monotonic()
 
     async def _drop(self, name: str) -> None:
         self._used.pop(name, None)
+        self._asked += Counter()  # without those that have come to 0
+        self._running += Counter()
         await self._engine.drop.remote(name)
 
     async def forget_oldest(self) -> None:
@@ -113,7 +128,7 @@ class Samplers:
             if sampler.version is not None and sampler.version.is_ephemeral:
                 unnamed.setdefault(sampler.session, []).append(sampler)
         for samplers in unnamed.values():
-            idle = [one for one in samplers if one.version is not None and not self._running[one.version.name]]
+            idle = [one for one in samplers if one.version is not None and not self._asked[one.version.name]]
             for sampler in idle[: max(0, len(samplers) - self._most_unnamed)]:
                 await self._forget(sampler)
 

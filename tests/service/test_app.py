@@ -111,7 +111,7 @@ class Engine:
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     async def _load(self, version: str, folder: str) -> int:
-        if len(self.held) == self.room:
+        if len(self.held) >= self.room:
             raise ResourceError("full", field="memory_bytes", hint="drop one")
         self.held.append(version)
         return 1
@@ -379,8 +379,19 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
         await samplers.forget_oldest()  # one too many, and a alone is not sampled from
         assert list(samplers.sessions) == ["b", "c"] and not (tmp_path / "a").exists()
         (tmp_path / "a").mkdir()
-        with refused(ResourceError, "memory_bytes"):  # those that are sampled from stay
-            await drawn("a")
+        waiting = asyncio.create_task(drawn("a"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done() and sorted(engine.held) == ["b", "c"]  # those that are sampled from stay
+        del samplers._running["b"]
+        samplers._idle.set()
+        await waiting
+        assert sorted(engine.held) == ["a", "c"]
+        engine.room = 0
+        samplers._running.clear()
+        with refused(ResourceError, "memory_bytes"):
+            await drawn("b")
+        assert engine.held == []
+        engine.room = 2
         await samplers.end("s")
         assert engine.held == [] and not (tmp_path / "b").exists()
 
