@@ -137,12 +137,20 @@ class PeftFolder:
             base: its folder.
 
         Raises:
-            ModelError: naming the first tensor whose module the model does not have, or has in another shape.
+            ModelError: naming the first tensor whose module the model does not have, or has in another shape; or the
+                rank is more than a matrix has.
         """
         for module, (rows, columns) in self.modules.items():
             found = shapes.get(f"{module}.weight")
             if found is not None and tuple(found) == (rows, columns):
-                continue
+                if self.rank <= min(rows, columns):
+                    continue
+                raise ModelError(
+                    f"r={self.rank} in {self.path / CONFIG_FILE} is more than the rank of {module}.weight, a matrix of "
+                    f"{rows} x {columns}",
+                    field=FIELD,
+                    hint=f"name adapters of rank {min(rows, columns)} at most",
+                )
             here = "has no such matrix" if found is None else f"has one of {' x '.join(map(str, found))}"
             raise wrong_tensor(
                 tensor_name(module, "A"),

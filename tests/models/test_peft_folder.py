@@ -39,6 +39,20 @@ def test_rank_alpha_and_modules_are_those_of_the_files(written: Path) -> None:
     assert found.modules == {f"model.layers.{layer}.{name}": size for layer in (0, 1) for name, size in sizes.items()}
 
 
+def test_a_rank_above_that_of_a_matrix_is_refused_beside_its_base(tmp_path: Path) -> None:
+    base = tiny_model()
+    shapes = {name: tuple(weight.shape) for name, weight in base.named_parameters()}
+    for rank in (32, 33):  # down_proj is 32 x 56
+        folder = tmp_path / str(rank)
+        get_peft_model(tiny_model(), LoraConfig(r=rank, target_modules=["down_proj"])).save_pretrained(folder)
+        found = read_peft_folder(folder)
+        if rank == 32:
+            found.check_base(shapes, tmp_path)
+        else:
+            with refused(ModelError, "lora.path", "r=33", "32 x 56"):
+                found.check_base(shapes, tmp_path)
+
+
 def test_every_key_that_peft_writes_by_itself_is_understood(written: Path) -> None:
     rewrite(written, config={"task_type": "CAUSAL_LM", "init_lora_weights": "gaussian", "peft_version": "9.9"})
     rewrite(written, config={"runtime_config": {"ephemeral_gpu_offload": False}, "revision": "main", "new_key": None})
