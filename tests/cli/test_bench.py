@@ -300,6 +300,17 @@ def test_every_system_is_in_the_record_of_a_workload_and_all_computed_the_same()
         assert len(one["steps"]) == record["rounds"] >= 3
 
 
+def test_the_step_with_adapters_is_the_recorded_one_and_twice_as_fast_as_with_peft() -> None:
+    record = json.loads((ROOT / "benchmarks/results/train_step_lora.json").read_text())
+    found = {one["system"]: one for one in record["results"] if one["workload"] == "skewed"}
+    assert all(one["status"] == "measured" and one["agrees_with_slimefsdp"] for one in found.values())
+    plain, compiled = (found[name]["slimefsdp_is_faster_by"] for name in ("trl_lora", "trl_lora_compiled"))
+    page = " ".join((ROOT / "docs/benchmarks.md").read_text().split())
+    assert f"{plain:.2f} times as fast as TRL with peft, and {compiled:.2f} times as fast as that" in page
+    assert f"took {found['lora']['of_all_weights']:.2f} times as long as one of all weights" in page
+    assert min(plain, compiled) >= 2 and f"{plain:.2f} times as fast" in (ROOT / "docs/lora.md").read_text()
+
+
 def test_a_table_goes_between_its_markers_and_nowhere_else() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter"
     assert replaced(text, "| new |") == f"before\n{BEGIN}\n| new |\n{END}\nafter"
