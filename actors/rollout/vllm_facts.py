@@ -82,11 +82,7 @@ def _worker(client: ServerClient, arguments: str) -> dict[str, Any]:
 
 
 def _check_generate(client: ServerClient, arguments: str) -> None:
-    try:
-        client.post("/inference/v1/generate", {}, timeout_s=ASK_S)
-    except Refusal as refusal:
-        if refusal.status in (400, 422):  # it looked for the fields
-            return
+    if (refusal := _refusal_of(client, "/inference/v1/generate")) is not None:
         raise EngineError(
             f"the server at {client.url} does not generate from token ids: {refusal}",
             field=arguments, hint=f"start it with {NEEDED[3]}",
@@ -103,11 +99,7 @@ def _check_adapters(client: ServerClient, arguments: str, config: RunConfig, fou
             f"{needed}",
             field=arguments, hint="start it so, or set lora.sync=merged",
         )  # fmt: skip
-    try:
-        client.post("/v1/load_lora_adapter", {}, timeout_s=ASK_S)
-    except Refusal as refusal:
-        if refusal.status in (400, 422):  # it looked for the fields
-            return
+    if (refusal := _refusal_of(client, "/v1/load_lora_adapter")) is not None:
         raise EngineError(
             f"the server at {client.url} has no {RUNTIME_LORA}=1, which lora.sync=adapters needs: {refusal}",
             field=arguments, hint="start it with that in its environment, or set lora.sync=merged",
@@ -116,3 +108,12 @@ def _check_adapters(client: ServerClient, arguments: str, config: RunConfig, fou
 
 def _refused(refusal: Refusal) -> EngineError:
     return EngineError(f"the server is no vLLM {SUPPORTED}: {refusal}", field="rollout.engine_urls", hint="use one")
+
+
+def _refusal_of(client: ServerClient, route: str) -> Refusal | None:
+    """What a server says to a request without fields where it does not have the route; None where it has."""
+    try:
+        client.post(route, {}, timeout_s=ASK_S)
+    except Refusal as refusal:
+        return None if refusal.status in (400, 422) else refusal  # it looked for the fields
+    return None
