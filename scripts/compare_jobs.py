@@ -233,6 +233,7 @@ def algorithm_jobs() -> Iterator[Job]:
         yield job(f"policy/{name}", {"loss": {"policy": name, **KL, **loss}}, is_quick=True)
     pairs = {"loss": {"policy": "dpo", "dpo_beta": 0.2, "reduction": "sequence_mean"}}
     yield job("policy/dpo", pairs, batches="pairs", is_quick=True)
+    yield job("policy/dro", {"loss": {"policy": "dro", "dro_beta": 0.3, **KL}}, is_quick=True)
     yield job("policy/dpo dp2", pairs, mesh="dp2", batches="pairs")
     for name, options in ESTIMATORS.items():
         advantage = {"advantage": {"estimator": name, **options}}
