@@ -12,12 +12,13 @@ from slimefsdp._moved import install
 
 if TYPE_CHECKING:
     from actors.cluster.connect import connect
+    from actors.fault_tolerance.group_host import launch_named
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.rollout.engine import EnginePool
     from actors.rollout.supervised import RestartingEngines
     from actors.workers.worker_group import WorkerGroup
 
-__all__ = ["EnginePool", "RestartingEngines", "SupervisedGroup", "WorkerGroup", "connect"]
+__all__ = ["EnginePool", "RestartingEngines", "SupervisedGroup", "WorkerGroup", "connect", "launch_named"]
 
 install()
 
@@ -27,6 +28,7 @@ _HOME = {
     "SupervisedGroup": "actors.fault_tolerance.supervisor",
     "WorkerGroup": "actors.workers.worker_group",
     "connect": "actors.cluster.connect",
+    "launch_named": "actors.fault_tolerance.group_host",
 }
 
 

@@ -128,8 +128,21 @@ def require_adapter_name(name: object) -> None:
     Raises:
         ConfigError: it cannot.
     """
+    _require_name(name, "an adapter")
+
+
+def require_group_name(name: object) -> None:
+    """Whether a group that outlives its program can be called so.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    _require_name(name, "a group")
+
+
+def _require_name(name: object, of: str) -> None:
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        problem = f"name={short_repr(name)} cannot be the name of an adapter"
+        problem = f"name={short_repr(name)} cannot be the name of {of}"
         hint = "use at most 100 letters, digits, and `.`, `_` or `-` behind the first one"
         raise ConfigError(problem, field="name", hint=hint)
 

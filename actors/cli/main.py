@@ -34,6 +34,7 @@ from actors.cli.evaluate import (
     keep_metrics,
     settings_of,
 )
+from actors.cli.groups import add_status_arguments, add_stop_arguments, status_command, stop_command
 from actors.cli.plan import add_plan_arguments, plan_command
 from actors.cli.preflight import check_before_launch, check_installed, check_models
 from actors.cli.serve import add_serve_arguments, checked_to_serve
@@ -188,6 +189,8 @@ def _commands() -> dict[str, _Command]:
     return {
         "train": ("run the training loop of a YAML file", _add_train_arguments, _train),
         "serve": ("the Tinker API over HTTP, for clients that train and sample", add_serve_arguments, _serve),
+        "status": ("the named groups of a Ray cluster", add_status_arguments, status_command),
+        "stop": ("end a named group", add_stop_arguments, stop_command),
         "eval": ("how a model folder answers held-out prompts", add_eval_arguments, _eval),
         "data": ("prompt files of tasks, with problems held out", add_data_arguments, data_command),
         "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),

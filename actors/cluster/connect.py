@@ -259,9 +259,36 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
         ResourceError: too many processes for this machine, no cluster at `cluster.address`, or one that is not safe to
             join. A local one needs a place to keep its token. `messages` cannot be written.
     """
-    global _messages
     check_machine(config)
-    address = config.cluster.address
+    _connect(config.cluster.address, max(os.cpu_count() or 1, _most_processes(config) + 1), messages)
+
+
+def join(address: str = "auto") -> None:
+    """Joins a cluster that is there, unless this process is connected already.
+
+    Raises:
+        ResourceError: there is none, or one that is not safe to join.
+    """
+    _connect(address, 0, None)
+
+
+def require_lasting_cluster() -> None:
+    """For what is to outlive this process.
+
+    Raises:
+        ResourceError: the cluster that this process is connected to was started by it, and ends with it.
+    """
+    if _ray_processes():
+        raise ResourceError(
+            "the Ray cluster of this program ends with it, and all that is in it",
+            field="cluster.address",
+            hint="start one with scripts/launch_cluster.sh or `ray start --head`, and name it in cluster.address",
+        )
+
+
+def _connect(address: str | None, num_cpus: int, messages: Path | None) -> None:
+    """As `connect`; a local cluster declares `num_cpus`."""
+    global _messages
     if address is None:
         # undocumented switch of ray's that puts a cluster's sockets on loopback; a test looks at the sockets
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -289,7 +316,7 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
         if address is not None:
             ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
-            _start_local(num_cpus=max(os.cpu_count() or 1, _most_processes(config) + 1))
+            _start_local(num_cpus)
     except Exception as error:  # ray raises that very class where a node does not come up
         disconnect()
         if address is None:
@@ -298,11 +325,11 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
                 field="cluster.address",
                 hint="the machine may be overloaded or out of memory: end what else runs on it, and try again",
             ) from error
-        raise ResourceError(
-            f"cannot reach a Ray cluster at {address}: {error}",
-            field="cluster.address",
-            hint="start one with `ray start --head`, or leave cluster.address out for a local one",
-        ) from error
+        hint = "start one with `ray start --head`, or leave cluster.address out for a local one"
+        if "InvalidAuthToken" in str(error.__cause__):
+            hint = "set RAY_AUTH_MODE=token here, with the cluster's token in ~/.ray/auth_token"
+        problem = f"cannot reach a Ray cluster at {address}: {error}"
+        raise ResourceError(problem, field="cluster.address", hint=hint) from error
     finally:
         if signal.getsignal(signal.SIGTERM) is not on_sigterm:  # ray.init puts one of its own in its place
             signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)

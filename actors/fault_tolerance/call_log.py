@@ -32,7 +32,7 @@ from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.rpc import Role
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
-_CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load", "create_adapter", "delete_adapter"}
+CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load", "create_adapter", "delete_adapter"}
 """Whatever else is called reads, and is not made again once its result is here."""
 
 
@@ -69,7 +69,7 @@ class Call:
     @property
     def changes_state(self) -> bool:
         """Whether what comes behind it depends on it."""
-        return self.name in _CHANGES_STATE
+        return self.name in CHANGES_STATE
 
     @property
     def under_name(self) -> str | None:

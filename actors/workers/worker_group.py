@@ -19,6 +19,7 @@ from actors.model_folders import with_model_folders
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
 from actors.workers.group_calls import GroupCalls, RankRequest
+from actors.workers.named_group import NamedGroup
 from actors.workers.train_worker import TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.config import RunConfig
@@ -112,6 +113,21 @@ class WorkerGroup(GroupCalls):
                 taken.release()
             raise
         return group
+
+    @classmethod
+    def attach(cls, name: str, *, write: bool = False, wait_s: float = 0.0, address: str = "auto") -> NamedGroup:
+        """A handle on a group that `actors.launch_named` launched, in this program or another.
+
+        Args:
+            write: make calls that change the group, too, which one program at a time may.
+            wait_s: how long to wait for another writer to leave. One that ended without a word makes room after 20 s.
+            address: of the Ray cluster, where this process is not connected to one; as cluster.address.
+
+        Raises:
+            StateError: there is no such group, it is being launched or ended, or another program writes.
+            ResourceError: no cluster can be reached. ConfigError: nothing can have such a name.
+        """
+        return NamedGroup.attach(name, write=write, wait_s=wait_s, address=address)
 
     @classmethod
     def _beside(cls, actor: WorkerGroup, config: RunConfig, role: Role, folder: ModelFolder) -> WorkerGroup:

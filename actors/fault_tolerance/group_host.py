@@ -1,0 +1,281 @@
+"""The process in which a named group lives: a detached Ray actor with a `SupervisedGroup`, and who may change it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ray
+
+from actors.cluster.connect import connect, require_lasting_cluster
+from actors.fault_tolerance.call_log import CHANGES_STATE
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.model_folders import with_model_folders
+from actors.startup import stage
+from actors.workers.group_calls import RankRequest
+from actors.workers.named_group import LEASE_S, NAMESPACE, Client, GroupStatus, Membership, NamedGroup, ask
+from actors.workers.watchdog import remote_class
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import SlimeError, StateError, portable
+from slimefsdp.results import Health
+from slimefsdp.rpc import Role, require_group_name
+
+
+def launch_named(config: RunConfig, name: str) -> NamedGroup:
+    """Launches a supervised group that outlives this program, which is its first writer.
+
+    It is there until `shutdown()` or `slimefsdp stop`, as long as the cluster is. Its process, which reads and writes
+    `run.dir`, starts on this machine where that has room.
+
+    Raises:
+        StateError: there is a group of this name. ResourceError: the cluster would end with this program.
+        SlimeError: as `SupervisedGroup.launch`.
+    """
+    require_group_name(name)
+    config = with_model_folders(config)
+    connect(config)
+    require_lasting_cluster()
+    if config.run.dir is not None:
+        run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
+        config = config.model_copy(update={"run": run})
+    node = ray.get_runtime_context().get_node_id()
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "scheduling_strategy": ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True),
+    }
+    try:
+        host = remote_class(GroupHost).options(**options).remote(name, config)
+    except ValueError:
+        problem = f"there is a group {name!r} in this cluster"
+        raise StateError(problem, field="name", hint="attach to it, end it, or choose another name") from None
+    client = Client.here(writes=True)
+    try:
+        with stage(f"launching the group {name}"):
+            ask(host, name, "launch", within_s=None)
+        config, roles = ask(host, name, "attach", client)
+    except BaseException:  # Ctrl-C too
+        ray.kill(host)
+        raise
+    return NamedGroup(Membership(name, host, client, config, roles), "actor")
+
+
+_WAITERS = 64  # results that are waited for at the same time; those of later calls are waited for when they end
+_KEPT_S = 600.0  # an answer whose program was not heard of since
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A call whose answer was not fetched yet."""
+
+    name: str
+    client: str
+    answer: Future[Any]
+
+
+class GroupHost:
+    """Answers the programs that are attached to a group.
+
+    `begin` has a thread of its own, so that calls keep their order; answers are fetched in others.
+    """
+
+    CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"results": _WAITERS, "control": 8}
+
+    def __init__(self, name: str, config: RunConfig) -> None:
+        self._name, self._config = name, config
+        self._group: SupervisedGroup | None = None
+        self._launched = time.time()
+        self._lock = threading.Lock()
+        self._clients: dict[str, tuple[Client, float]] = {}  # with when it was last heard of, of `time.monotonic`
+        self._writer: str | None = None
+        self._is_stopping = False
+        self._tickets = itertools.count()
+        self._waiters = ThreadPoolExecutor(_WAITERS, thread_name_prefix="answers")
+        self._taken: dict[int, _Taken] = {}
+        self._saved_step: int | None = None
+
+    def launch(self) -> None:
+        """Starts the ranks."""
+        try:
+            self._group = SupervisedGroup.launch(self._config)
+        except Exception as error:
+            raise portable(error) from None
+        self._config = self._group.config
+
+    def begin(self, client: str, role: Role, request: RankRequest) -> int:
+        """Takes a call, which is done behind those before it; returns by what its result is asked for.
+
+        Raises:
+            StateError: it would change the group, and the client is not the writer; or the group is being ended.
+            SlimeError: the call is wrong, and no rank has seen it.
+        """
+        group = self._of_role(role)
+        with self._lock:
+            self._require_going_on()
+            if request.name in CHANGES_STATE and client != self._writer:
+                raise self._not_the_writer(request.name)
+        call, ticket = group._start(request), next(self._tickets)
+        # also where nobody asks for it: ranks that are lost meanwhile are replaced
+        self._taken[ticket] = _Taken(request.name, client, self._waiters.submit(self._answer, request, call))
+        return ticket
+
+    def _answer(self, request: RankRequest, call: Any) -> Any:
+        try:
+            found = call.result()
+        except Exception as error:
+            raise portable(error) from None
+        if request.name == "save" and request.adapter is None:
+            self._saved_step = request.args[0]
+        return found
+
+    @ray.method(concurrency_group="results")
+    def result(self, ticket: int) -> Any:
+        """That of a call, once."""
+        taken = self._taken.get(ticket)
+        if taken is None:
+            problem = f"the group {self._name} has forgotten the answer of a program that it did not hear of for long"
+            raise StateError(problem, field="name", hint="attach again; the call was done")
+        try:
+            return taken.answer.result()
+        finally:
+            self._taken.pop(ticket, None)
+
+    @ray.method(concurrency_group="control")
+    def attach(self, client: Client) -> tuple[RunConfig, tuple[Role, ...]]:
+        """Lets a program in; returns the settings of the group and its roles.
+
+        Raises:
+            StateError: it wants to write, and another one does; or the group is not there yet, or not any more.
+        """
+        group = self._of_role("actor")
+        with self._lock:
+            self._require_going_on()
+            writer = self._present_writer()
+            if client.writes:
+                if writer is not None and writer.id != client.id:
+                    raise StateError(
+                        f"the group {self._name} is written by {writer.program}",
+                        field="write",
+                        hint="attach with write=False, give wait_s, or detach there: a program that has ended makes "
+                        f"room after {LEASE_S:g} s",
+                    )
+                self._writer = client.id
+            self._clients[client.id] = client, time.monotonic()
+        roles: tuple[Role, ...] = ("actor", "critic") if group.critic is not None else ("actor",)
+        return self._config, roles if group.reference_group is None else (*roles, "ref")
+
+    @ray.method(concurrency_group="control")
+    def renew(self, client: Client) -> None:
+        """A program is there."""
+        with self._lock:
+            self._clients[client.id] = client, time.monotonic()
+
+    @ray.method(concurrency_group="control")
+    def detach(self, client: str) -> None:
+        """A program has left."""
+        with self._lock:
+            self._clients.pop(client, None)
+            if self._writer == client:
+                self._writer = None
+        self._forget_answers({client})
+
+    @ray.method(concurrency_group="control")
+    def receivers(self, role: Role) -> list[Any]:
+        """As of the group."""
+        return self._of_role(role).receivers
+
+    @ray.method(concurrency_group="control")
+    def health(self, role: Role, timeout_s: float) -> list[Health | SlimeError]:
+        """As of the group."""
+        return self._of_role(role).health(timeout_s)
+
+    @ray.method(concurrency_group="control")
+    def status(self) -> GroupStatus:
+        """What is known of the group, without asking more of its ranks than whether they are there."""
+        first = None
+        if self._group is not None and not self._is_stopping:
+            first = self._group.health(timeout_s=2.0)[0]
+        with self._lock:
+            writer = self._present_writer()
+            readers = [client.program for client in self._present() if client is not writer]
+        state = "launching" if self._group is None else "ending" if self._is_stopping else "ready"
+        return GroupStatus(
+            self._name,
+            state,
+            str(self._config.model.path),
+            self._config.ranks,
+            self._launched,
+            None if self._config.run.dir is None else str(self._config.run.dir),
+            first.updates_taken if isinstance(first, Health) else None,
+            self._saved_step,
+            0 if self._group is None else len(self._group.recoveries),
+            tuple(taken.name for taken in list(self._taken.values()) if not taken.answer.done()),
+            None if writer is None else writer.program,
+            tuple(readers),
+        )
+
+    @ray.method(concurrency_group="control")
+    def stop(self, client: str | None) -> None:
+        """Ends the ranks, after saves in the background.
+
+        Raises:
+            StateError: a program writes, and it is not this one.
+        """
+        with self._lock:
+            if client is not None and client != self._writer:
+                raise self._not_the_writer("shutdown")
+            writer = self._present_writer()
+            if writer is not None and client is None:
+                raise StateError(
+                    f"the group {self._name} is written by {writer.program}",
+                    field="name",
+                    hint="end that program first, or give --force",
+                )
+            self._is_stopping = True
+        if self._group is not None:
+            self._group.shutdown()
+
+    def _of_role(self, role: Role) -> SupervisedGroup:
+        group = self._group
+        if group is None:
+            problem = f"the group {self._name} is being launched"
+            raise StateError(problem, field="name", hint="try again when `slimefsdp status` says that it is ready")
+        found = {"actor": group, "critic": group.critic, "ref": group.reference_group}[role]
+        assert found is not None
+        return found
+
+    def _require_going_on(self) -> None:
+        if self._is_stopping:
+            raise StateError(f"the group {self._name} is being ended", field="name", hint="launch it again")
+
+    def _not_the_writer(self, call: str) -> StateError:
+        writer = self._present_writer()
+        who = "nobody" if writer is None else writer.program
+        return StateError(
+            f"{call} changes the group {self._name}, which {who} writes, and not this program",
+            field="write",
+            hint="attach with write=True; a writer that was not heard of for long loses its place to another",
+        )
+
+    def _present(self) -> list[Client]:
+        now = time.monotonic()
+        silent = {key: now - seen for key, (_, seen) in self._clients.items() if now - seen > LEASE_S}
+        self._forget_answers({key for key, silent_s in silent.items() if silent_s > _KEPT_S})
+        return [client for key, (client, _) in self._clients.items() if key not in silent]
+
+    def _forget_answers(self, clients: set[str]) -> None:
+        """Of programs that are gone; the calls are done all the same."""
+        for client in clients:
+            self._clients.pop(client, None)
+        for ticket, taken in list(self._taken.items()):
+            if taken.client in clients:
+                self._taken.pop(ticket, None)
+
+    def _present_writer(self) -> Client | None:
+        return next((client for client in self._present() if client.id == self._writer), None)

@@ -1,0 +1,291 @@
+"""The handle on a group that lives in a process of its own, whichever programs come and go.
+
+That process (actors/fault_tolerance/group_host.py) is a detached Ray actor under the group's name. Programs attach to
+it: one at a time may make calls that change the group, all others read. A program says every few seconds that it is
+there; once it has been silent for `LEASE_S`, its place as the writer is free for another.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from actors.cluster.connect import join
+from actors.cluster.ray_errors import cluster_is_gone, require_cluster
+from actors.workers.group_calls import GroupCalls, RankRequest
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import SlimeError, StateError, WorkerDied
+from slimefsdp.results import Health
+from slimefsdp.rpc import Role, require_group_name
+
+NAMESPACE = "slimefsdp"
+"""Of Ray, in which all named groups of a cluster are."""
+LEASE_S = 20.0
+"""A program that has said nothing for so long may be gone: another may write in its place."""
+_RENEW_S = 3.0
+_SLICE_S = 0.25  # of a wait, in between which signals are handled
+_ANSWER_S = 30.0  # of the process behind a name, for what needs no rank
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A program that is attached to a group."""
+
+    id: str
+    program: str  # host:pid
+    writes: bool
+
+    @classmethod
+    def here(cls, writes: bool) -> Client:
+        """Another one of this process."""
+        return cls(uuid.uuid4().hex, f"{socket.gethostname()}:{os.getpid()}", writes)
+
+
+@dataclass(frozen=True)
+class GroupStatus:
+    """A named group, as `slimefsdp status` shows it."""
+
+    name: str
+    state: str  # launching, ready, or ended by: an error
+    model: str
+    ranks: int
+    launched: float  # seconds since the epoch
+    run_dir: str | None
+    updates: int | None = None  # that rank 0 of the policy has taken; None: it does not answer
+    saved_step: int | None = None  # of the last checkpoint since the launch
+    recoveries: int = 0
+    calls: tuple[str, ...] = ()  # that have not ended, the oldest first
+    writer: str | None = None  # host:pid
+    readers: tuple[str, ...] = ()
+
+
+class HostCall:
+    """A call that the group's process has taken."""
+
+    def __init__(self, group: str, call: str, reference: Any) -> None:
+        self._group, self._call, self._reference = group, call, reference
+
+    def result(self) -> Any:
+        """As that of the same call on a group of this program.
+
+        Raises:
+            WorkerDied: the group's process has ended. SlimeError: what the call raised.
+        """
+        return _answer_of(self._reference, self._group, self._call)
+
+
+class NamedGroup(GroupCalls):
+    """The methods of a `SupervisedGroup`, of one that lives on when this program ends.
+
+    Had from `actors.launch_named` and `WorkerGroup.attach`. As a context it is left at the end of the block.
+    """
+
+    def __init__(self, membership: Membership, role: Role) -> None:
+        self.role = role
+        self._membership = membership
+
+    @classmethod
+    def attach(cls, name: str, *, write: bool = False, wait_s: float = 0.0, address: str = "auto") -> NamedGroup:
+        """As `WorkerGroup.attach`."""
+        require_group_name(name)
+        join(address)
+        host = host_of(name)
+        client = Client.here(write)
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                config, roles = ask(host, name, "attach", client)
+                return cls(Membership(name, host, client, config, roles), "actor")
+            except StateError as error:
+                if error.field != "write" or time.monotonic() >= until:
+                    raise
+            time.sleep(min(_RENEW_S, max(0.0, until - time.monotonic())))
+
+    @property
+    def name(self) -> str:
+        """Under which other programs attach."""
+        return self._membership.name
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings that it was launched with, with mesh.dp as a number."""
+        return self._membership.config
+
+    @property
+    def critic(self) -> NamedGroup | None:
+        """Of an actor under algorithm=ppo."""
+        return NamedGroup(self._membership, "critic") if "critic" in self._membership.roles else None
+
+    @property
+    def reference_group(self) -> NamedGroup | None:
+        """Of an actor with reference.placement=group."""
+        return NamedGroup(self._membership, "ref") if "ref" in self._membership.roles else None
+
+    @property
+    def receivers(self) -> list[Any]:
+        """As of `WorkerGroup`; they change when lost ranks are replaced."""
+        found: list[Any] = self._membership.ask("receivers", self.role)
+        return found
+
+    def health(self, timeout_s: float = 5.0) -> list[Health | SlimeError]:
+        """As of `WorkerGroup`."""
+        found: list[Health | SlimeError] = self._membership.ask("health", self.role, timeout_s, within_s=None)
+        return found
+
+    def status(self) -> GroupStatus:
+        """What `slimefsdp status` shows of it."""
+        found: GroupStatus = self._membership.ask("status")
+        return found
+
+    def detach(self) -> None:
+        """Leaves the group as it is, with its critic and reference; idempotent. Calls that were made are finished."""
+        self._membership.leave()
+
+    def shutdown(self) -> None:
+        """Ends the group for everybody, after saves in the background; idempotent.
+
+        Raises:
+            StateError: this program is not its writer.
+        """
+        if not self._membership.has_left:
+            end_host(self._membership.host, self.name, self._membership.client.id)
+            self._membership.leave()
+
+    def _start(self, request: RankRequest) -> HostCall:
+        member = self._membership
+        ticket = member.ask("begin", member.client.id, self.role, request, within_s=None)
+        return HostCall(member.name, request.name, member.host.result.remote(ticket))
+
+    def __enter__(self) -> NamedGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+
+class Membership:
+    """This program's place at a group, which it gives up when it ends, when it says so, or when nobody holds it."""
+
+    def __init__(self, name: str, host: Any, client: Client, config: RunConfig, roles: tuple[Role, ...]) -> None:
+        self.name, self.host, self.client, self.config, self.roles = name, host, client, config, roles
+        self._over = threading.Event()
+        threading.Thread(target=_renew, args=(host, client, self._over), name="slimefsdp-lease", daemon=True).start()
+        self._finalizer = weakref.finalize(self, _leave, host, client, self._over)
+
+    @property
+    def has_left(self) -> bool:
+        return self._over.is_set()
+
+    def ask(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
+        """As the function."""
+        if self.has_left:
+            raise StateError(f"the group {self.name} after detach()", field="name", hint="attach to it again")
+        return ask(self.host, self.name, method, *args, within_s=within_s)
+
+    def leave(self) -> None:
+        """Gives the place up; idempotent."""
+        self._finalizer()
+
+
+def _renew(host: Any, client: Client, over: threading.Event) -> None:
+    while not over.wait(_RENEW_S) and not cluster_is_gone():
+        try:
+            host.renew.remote(client)
+        except Exception:  # who makes the next call is told why
+            return
+
+
+def _leave(host: Any, client: Client, over: threading.Event) -> None:
+    over.set()
+    try:
+        if not cluster_is_gone():
+            ray.get(host.detach.remote(client.id), timeout=_ANSWER_S)
+    except (RayError, OSError) as error:  # it has ended, or finds out by itself
+        print(f"left a group that did not answer: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+
+
+def host_of(name: str) -> Any:
+    """The process of a named group.
+
+    Raises:
+        StateError: there is no group of this name.
+    """
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        there = ", ".join(named_groups()) or "none"
+        problem = f"there is no group {name!r} in this cluster; groups that are there: {there}"
+        raise StateError(problem, field="name", hint="name one of those, or launch it") from None
+
+
+def named_groups() -> list[str]:
+    """The names of all groups of the cluster, sorted."""
+    found = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(one["name"] for one in found if one["namespace"] == NAMESPACE)
+
+
+def ask(host: Any, name: str, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
+    """What the process of a group answers.
+
+    Args:
+        within_s: None: it answers when ranks have.
+
+    Raises:
+        WorkerDied: it has ended. StateError: it does not answer. SlimeError: what it raised.
+    """
+    require_cluster()
+    return _answer_of(getattr(host, method).remote(*args), name, method, within_s)
+
+
+def end_host(host: Any, name: str, client: str | None) -> None:
+    """Ends a group and its process, after saves in the background.
+
+    Args:
+        client: who asks, which must be the writer where there is one; None: whoever may.
+
+    Raises:
+        StateError: another program writes.
+    """
+    try:
+        ask(host, name, "stop", client, within_s=None)
+    except WorkerDied:
+        return
+    ray.kill(host)
+
+
+def _answer_of(reference: Any, group: str, call: str, within_s: float | None = None) -> Any:
+    until = None if within_s is None else time.monotonic() + within_s
+    while not ray.wait([reference], timeout=_SLICE_S)[0]:
+        require_cluster()
+        if until is not None and time.monotonic() > until:
+            raise StateError(
+                f"the process of the group {group} has not answered {call} for {within_s:g} s",
+                field="name",
+                hint=f"`slimefsdp stop {group} --force` ends it where it does not come back",
+            )
+    try:
+        return ray.get(reference, timeout=_ANSWER_S)
+    except RayTaskError as error:
+        if isinstance(error.cause, SlimeError):
+            raise error.cause from None
+        raise
+    except RayActorError as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise WorkerDied(
+            f"the process of the group {group} has ended: {said}",
+            hint="launch the group again, and load its last checkpoint",
+            call=call,
+        ) from None
