@@ -122,6 +122,7 @@ def test_every_member_gets_every_bit() -> None:
             group.broadcast(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_members_that_do_not_come_are_an_error_in_time_on_both_sides() -> None:
     listener, port = listening()
     for how in ({"rank": 0, "listener": listener}, {"rank": 1}):

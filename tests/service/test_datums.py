@@ -141,7 +141,7 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_api_in_float64(
     assert output.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5, abs=1e-5)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_thousand_datums_in_several_requests_have_the_gradient_of_one(
     folder: Path, ranks: RankPool, dp: int
 ) -> None:

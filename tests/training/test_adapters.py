@@ -159,6 +159,7 @@ def test_two_adapters_in_turn_have_the_bits_that_each_has_alone(
     compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "cp": 2}], ids=str)
 def test_two_adapters_of_experts_in_turn_have_the_bits_that_each_has_alone(
     tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, axes: dict[str, int]
@@ -167,6 +168,7 @@ def test_two_adapters_of_experts_in_turn_have_the_bits_that_each_has_alone(
     compare_with_alone(ranks, config, tmp_path, ["a", "b"], saves=True)
 
 
+@pytest.mark.slow
 def test_eight_adapters_in_turn_have_the_bits_that_each_has_alone(
     folder: Path, ranks: RankPool, tmp_path: Path
 ) -> None:

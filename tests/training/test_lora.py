@@ -334,8 +334,8 @@ def test_what_is_merged_is_rounded_once(folder: Path, ranks: RankPool, tmp_path:
 HELD: dict[str, tuple[str, str, list[str], list[str]]] = {  # dtype, written on, targets, read elsewhere on
     "one rank": ("float64", "one rank", LAYERS, ["cp 2"]),
     "two copies of two shards": ("bfloat16", "two copies of two shards", LAYERS, ["cp 2"]),
-    "saved in the background": ("bfloat16", "dp 2", LAYERS, ["one rank"]),
     "of experts": ("float64", "dp 2", ["experts", "head"], ["one rank", "dp 2 x cp 2", "two copies of two shards"]),
+    "saved in the background": ("bfloat16", "dp 2", LAYERS, ["one rank"]),
 }
 
 
