@@ -38,6 +38,7 @@ class Metrics:
         self.seconds = made(Histogram, "request_seconds", "Seconds to an answer by path", "path", buckets=_BUCKETS)
         self.trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
         self.updates = made(Counter, "updates", "Optimiser updates of all runs")
+        self.samples = made(Counter, "samples", "Samples that were drawn and answered")
         self._now = {
             "sessions": made(Gauge, "sessions", "Clients"),
             "runs": made(Gauge, "training_runs", "Training runs"),

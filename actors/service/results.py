@@ -6,6 +6,8 @@ import asyncio
 import threading
 import time
 import uuid
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,19 +18,36 @@ Answer = bytes | dict[str, Any]
 _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, ResourceError)
 
 
-class Result:
-    """One answer, from the moment in which its request was taken."""
+def _forgotten() -> Future[Answer]:
+    future: Future[Answer] = Future()
+    future.set_result({"error": "the answer was kept long enough", "category": "user"})
+    return future
 
-    def __init__(self) -> None:
+
+_FORGOTTEN = _forgotten()  # of all: runs and samplers remember thousands of results by their numbers
+
+
+class Result:
+    """One answer, from the moment in which its request was taken.
+
+    Args:
+        on_end: is called once, when the answer is there.
+    """
+
+    __slots__ = ("_future", "_on_end", "ended", "id")
+
+    def __init__(self, on_end: Callable[[Result], None]) -> None:
         self.id = uuid.uuid4().hex
         self.ended: float | None = None  # of time.monotonic
         self._future: Future[Answer] = Future()
+        self._on_end = on_end
 
     def set(self, answer: Answer) -> None:
         """Hands the answer to all who wait, and to those who ask later; the first one stands."""
         if not self._future.done():
             self.ended = time.monotonic()
             self._future.set_result(answer)
+            self._on_end(self)
 
     def fail(self, error: Exception) -> None:
         """As `set`, of an answer that says what went wrong and that it is not to be tried again."""
@@ -36,8 +55,12 @@ class Result:
 
     def forget(self) -> None:
         """Frees the answer; whoever asks for it again is told so."""
-        self._future = Future()
-        self._future.set_result({"error": "the answer was kept long enough", "category": "user"})
+        self._future = _FORGOTTEN
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether nobody can have the answer any more."""
+        return self._future is _FORGOTTEN
 
     @property
     def size(self) -> int:
@@ -77,11 +100,13 @@ class Results:
     def __init__(self, kept_s: float, most_bytes: int) -> None:
         self._kept_s, self._most_bytes = kept_s, most_bytes
         self._results: dict[str, Result] = {}
+        self._ended: deque[Result] = deque()  # those of them that have ended, the first one first
+        self._bytes = 0  # of these
         self._lock = threading.Lock()
 
     def new(self) -> Result:
         """A result that is asked for by its id from now on."""
-        result = Result()
+        result = Result(self._keep)
         with self._lock:
             self._results[result.id] = result
         return result
@@ -95,15 +120,22 @@ class Results:
     def waiting(self) -> int:
         """How many have no answer yet."""
         with self._lock:
-            return sum(result.ended is None for result in self._results.values())
+            return len(self._results) - len(self._ended)
 
     def forget_old(self) -> None:
-        """To be called now and then."""
+        """To be called now and then; it looks at no more of them than it forgets."""
         now = time.monotonic()
         with self._lock:
-            ended = [one for one in self._results.values() if one.ended is not None]
-            left = sum(one.size for one in ended)
-            for one in sorted(ended, key=lambda one: one.ended or 0.0):
-                if now - (one.ended or now) > self._kept_s or left > self._most_bytes:
-                    left -= one.size
-                    self._results.pop(one.id).forget()
+            while self._ended:
+                oldest = self._ended[0]
+                assert oldest.ended is not None
+                if now - oldest.ended <= self._kept_s and self._bytes <= self._most_bytes:
+                    break
+                self._ended.popleft()
+                self._bytes -= oldest.size
+                self._results.pop(oldest.id).forget()
+
+    def _keep(self, result: Result) -> None:
+        with self._lock:
+            self._ended.append(result)
+            self._bytes += result.size

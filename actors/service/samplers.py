@@ -7,13 +7,14 @@ import shutil
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actors.service import schema
-from actors.service.results import typed
+from actors.service.results import Result, typed
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
@@ -46,7 +47,7 @@ class SamplerSession:
     session: str
     version: Version | None
     path: str | None = None
-    answers: dict[int, Any] = field(default_factory=dict)  # the newest ones, by number of the request
+    answers: dict[int, Result] = field(default_factory=dict)  # the newest ones, by number of the request
 
 
 class Samplers:
@@ -64,6 +65,7 @@ class Samplers:
         self._running: Counter[str] = Counter()  # those that are in the engine
         self._most_unnamed = most_unnamed
         self._loading = asyncio.Lock()
+        self._needs_room = False  # for a version that is to be loaded
         self._idle = asyncio.Event()  # a request has left the engine
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
@@ -79,9 +81,13 @@ class Samplers:
         name = sampler.version.name
         self._asked[name] += 1
         try:
-            async with self._loading:
-                await self._have(sampler.version)
+            if name in self._used and not self._needs_room:  # not behind a version that is being read
+                self._used[name] = time.monotonic()
                 self._running[name] += 1
+            else:
+                async with self._loading:
+                    await self._have(sampler.version)
+                    self._running[name] += 1
             try:
                 answer = await self._engine.sample.remote(request)
                 return answer
@@ -100,20 +106,30 @@ class Samplers:
             if not version.folder.is_dir():
                 problem = f"the weights of this sampler are not there any more: {version.name}"
                 raise StateError(problem, field="sampling_session_id", hint="save them again")
-            while True:
-                try:
-                    await self._engine.load.remote(version.name, str(version.folder))
-                    break
-                except Exception as error:
-                    cause = typed(error)
-                    if not isinstance(cause, ResourceError) or not self._used:
-                        raise cause from error
-                    if idle := [name for name in self._used if not self._running[name]]:
-                        await self._drop(min(idle, key=self._used.__getitem__))
-                    else:
-                        self._idle.clear()
-                        await self._idle.wait()
+            while not await self._loaded(version):
+                await self._make_room()
         self._used[version.name] = time.monotonic()
+
+    async def _loaded(self, version: Version) -> bool:
+        """Loads a version; False: there is no room beside the others."""
+        try:
+            await self._engine.load.remote(version.name, str(version.folder))
+        except Exception as error:
+            cause = typed(error)
+            if not isinstance(cause, ResourceError) or not self._used:
+                raise cause from error
+            return False
+        return True
+
+    async def _make_room(self) -> None:
+        self._needs_room = True  # nothing more is sampled of those that are there, or none would ever be idle
+        try:
+            while not (idle := [name for name in self._used if not self._running[name]]):
+                self._idle.clear()
+                await self._idle.wait()
+        finally:
+            self._needs_room = False
+        await self._drop(min(idle, key=self._used.__getitem__))
 
     async def _drop(self, name: str) -> None:
         self._used.pop(name, None)
@@ -131,6 +147,12 @@ class Samplers:
             idle = [one for one in samplers if one.version is not None and not self._asked[one.version.name]]
             for sampler in idle[: max(0, len(samplers) - self._most_unnamed)]:
                 await self._forget(sampler)
+
+    def forget_answers(self) -> None:
+        """To be called now and then: requests whose answers are kept no more are not known by their numbers either."""
+        for sampler in self.sessions.values():
+            for number, _ in list(takewhile(lambda item: item[1].is_forgotten, sampler.answers.items())):
+                del sampler.answers[number]
 
     async def end(self, session: str) -> None:
         """Forgets the clients of a session, and weights that were theirs alone."""

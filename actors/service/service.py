@@ -449,6 +449,7 @@ class Service:
         async def work() -> None:
             try:
                 answer = await self.samplers.sample(sampler, request)
+                self.metrics.samples.inc(len(answer.samples))
                 result.set(response_of(answer, body.prompt_logprobs_last_n))
             except Exception as error:
                 result.fail(typed(error))

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from actors.service import schema, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
+from actors.service.results import Results
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.serve import key_of
 from actors.service.service import Service
@@ -107,12 +108,15 @@ class Engine:
     def __init__(self, room: int) -> None:
         self.room = room
         self.held: list[str] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
         for name in ("load", "drop", "sample", "stats"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     async def _load(self, version: str, folder: str) -> int:
         if len(self.held) >= self.room:
             raise ResourceError("full", field="memory_bytes", hint="drop one")
+        await self.reads.wait()
         self.held.append(version)
         return 1
 
@@ -382,20 +386,44 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
         waiting = asyncio.create_task(drawn("a"))
         await asyncio.sleep(0.05)
         assert not waiting.done() and sorted(engine.held) == ["b", "c"]  # those that are sampled from stay
+        behind = asyncio.create_task(drawn("c"))  # or it would never be idle
+        await asyncio.sleep(0.05)
+        assert not behind.done()
         del samplers._running["b"]
         samplers._idle.set()
         await waiting
+        await behind
         assert sorted(engine.held) == ["a", "c"]
+        engine.reads.clear()
+        reading = asyncio.create_task(drawn("b"))
+        await asyncio.sleep(0.05)
+        await drawn("c")  # does not wait for a version that is being read
+        assert not reading.done()
+        engine.reads.set()
+        await reading
         engine.room = 0
         samplers._running.clear()
         with refused(ResourceError, "memory_bytes"):
-            await drawn("b")
+            await drawn("a")
         assert engine.held == []
         engine.room = 2
         await samplers.end("s")
         assert engine.held == [] and not (tmp_path / "b").exists()
 
     asyncio.run(life())
+
+
+def test_a_sampler_knows_no_request_whose_answer_is_kept_no_more() -> None:
+    results, samplers = Results(kept_s=-1.0, most_bytes=100), Samplers(Engine(1), most_unnamed=1)
+    samplers.sessions["a"] = sampler = SamplerSession("a", "s", None)
+    sampler.answers |= {number: results.new() for number in (1, 2, 3)}
+    for number in (1, 3):
+        sampler.answers[number].set(b"x")
+    samplers.forget_answers()
+    assert list(sampler.answers) == [1, 2, 3]
+    results.forget_old()
+    samplers.forget_answers()
+    assert list(sampler.answers) == [2, 3]  # the third one goes behind the second
 
 
 def test_what_was_saved_is_known_to_the_next_start_until_it_expires(tmp_path: Path) -> None:
