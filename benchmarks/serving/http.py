@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 LENGTH = 512  # of a datum, its last target included
 PACK = 4096
-LEAST = 0.9  # of the group's rate, on a model that is not tiny
+LEAST, ENOUGH = 0.9, 8192  # of the group's rate, for batches of so many tokens
 Pass = Callable[[], npt.NDArray[np.float32]]
 
 

@@ -30,7 +30,8 @@ DATUMS, LENGTH = 8, 64  # of a batch
 PROMPT, SHORTEST, LONGEST = 32, 16, 96  # tokens of a sample
 UPDATES_A_SAMPLER = 10
 SESSION_TIMEOUT_S, RESULT_KEPT_S = 25.0, 30.0
-LOOK_S = 2.0
+LOOK_S = 1.0
+PATIENCE_S = 600.0  # behind the end, for what both deaths cost
 # of the last third over the first one; a leak of a kilobyte a request is more
 GROWTH = {"bytes": 32 * 2**20, "files": 8, "threads": 8}
 UPDATES, TOKENS, SENT, ANSWERED, SAMPLED, FAILED = range(6)  # a client's counts; TOKENS are of answered batches
@@ -145,7 +146,7 @@ def under_load(folder: Path, seconds: float, in_flight: int) -> dict[str, Any]:
     with serving(tree, folder) as server:
         said, go, stop, leave = context.Queue(), context.Event(), context.Event(), context.Event()
         counts = [context.RawArray("q", 6) for _ in range(CLIENTS + 1)]
-        share = max(1, in_flight // CLIENTS)
+        share = in_flight // CLIENTS
         processes = [
             context.Process(
                 target=run_client, args=(said, server.url, number, share, counts[number], go, stop, leave), daemon=True
@@ -176,34 +177,36 @@ def _said(said: Any, number: int) -> list[tuple[int, Any]]:
 
 def _watched(server: Server, seconds: float, counts: Any, runs: dict[int, str], victim: Any) -> dict[str, Any]:
     """What was seen meanwhile: samples of what processes hold, and how long the two deaths took."""
-    start = time.monotonic()
+    start, cpu = time.monotonic(), server.cpu_seconds()
     samples: list[dict[str, Any]] = []
     killed_client = killed_rank = 0.0
     before: list[int] = []
     found: dict[str, Any] = {"run_freed_s": None, "rank_recovered_s": None, "all_go_on_s": None}
-    while (passed := time.monotonic() - start) < seconds:
+    while (passed := time.monotonic() - start) < seconds + (PATIENCE_S if None in found.values() else 0):
         samples.append({"at_s": round(passed, 1), **server.held()})
         status = server.status()
         if not killed_client and passed > seconds / 3:
             os.kill(victim.pid, signal.SIGKILL)
             killed_client = time.monotonic()
         if not killed_rank and passed > 2 * seconds / 3:
+            cpu = {name: round(value - cpu[name], 1) for name, value in server.cpu_seconds().items()}
+            found["cpu_s"] = {"until_s": round(passed, 1), **cpu}
             os.kill(next(pid for pid, kind in server.processes().items() if kind == "rank"), signal.SIGKILL)
             killed_rank, before = time.monotonic(), [of_one[UPDATES] for of_one in counts]
         now = time.monotonic()
-        if killed_client and found["run_freed_s"] is None and runs[CLIENTS] not in [one["run"] for one in status["runs"]]:
+        there = [one["run"] for one in status["runs"]]
+        if killed_client and found["run_freed_s"] is None and runs[CLIENTS] not in there:
             found["run_freed_s"] = round(now - killed_client, 1)
         if killed_rank and found["rank_recovered_s"] is None and status["counts"]["recoveries"]:
             found["rank_recovered_s"] = round(now - killed_rank, 1)
         # the second one from then on began behind the recovery
-        if killed_rank and found["all_go_on_s"] is None and all(
-            counts[number][UPDATES] > before[number] + 1 for number in range(CLIENTS)
+        if (
+            killed_rank
+            and found["all_go_on_s"] is None
+            and all(counts[number][UPDATES] > before[number] + 1 for number in range(CLIENTS))
         ):
             found["all_go_on_s"] = round(now - killed_rank, 1)
-        if killed_rank or killed_client:
-            time.sleep(min(LOOK_S, 0.5) if None in found.values() else LOOK_S)
-        else:
-            time.sleep(LOOK_S)
+        time.sleep(LOOK_S)
     at_end = [list(of_one) for of_one in counts]
     return {**found, "samples": samples, "at_end": at_end, "seconds": time.monotonic() - start}
 
@@ -243,7 +246,7 @@ def _found(
         "the run of the killed client was freed": watched["run_freed_s"] is not None,
         "the killed rank was replaced": watched["all_go_on_s"] is not None and status["counts"]["recoveries"] == 1,
     }
-    memory = _grown(watched["samples"])
+    memory = grown(watched["samples"])
     for kind, of_kind in memory.items():
         checks[f"{kind} does not grow"] = all(of_kind[what]["grown"] <= most for what, most in GROWTH.items())
     return {
@@ -260,14 +263,14 @@ def _found(
         "sampled_tokens_a_second": round(sum(one[SAMPLED] for one in watched["at_end"]) / watched["seconds"]),
         "sample_wait_s": {f"p{share}": round(float(np.percentile(waits, share)), 3) for share in (50, 99, 100)},
         "session_timeout_s": SESSION_TIMEOUT_S,
-        **{name: watched[name] for name in ("run_freed_s", "rank_recovered_s", "all_go_on_s")},
+        **{name: watched[name] for name in ("run_freed_s", "rank_recovered_s", "all_go_on_s", "cpu_s")},
         "problems": [problem for report in reports.values() for problem in report["problems"]],
         "memory": memory,
         "held": watched["samples"],
     }  # fmt: skip
 
 
-def _grown(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def grown(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """By kind of process, what it held in the first and the last third (means), and at most."""
     third = max(1, len(samples) // 3)
     found: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import requests
 import yaml
 
 from benchmarks.record import ROOT
-from benchmarks.rpc_overhead import descendants
+from benchmarks.rpc_overhead import cpu_seconds, descendants
 from tests.support.process_resources import held_by
 
 KEY = "tml-of-a-benchmark"
@@ -52,6 +52,14 @@ class Server:
                 found[pid] = "rank" if "TrainWorker" in name else "engine" if "SamplingEngine" in name else "ray"
         return found
 
+    def cpu_seconds(self) -> dict[str, float]:
+        """That processes have taken since they began, by what they are; of those that are there."""
+        found: dict[str, float] = {}
+        for pid, kind in self.processes().items():
+            with suppress(OSError):
+                found[kind] = found.get(kind, 0.0) + cpu_seconds(pid)
+        return found
+
     def held(self) -> dict[str, dict[str, int]]:
         """Resident bytes, open files and threads by what processes are; `ray` is not looked at."""
         found: dict[str, dict[str, int]] = {}
@@ -72,10 +80,11 @@ def serving(tree: dict[str, Any], folder: Path) -> Iterator[Server]:
     """
     file, log = folder / "service.yaml", folder / "server.log"
     file.write_text(yaml.safe_dump(tree))
+    # no session of its own: the kernel may share out cores by sessions, and others are measured beside it
     with log.open("w") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "actors.cli", "serve", str(file)], env={**os.environ, "PYTHONPATH": str(ROOT)},
-            cwd=folder, start_new_session=True, stdout=subprocess.PIPE, stderr=said, text=True,
+            cwd=folder, process_group=0, stdout=subprocess.PIPE, stderr=said, text=True,
         )  # fmt: skip
     try:
         assert process.stdout is not None
