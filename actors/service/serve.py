@@ -32,7 +32,7 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
     from actors.service.service import Service
     from actors.startup import stage
 
-    listener = _listening(config)
+    listener = listening(config)
     try:
         group, engine = _launched(config)
         try:
@@ -109,12 +109,19 @@ def require_packages() -> Any:
     return uvicorn
 
 
-def _listening(config: RunConfig) -> Any:
+def listening(config: RunConfig) -> Any:
+    """A socket at service.host and service.port.
+
+    Raises:
+        ResourceError: the port is taken.
+    """
     import socket
 
     service = config.service
     family = socket.AF_INET6 if ":" in service.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # of a socket whose protocol is not named asyncio does not turn Nagle's algorithm off: an answer's body then waits
+    # 40 ms for the client to acknowledge its head
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((service.host, service.port))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ import yaml
 from tinker import types
 
 from actors.cli.main import main
+from actors.service.serve import listening
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError
@@ -55,6 +58,26 @@ def test_a_key_that_is_named_and_not_set_is_an_error(
     file.write_text(yaml.safe_dump(service_tree(untied, tmp_path, service={"api_key_env": "A_KEY"})))
     assert main(["serve", str(file)]) == ConfigError.exit_code
     assert "export A_KEY=tml-.." in capsys.readouterr().err
+
+
+def test_an_answer_does_not_wait_until_its_head_is_acknowledged(tmp_path: Path) -> None:
+    listener = listening(config_from_dict(service_tree(tmp_path, tmp_path)))
+
+    async def life() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def connected(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(connected, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            found = await accepted
+            writer.close()
+            return found
+
+    assert asyncio.run(life()) == 1
 
 
 class Server:
