@@ -61,11 +61,11 @@ class Server:
         return found
 
     def held(self) -> dict[str, dict[str, int]]:
-        """Resident bytes, open files and threads by what processes are; `ray` is not looked at."""
+        """Resident bytes, open files and threads by what processes are; what they share counts for each."""
         found: dict[str, dict[str, int]] = {}
         for pid, kind in self.processes().items():
             with suppress(OSError):  # it has ended meanwhile
-                for what, value in held_by(pid).items() if kind != "ray" else ():
+                for what, value in held_by(pid).items():
                     of_kind = found.setdefault(kind, {})
                     of_kind[what] = of_kind.get(what, 0) + value
         return found

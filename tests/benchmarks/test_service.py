@@ -40,7 +40,7 @@ def test_a_batch_has_the_same_bits_through_http_and_directly(tmp_path: Path) -> 
 
 
 def held(size: int) -> dict[str, Any]:
-    return {kind: {"bytes": size, "files": 9, "threads": 9} for kind in ("server", "rank", "engine")}
+    return {kind: {"bytes": size, "files": 9, "threads": 9} for kind in (*load.OURS, "ray")}
 
 
 def test_what_grows_from_the_first_third_to_the_last_is_seen() -> None:
