@@ -36,6 +36,7 @@ PATIENCE_S = 600.0  # behind the end, for what both deaths cost
 GROWTH = {"bytes": 32 * 2**20, "files": 8, "threads": 8}
 OURS = ("server", "rank", "engine")  # processes that must not grow; Ray starts and ends others of its own
 UPDATES, TOKENS, SENT, ANSWERED, SAMPLED, FAILED = range(6)  # a client's counts; TOKENS are of answered batches
+STARTING, WORKING, ENDING, LEAVING = range(4)
 
 
 class Client:
@@ -43,11 +44,12 @@ class Client:
 
     Args:
         counts: shared with the process that looks at them, also when this one is killed.
+        phase: STARTING, WORKING, ENDING or LEAVING, as that process says. Like `counts` it has no lock, with which
+            this one could be killed.
     """
 
-    def __init__(self, url: str, number: int, in_flight: int, counts: Any, go: Any, stop: Any, leave: Any) -> None:
-        self.url, self.number, self.in_flight, self.counts = url, number, in_flight, counts
-        self.go, self.stop, self.leave = go, stop, leave
+    def __init__(self, url: str, number: int, in_flight: int, counts: Any, phase: Any) -> None:
+        self.url, self.number, self.in_flight, self.counts, self.phase = url, number, in_flight, counts, phase
         self.problems: list[str] = []
         self.waits: list[float] = []
 
@@ -60,14 +62,19 @@ class Client:
         self.training = service.create_lora_training_client(base_model=NAME, rank=RANK, seed=self.number).result()
         self.sampler = self.training.save_weights_and_get_sampling_client().result()
         said.put((self.number, {"run": self.training.model_id}))
-        self.go.wait()
+        self.wait_for(WORKING)
         trains = threading.Thread(target=self.train)
         trains.start()
         asyncio.run(self.sample())
         trains.join()
         said.put((self.number, {"waits": self.waits, "problems": self.problems}))
-        self.leave.wait()
+        self.wait_for(LEAVING)
         service.close("success").result()
+
+    def wait_for(self, phase: int) -> None:
+        """Returns when it is that or a later one."""
+        while self.phase.value < phase:
+            time.sleep(0.05)
 
     def train(self) -> None:
         """Updates until the end, each of a batch of its own."""
@@ -76,7 +83,7 @@ class Client:
         rng = np.random.default_rng(self.number)
         adam = types.AdamParams(learning_rate=1e-4, eps=1e-8)
         try:
-            while not self.stop.is_set():
+            while self.phase.value == WORKING:
                 rows = rng.integers(3, SHAPE["vocab_size"], (DATUMS, LENGTH + 1)).tolist()
                 data = [
                     types.Datum(
@@ -101,7 +108,7 @@ class Client:
 
         async def one_after_another(number: int) -> None:
             rng = random.Random(1000 * self.number + number)
-            while not self.stop.is_set():
+            while self.phase.value == WORKING:
                 prompt = [rng.randrange(3, SHAPE["vocab_size"]) for _ in range(PROMPT)]
                 asked = types.SamplingParams(max_tokens=rng.randint(SHORTEST, LONGEST), stop=[])
                 start = time.perf_counter()
@@ -145,12 +152,12 @@ def under_load(folder: Path, seconds: float, in_flight: int) -> dict[str, Any]:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tinker"])  # once for all: it takes seconds
     with serving(tree, folder) as server:
-        said, go, stop, leave = context.Queue(), context.Event(), context.Event(), context.Event()
+        said, phase = context.Queue(), context.RawValue("b", STARTING)
         counts = [context.RawArray("q", 6) for _ in range(CLIENTS + 1)]
         share = in_flight // CLIENTS
         processes = [
             context.Process(
-                target=run_client, args=(said, server.url, number, share, counts[number], go, stop, leave), daemon=True
+                target=run_client, args=(said, server.url, number, share, counts[number], phase), daemon=True
             )
             for number in range(CLIENTS + 1)
         ]
@@ -158,12 +165,12 @@ def under_load(folder: Path, seconds: float, in_flight: int) -> dict[str, Any]:
             for process in processes:
                 process.start()
             runs = {number: found["run"] for number, found in _said(said, len(processes))}
-            go.set()
+            phase.value = WORKING
             watched = _watched(server, seconds, counts, runs, processes[CLIENTS])
-            stop.set()
+            phase.value = ENDING
             reports = dict(_said(said, CLIENTS))
             found = _found(server, counts, runs, reports, watched, share * CLIENTS)
-            leave.set()
+            phase.value = LEAVING
             for process in processes[:CLIENTS]:
                 process.join(60)
             return found
@@ -220,7 +227,8 @@ def _found(
     watched: dict[str, Any],
     in_flight: int,
 ) -> dict[str, Any]:
-    status, of_server = server.status(), {one["run"]: one for one in server.status()["runs"]}
+    status = server.status()
+    of_server = {one["run"]: one for one in status["runs"]}
     others, victim = [list(of_one) for of_one in counts[:CLIENTS]], list(counts[CLIENTS])
     samples, sampled = server.counter("samples_total"), status["counts"]["sampled_tokens"]
     updates = [one[UPDATES] for one in watched["at_end"][:CLIENTS]]
