@@ -32,6 +32,7 @@ UPDATES_A_SAMPLER = 10
 SESSION_TIMEOUT_S, RESULT_KEPT_S = 25.0, 30.0
 LOOK_S = 1.0
 PATIENCE_S = 600.0  # behind the end, for what both deaths cost
+WARM_UP = 0.1  # of the time: versions and rows come
 # the most that the mean of the last third may be above that of the first one
 GROWTH = {"bytes": 32 * 2**20, "files": 8, "threads": 8}
 OURS = ("server", "rank", "engine")  # processes that must not grow; Ray starts and ends others of its own
@@ -280,7 +281,8 @@ def _found(
 
 
 def grown(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """By kind of process, what it held in the first and the last third (means), and at most."""
+    """By kind of process, what it held in the first and the last third behind the warm-up (means), and at most."""
+    samples = samples[int(WARM_UP * len(samples)) :]
     third = max(1, len(samples) // 3)
     found: dict[str, Any] = {}
     for kind in (*OURS, "ray"):
