@@ -24,7 +24,8 @@ from actors.service import schema, wire
 from actors.service.catalogue import Saved
 from actors.service.operations import PAGE, counts, status
 from actors.service.results import Result
-from actors.service.service import NotFound, Service
+from actors.service.service import Service
+from actors.service.sessions import NotFound
 from actors.service.training_runs import TrainingRun
 from slimefsdp.errors import CheckpointError, ResourceError, SlimeError
 

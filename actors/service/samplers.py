@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from actors.service import schema
 from actors.service.results import typed
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
@@ -144,24 +141,3 @@ class Samplers:
                 if sampler.version.name in self._used:
                     await self._drop(sampler.version.name)
             shutil.rmtree(sampler.version.folder, ignore_errors=True)
-
-
-def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
-    """The SampleResponse of an answer.
-
-    Args:
-        last_n: of how many of the last prompt tokens log-probs are wanted; None: of all.
-    """
-    response = schema.SampleResponse()
-    if answer.prompt_log_probs is not None:
-        values = np.array(answer.prompt_log_probs, "<f4")
-        if last_n is not None:
-            values[: max(0, values.size - last_n)] = np.nan
-        response.prompt_logprobs = values.tobytes()
-    for sample in answer.samples:
-        response.sequences.add(
-            stop_reason=schema.STOP_REASON_LENGTH if sample.finish_reason == "length" else schema.STOP_REASON_STOP,
-            tokens=np.array(sample.tokens, "<i4").tobytes(),
-            logprobs=np.array(sample.log_probs, "<f4").tobytes(),
-        )
-    return bytes(response.SerializeToString())

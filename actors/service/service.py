@@ -2,54 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-import shutil
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, KeptRun, Kind, Saved, adapter_of, bytes_below
+from actors.service.catalogue import Catalogue, KeptRun, adapter_of
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
-from actors.service.samplers import Samplers, SamplerSession, Version, response_of
+from actors.service.sample_requests import response_of, sample_request
+from actors.service.samplers import Samplers, SamplerSession, Version
+from actors.service.saving import load_weights, save_for_sampler, save_weights
+from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.workers.group_calls import AdapterCalls, GroupCalls
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, StateError
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
-from slimefsdp.sampling.requests import SampleRequest, SamplingStats
+from slimefsdp.sampling.requests import SamplingStats
 
 _REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
-
-
-class NotFound(Exception):
-    """Something that a client names is not there; answered as 404, or 410 where it was there once."""
-
-    def __init__(self, what: str, *, is_gone: bool = False) -> None:
-        super().__init__(what)
-        self.is_gone = is_gone
-
-
-@dataclass(slots=True)
-class Session:
-    """A client, for as long as it says that it is there."""
-
-    id: str
-    sdk_version: str
-    began: float = field(default_factory=time.time)
-    seen: float = field(default_factory=time.monotonic)
-    made: dict[tuple[str, int], Result] = field(default_factory=dict)  # runs and samplers by their numbers
 
 
 class Service:
@@ -282,13 +263,7 @@ class Service:
     def save_weights(self, body: wire.SaveWeights) -> Result:
         """A checkpoint under a name."""
         run = self.run(body.model_id)
-        name = body.path or f"checkpoint-{body.seq_id}"
-
-        def do(calls: AdapterCalls) -> Answer:
-            calls.save(run.updates, name=name, overwrite=body.overwrite)
-            return {"type": "save_weights", "path": self._catalogued(run, "weights", name, body)}
-
-        return run.submit(body.seq_id, "save", do)
+        return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue))
 
     def save_for_sampler(self, body: wire.SaveForSampler) -> Result:
         """Weights to sample from, under a name, or for a sampling client that begins with them."""
@@ -297,39 +272,7 @@ class Service:
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
         if body.path is None and body.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
-
-        def do(calls: AdapterCalls) -> Answer:
-            adapter = adapter_of(run.id)
-            sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
-            if body.path is None and sampler_id in self.samplers.sessions:
-                problem = f"there is a sampler {sampler_id}, which keeps its weights"
-                raise ConfigError(problem, field="sampling_session_seq_id", hint="number samplers 0, 1, 2, ..")
-            name = body.path or f"_session-{body.sampling_session_seq_id}"  # which no path can be
-            folder = self.catalogue.folder_of(adapter, "sampler_weights", name)
-            if body.path is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            calls.export_adapter(folder)
-            if body.path is not None:
-                return {
-                    "type": "save_weights_for_sampler",
-                    "path": self._catalogued(run, "sampler_weights", name, body),
-                }
-            version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
-            sampler = SamplerSession(sampler_id, run.session, version)
-            self.samplers.sessions[sampler.id] = sampler
-            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
-
-        return run.submit(body.seq_id, "save", do)
-
-    def _catalogued(self, run: TrainingRun, kind: Kind, name: str, body: wire.SaveWeights | wire.SaveForSampler) -> str:
-        folder = self.catalogue.folder_of(adapter_of(run.id), kind, name)
-        now = time.time()
-        expires = None if body.ttl_seconds is None else now + body.ttl_seconds
-        size = bytes_below(folder)
-        one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, body.user_metadata)
-        self.catalogue.add(one)
-        return one.path
+        return run.submit(body.seq_id, "save", lambda _: save_for_sampler(run, body, self.catalogue, self.samplers))
 
     def load_weights(self, body: wire.LoadWeights) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
@@ -340,29 +283,13 @@ class Service:
         saved = self.catalogue.get(body.path)
         if saved.kind != "weights":
             raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
-
-        def load(calls: AdapterCalls, adapter: str) -> None:
-            name = saved.name
-            if saved.adapter != adapter:
-                # longer than a name that a client can give: the run may have one of its own of that name
-                name = f"loaded-{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
-                target = self.catalogue.folder_of(adapter, "weights", name)
-                if not target.exists():
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    part = target.with_name(f".{target.name}.part")
-                    shutil.rmtree(part, ignore_errors=True)
-                    shutil.copytree(self.catalogue.folder(saved), part)
-                    part.replace(target)
-            calls.load(name=name, weights_only=not body.optimizer)
-
         if body.session_id is not None and body.model_seq_id is not None:
             if body.base_model is not None:
                 self._check_base(body.base_model)
 
             def make(run: TrainingRun) -> Answer:
-                adapter = adapter_of(run.id)
-                self._group.create_adapter(adapter, rank=saved.rank, alpha=self.config.lora.alpha)
-                load(run.calls, adapter)
+                self._group.create_adapter(adapter_of(run.id), rank=saved.rank, alpha=self.config.lora.alpha)
+                load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
                 return {"type": "load_weights", "path": body.path, "model_id": run.id}
 
             return self._made(body.session_id, body.model_seq_id, saved.rank, None, make)
@@ -373,8 +300,8 @@ class Service:
             problem = f"{body.path} is of rank {saved.rank}, and this run of rank {run.rank}"
             raise ConfigError(problem, field="path", hint="create a training client from it")
 
-        def do(calls: AdapterCalls) -> Answer:
-            load(calls, adapter_of(run.id))
+        def do(_: AdapterCalls) -> Answer:
+            load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
             return {"type": "load_weights", "path": body.path}
 
         return run.id, run.submit(body.seq_id, "load", do)
@@ -427,21 +354,8 @@ class Service:
         sampler = self.sampler(body.sampling_session_id)
         if (known := sampler.answers.get(body.seq_id)) is not None:
             return known, None
-        for chunk in body.prompt.chunks:
-            if chunk.type != "encoded_text":
-                raise BatchError(f"a chunk of {chunk.type}", field="prompt", hint="send encoded_text alone")
-        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        left = self.most_tokens - len(prompt)
-        if left < 1:
-            problem = f"a prompt of {len(prompt)} tokens, and this server reads at most {self.most_tokens - 1}"
-            raise BatchError(problem, field="prompt", hint="cut it, or raise batch.max_tokens_per_rank of the server")
-        params = body.params(self.end_token_ids, left, secrets.randbits(62))
-        if params.max_new_tokens > left:
-            problem = f"max_tokens={params.max_new_tokens} behind {len(prompt)} tokens, and there is room for {left}"
-            hint = "lower it, or raise batch.max_tokens_per_rank of the server"
-            raise BatchError(problem, field="max_tokens", hint=hint)
         version = None if sampler.version is None else sampler.version.name
-        request = SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs))
+        request = sample_request(body, version, self.end_token_ids, self.most_tokens)
         result = sampler.answers[body.seq_id] = self.results.new()
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
