@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from actors.service.users import User
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import write_synced
@@ -24,6 +25,7 @@ class Saved:
 
     Args:
         adapter: that wrote it, by its name in the group.
+        owner: the id of the user whose run wrote it.
         time: when, in seconds since 1970.
         expires: the same of when it may go; None: never.
     """
@@ -37,6 +39,7 @@ class Saved:
     size: int
     expires: float | None = None
     user_metadata: dict[str, Any] | None = None
+    owner: str = ""
 
     @property
     def path(self) -> str:
@@ -57,6 +60,7 @@ class KeptRun:
     tokens: int
     has_gradients: bool
     user_metadata: dict[str, Any]
+    owner: str
 
 
 def adapter_of(run: str) -> str:
@@ -92,41 +96,44 @@ class Catalogue:
         with self._lock:
             self._saved[one.path] = one
 
-    def get(self, path: str) -> Saved:
+    def get(self, path: str, user: User) -> Saved:
         """
         Raises:
-            CheckpointError: there is none under this path.
+            CheckpointError: the user has none under this path.
         """
         with self._lock:
             found = self._saved.get(path)
-        if found is None or (found.expires is not None and found.expires < time.time()):
+        if found is None or not user.owns(found.owner) or (found.expires is not None and found.expires < time.time()):
             raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
         return found
 
-    def listed(self, run: str | None = None) -> list[Saved]:
-        """All, or those of one run, oldest first."""
+    def listed(self, user: User, run: str | None = None) -> list[Saved]:
+        """Those of a user, or of one run of theirs, oldest first."""
         with self._lock:
-            found = [one for one in self._saved.values() if run is None or one.run == run]
+            found = [one for one in self._saved.values() if user.owns(one.owner) and run in (None, one.run)]
         return sorted(found, key=lambda one: one.time)
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: str, user: User) -> None:
         """Deletes it from the disk.
 
         Raises:
-            CheckpointError: there is none under this path.
+            CheckpointError: the user has none under this path.
         """
+        self._remove(self.get(path, user))
+
+    def _remove(self, one: Saved) -> None:
         with self._lock:
-            one = self._saved.pop(path, None)
-        if one is None:
-            raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
+            self._saved.pop(one.path, None)
         self._file(one).unlink(missing_ok=True)
         shutil.rmtree(self.folder(one), ignore_errors=True)
 
     def remove_expired(self) -> None:
         """To be called now and then."""
-        for one in self.listed():
+        with self._lock:
+            saved = list(self._saved.values())
+        for one in saved:
             if one.expires is not None and one.expires < time.time():
-                self.remove(one.path)
+                self._remove(one)
 
     def keep_run(self, run: KeptRun) -> None:
         """For the next start."""

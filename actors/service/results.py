@@ -17,10 +17,15 @@ _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, Reso
 
 
 class Result:
-    """One answer, from the moment in which its request was taken."""
+    """One answer, from the moment in which its request was taken.
 
-    def __init__(self) -> None:
+    Args:
+        owner: the id of the user who asked.
+    """
+
+    def __init__(self, owner: str) -> None:
         self.id = uuid.uuid4().hex
+        self.owner = owner
         self.ended: float | None = None  # of time.monotonic
         self._future: Future[Answer] = Future()
 
@@ -79,9 +84,9 @@ class Results:
         self._results: dict[str, Result] = {}
         self._lock = threading.Lock()
 
-    def new(self) -> Result:
-        """A result that is asked for by its id from now on."""
-        result = Result()
+    def new(self, owner: str) -> Result:
+        """A result that the user of this id asks for by its own id from now on."""
+        result = Result(owner)
         with self._lock:
             self._results[result.id] = result
         return result

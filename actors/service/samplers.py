@@ -35,12 +35,14 @@ class SamplerSession:
     """A sampling client.
 
     Args:
+        owner: the id of the user whose client made it.
         version: None: the base without adapters.
         path: of the saved weights, as clients name it.
     """
 
     id: str
     session: str
+    owner: str
     version: Version | None
     path: str | None = None
     answers: dict[int, Any] = field(default_factory=dict)  # the newest ones, by number of the request

@@ -46,7 +46,7 @@ def save_for_sampler(run: TrainingRun, body: wire.SaveForSampler, catalogue: Cat
         path = _catalogued(run, "sampler_weights", name, body, catalogue)
         return {"type": "save_weights_for_sampler", "path": path}
     version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
-    samplers.sessions[sampler_id] = SamplerSession(sampler_id, run.session, version)
+    samplers.sessions[sampler_id] = SamplerSession(sampler_id, run.session, run.owner, version)
     return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
 
@@ -76,6 +76,6 @@ def _catalogued(
     folder, now = catalogue.folder_of(adapter_of(run.id), kind, name), time.time()
     expires = None if body.ttl_seconds is None else now + body.ttl_seconds
     size = bytes_below(folder)
-    one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, body.user_metadata)
+    one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, body.user_metadata, run.owner)
     catalogue.add(one)
     return one.path

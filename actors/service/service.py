@@ -23,6 +23,7 @@ from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.saving import load_weights, save_for_sampler, save_weights
 from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
+from actors.service.users import User
 from actors.workers.group_calls import AdapterCalls, GroupCalls
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError, StateError
@@ -77,18 +78,19 @@ class Service:
             calls = self._group.adapter(adapter_of(kept.run))
             self._group.create_adapter(calls.name, rank=kept.rank, alpha=self.config.lora.alpha)
             calls.load(kept.updates)
-            run = TrainingRun(kept.run, kept.session, kept.rank, calls, self.results, kept.user_metadata)
+            run = TrainingRun(kept.run, kept.session, kept.owner, kept.rank, calls, self.results, kept.user_metadata)
             run.next_number, run.updates, run.tokens = kept.next_number, kept.updates, kept.tokens
             if kept.has_gradients:  # which are in no checkpoint
                 run.incomplete = StateError("the server was started anew", field="forward_backward")
             self.runs[run.id] = run
-            self.sessions.setdefault(kept.session, Session(kept.session, kept.sdk_version))
+            self.sessions.setdefault(kept.session, Session(kept.session, kept.owner, kept.sdk_version))
             self.catalogue.forget_run(kept)
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, body: wire.CreateSession) -> Session:
-        """
+    def create_session(self, body: wire.CreateSession, user: User) -> Session:
+        """A new client of the user.
+
         Raises:
             ResourceError: there are as many as there may be.
         """
@@ -98,18 +100,18 @@ class Service:
                 field="service.max_sessions",
                 hint="try again later",
             )
-        session = Session(f"session-{uuid.uuid4().hex[:16]}", body.sdk_version)
+        session = Session(f"session-{uuid.uuid4().hex[:16]}", user.id, body.sdk_version)
         self.sessions[session.id] = session
         return session
 
-    def session(self, key: str) -> Session:
+    def session(self, key: str, user: User) -> Session:
         """The session, whose client is there.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the user has none of this id.
         """
         session = self.sessions.get(key)
-        if session is None:
+        if session is None or not user.owns(session.owner):
             raise NotFound(f"session {key} has ended", is_gone=True)
         session.seen = time.monotonic()
         return session
@@ -137,7 +139,7 @@ class Service:
 
     # ------------------------------------------------------------------ training
 
-    def create_run(self, body: wire.CreateModel) -> tuple[str, Result]:
+    def create_run(self, body: wire.CreateModel, user: User) -> tuple[str, Result]:
         """A new run; asked for again, the same one.
 
         Raises:
@@ -155,17 +157,18 @@ class Service:
             self._group.create_adapter(adapter_of(run.id), rank=rank, alpha=alpha, seed=seed)
             return {"type": "create_model", "model_id": run.id}
 
-        return self._made(body.session_id, body.model_seq_id, rank, body.user_metadata, make)
+        session = self.session(body.session_id, user)
+        return self._made(session, body.model_seq_id, rank, body.user_metadata, make)
 
     def _made(
         self,
-        session_id: str,
+        session: Session,
         number: int,
         rank: int,
         user_metadata: dict[str, Any] | None,
         make: Callable[[TrainingRun], Answer],
     ) -> tuple[str, Result]:
-        session, run_id = self.session(session_id), f"{session_id}:train:{number}"
+        run_id = f"{session.id}:train:{number}"
         with self._lock:
             if (known := session.made.get(("run", number))) is not None:
                 return run_id, known
@@ -178,9 +181,9 @@ class Service:
                     field="service.max_runs",
                     hint="end one, or raise it",
                 )
-            result = session.made["run", number] = self.results.new()
+            result = session.made["run", number] = self.results.new(session.owner)
             calls = self._group.adapter(adapter_of(run_id))
-            run = TrainingRun(run_id, session_id, rank, calls, self.results, user_metadata or {})
+            run = TrainingRun(run_id, session.id, session.owner, rank, calls, self.results, user_metadata or {})
             self.runs[run_id] = run
 
         def work() -> None:
@@ -195,7 +198,7 @@ class Service:
 
     def unload(self, run: TrainingRun) -> Result:
         """Ends a run."""
-        result = self.results.new()
+        result = self.results.new(run.owner)
 
         def work() -> None:
             self._end_run(run)
@@ -204,22 +207,22 @@ class Service:
         self._making.submit(work)
         return result
 
-    def run(self, key: str) -> TrainingRun:
+    def run(self, key: str, user: User) -> TrainingRun:
         """The run, whose client is there.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the user has none of this id.
         """
         run = self.runs.get(key)
-        if run is None:
+        if run is None or not user.owns(run.owner):
             raise NotFound(f"there is no training run {key}")
         if run.session in self.sessions:
             self.sessions[run.session].seen = time.monotonic()
         return run
 
-    def forward_backward(self, message: Any) -> Result:
+    def forward_backward(self, message: Any, user: User) -> Result:
         """A ForwardBackwardRequest, whichever of both it asks for."""
-        run = self.run(message.model_id)
+        run = self.run(message.model_id, user)
 
         def do(calls: AdapterCalls) -> Answer:
             work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
@@ -231,9 +234,9 @@ class Service:
         kind: RequestKind = "forward" if message.forward_only else "forward_backward"
         return run.submit(message.seq_id, kind, do)
 
-    def optim_step(self, body: wire.OptimStep) -> Result:
+    def optim_step(self, body: wire.OptimStep, user: User) -> Result:
         """One update of a run."""
-        run, asked = self.run(body.model_id), body.adam_params
+        run, asked = self.run(body.model_id, user), body.adam_params
 
         def do(calls: AdapterCalls) -> Answer:
             settings = UpdateSettings(
@@ -260,27 +263,27 @@ class Service:
 
     # ------------------------------------------------------------------ saving and loading
 
-    def save_weights(self, body: wire.SaveWeights) -> Result:
+    def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
         """A checkpoint under a name."""
-        run = self.run(body.model_id)
+        run = self.run(body.model_id, user)
         return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue))
 
-    def save_for_sampler(self, body: wire.SaveForSampler) -> Result:
+    def save_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
         """Weights to sample from, under a name, or for a sampling client that begins with them."""
-        run = self.run(body.model_id)
+        run = self.run(body.model_id, user)
         if body.kind == "inflight":
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
         if body.path is None and body.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
         return run.submit(body.seq_id, "save", lambda _: save_for_sampler(run, body, self.catalogue, self.samplers))
 
-    def load_weights(self, body: wire.LoadWeights) -> tuple[str, Result]:
+    def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
 
         Raises:
             CheckpointError: there is none under the path. ConfigError: it is to be loaded without its optimiser.
         """
-        saved = self.catalogue.get(body.path)
+        saved = self.catalogue.get(body.path, user)
         if saved.kind != "weights":
             raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
         if body.session_id is not None and body.model_seq_id is not None:
@@ -292,10 +295,11 @@ class Service:
                 load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
                 return {"type": "load_weights", "path": body.path, "model_id": run.id}
 
-            return self._made(body.session_id, body.model_seq_id, saved.rank, None, make)
+            session = self.session(body.session_id, user)
+            return self._made(session, body.model_seq_id, saved.rank, None, make)
         if body.model_id is None or body.seq_id is None:
             raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
-        run = self.run(body.model_id)
+        run = self.run(body.model_id, user)
         if run.rank != saved.rank:
             problem = f"{body.path} is of rank {saved.rank}, and this run of rank {run.rank}"
             raise ConfigError(problem, field="path", hint="create a training client from it")
@@ -308,16 +312,16 @@ class Service:
 
     # ------------------------------------------------------------------ sampling
 
-    def create_sampler(self, body: wire.CreateSamplingSession) -> SamplerSession:
+    def create_sampler(self, body: wire.CreateSamplingSession, user: User) -> SamplerSession:
         """A sampling client of saved weights, or of the base.
 
         Raises:
             CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
         """
-        self.session(body.session_id)
+        session = self.session(body.session_id, user)
         version = None
         if body.model_path is not None:
-            saved = self.catalogue.get(body.model_path)
+            saved = self.catalogue.get(body.model_path, user)
             if saved.kind != "sampler_weights":
                 raise ConfigError(
                     f"{body.model_path} is a state to train from",
@@ -329,34 +333,34 @@ class Service:
             self._check_base(body.base_model)
         else:
             raise ConfigError("neither model_path nor base_model is given", field="base_model", hint="give one")
-        key = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        sampler = SamplerSession(key, body.session_id, version, body.model_path)
+        key = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
         return self.samplers.sessions.setdefault(key, sampler)
 
-    def sampler(self, key: str) -> SamplerSession:
+    def sampler(self, key: str, user: User) -> SamplerSession:
         """
         Raises:
-            NotFound: there is none.
+            NotFound: the user has none of this id.
         """
         sampler = self.samplers.sessions.get(key)
-        if sampler is None:
+        if sampler is None or not user.owns(sampler.owner):
             raise NotFound(f"there is no sampler {key}")
         if sampler.session in self.sessions:
             self.sessions[sampler.session].seen = time.monotonic()
         return sampler
 
-    def sample(self, body: wire.Sample) -> tuple[Result, Callable[[], Any] | None]:
+    def sample(self, body: wire.Sample, user: User) -> tuple[Result, Callable[[], Any] | None]:
         """The result of a request, and what has to be awaited to have it; None where it was seen before.
 
         Raises:
             BatchError: naming what cannot be served. NotFound: no such sampler.
         """
-        sampler = self.sampler(body.sampling_session_id)
+        sampler = self.sampler(body.sampling_session_id, user)
         if (known := sampler.answers.get(body.seq_id)) is not None:
             return known, None
         version = None if sampler.version is None else sampler.version.name
         request = sample_request(body, version, self.end_token_ids, self.most_tokens)
-        result = sampler.answers[body.seq_id] = self.results.new()
+        result = sampler.answers[body.seq_id] = self.results.new(sampler.owner)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
 
@@ -386,7 +390,7 @@ class Service:
             self.catalogue.keep_run(
                 KeptRun(
                     run.id, run.session, seen, run.rank, run.next_number, run.updates, run.tokens, run.has_gradients,
-                    run.user_metadata,
+                    run.user_metadata, run.owner,
                 )
             )  # fmt: skip
         self.log.close()

@@ -18,9 +18,14 @@ class NotFound(Exception):
 
 @dataclass(slots=True)
 class Session:
-    """A client, for as long as it says that it is there."""
+    """A client, for as long as it says that it is there.
+
+    Args:
+        owner: the id of its user.
+    """
 
     id: str
+    owner: str
     sdk_version: str
     began: float = field(default_factory=time.time)
     seen: float = field(default_factory=time.monotonic)

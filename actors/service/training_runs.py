@@ -33,12 +33,14 @@ class TrainingRun:
 
     Args:
         id: as clients know it.
+        owner: the id of the user whose client made it.
         calls: of the group, for the run's adapter.
         next_number: of the request that is to be done next.
     """
 
     id: str
     session: str
+    owner: str
     rank: int
     calls: AdapterCalls
     results: Results
@@ -75,7 +77,7 @@ class TrainingRun:
             if not self.next_number <= number < self.next_number + _GAP:
                 problem = f"seq_id={number}, and the next one to be done is {self.next_number}"
                 raise StateError(problem, field="seq_id", hint="number requests 1, 2, 3, ..")
-            result = self._by_number[number] = self.results.new()
+            result = self._by_number[number] = self.results.new(self.owner)
             self._early[number] = _Request(kind, do, result)
             while (ready := self._early.pop(self.next_number, None)) is not None:
                 self.next_number += 1

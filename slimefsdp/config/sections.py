@@ -500,7 +500,8 @@ class ServiceSettings(Settings):
     api_key_env: str | None = Field(
         None,
         min_length=1,
-        description="environment variable with the key that requests must bring; null: none is asked for",
+        description="environment variable with the keys of which requests must bring one, separated by commas: each is "
+        "a user with runs and checkpoints of their own, the first is the operator's; null: none is asked for",
     )
     model_name: str | None = Field(
         None, min_length=1, description="what clients call the base model, beside model.path; null: that alone"

@@ -27,7 +27,7 @@ class Calls:
 
 @pytest.fixture
 def run() -> Any:
-    made = TrainingRun("s:train:0", "s", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6))
+    made = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6))
     yield made
     made.close()
 
@@ -103,13 +103,13 @@ def test_a_defect_fails_its_request_alone_and_what_waits_when_the_run_ends_is_to
 
 def test_results_go_after_their_time_and_the_oldest_first_for_room() -> None:
     results = Results(kept_s=3600.0, most_bytes=100)
-    made = [results.new() for _ in range(4)]
+    made = [results.new("") for _ in range(4)]
     for one in made[:3]:
         one.set(b"x" * 40)
     results.forget_old()
     assert [results.get(one.id) is not None for one in made] == [False, True, True, True] and results.waiting == 1
     short = Results(kept_s=0.0, most_bytes=100)
-    kept, gone = short.new(), short.new()
+    kept, gone = short.new(""), short.new("")
     gone.set({})
     short.forget_old()
     assert short.get(kept.id) is kept and short.get(gone.id) is None
