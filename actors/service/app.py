@@ -165,6 +165,7 @@ class _Api:
             await asyncio.sleep(_TIDY_S)
             try:
                 self._service.results.forget_old()
+                self._service.refuse_behind_lost()
                 await asyncio.to_thread(self._service.catalogue.remove_expired)
                 await self._service.samplers.forget_oldest()
                 for session in self._service.overdue_sessions():

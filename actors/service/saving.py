@@ -21,8 +21,9 @@ def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue)
         CheckpointError: there is one of this name, or it cannot be written.
     """
     name = body.path or f"checkpoint-{body.seq_id}"
-    run.calls.save(run.updates, name=name, overwrite=body.overwrite)
-    return {"type": "save_weights", "path": _catalogued(run, "weights", name, body, catalogue)}
+    run.save(name, overwrite=body.overwrite)
+    path = catalogued(run, "weights", name, catalogue, body.ttl_seconds, body.user_metadata)
+    return {"type": "save_weights", "path": path}
 
 
 def save_for_sampler(run: TrainingRun, body: wire.SaveForSampler, catalogue: Catalogue, samplers: Samplers) -> Answer:
@@ -43,7 +44,7 @@ def save_for_sampler(run: TrainingRun, body: wire.SaveForSampler, catalogue: Cat
     folder.parent.mkdir(parents=True, exist_ok=True)
     run.calls.export_adapter(folder)
     if body.path is not None:
-        path = _catalogued(run, "sampler_weights", name, body, catalogue)
+        path = catalogued(run, "sampler_weights", name, catalogue, body.ttl_seconds, body.user_metadata)
         return {"type": "save_weights_for_sampler", "path": path}
     version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
     samplers.sessions[sampler_id] = SamplerSession(sampler_id, run.session, run.owner, version)
@@ -70,12 +71,18 @@ def load_weights(run: TrainingRun, saved: Saved, catalogue: Catalogue, *, with_o
     run.calls.load(name=name, weights_only=not with_optimizer)
 
 
-def _catalogued(
-    run: TrainingRun, kind: Kind, name: str, body: wire.SaveWeights | wire.SaveForSampler, catalogue: Catalogue
+def catalogued(
+    run: TrainingRun,
+    kind: Kind,
+    name: str,
+    catalogue: Catalogue,
+    ttl_seconds: int | None = None,
+    user_metadata: dict[str, str] | None = None,
 ) -> str:
+    """The path of what a run has written, which clients can name from now on."""
     folder, now = catalogue.folder_of(adapter_of(run.id), kind, name), time.time()
-    expires = None if body.ttl_seconds is None else now + body.ttl_seconds
+    expires = None if ttl_seconds is None else now + ttl_seconds
     size = bytes_below(folder)
-    one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, body.user_metadata, run.owner)
+    one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, user_metadata, run.owner)
     catalogue.add(one)
     return one.path

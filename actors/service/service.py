@@ -14,23 +14,24 @@ from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, KeptRun, adapter_of
+from actors.service.catalogue import Catalogue, Checkpoint, RunRecord, adapter_of
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.saving import load_weights, save_for_sampler, save_weights
+from actors.service.saving import catalogued, load_weights, save_for_sampler, save_weights
 from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.service.users import User
 from actors.workers.group_calls import AdapterCalls, GroupCalls
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ConfigError, ResourceError, SlimeError, StateError
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.requests import SamplingStats
 
+_MISSING_S = 60.0  # clients try to send a part again for half a minute before they send the next one
 _REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
 
 
@@ -69,22 +70,49 @@ class Service:
         self._lock = threading.Lock()
 
     def continue_runs(self) -> None:
-        """Has the runs that the last end of a service in the same run.dir left; their clients need not know of it.
+        """Has the runs that had not ended when the last service in the same run.dir did, each at its newest checkpoint.
+
+        One without a whole checkpoint is not there, which is said.
 
         Raises:
-            SlimeError: one of them cannot be had again.
+            SlimeError: one of them cannot be had with these settings.
         """
-        for kept in self.catalogue.kept_runs():
-            calls = self._group.adapter(adapter_of(kept.run))
-            self._group.create_adapter(calls.name, rank=kept.rank, alpha=self.config.lora.alpha)
-            calls.load(kept.updates)
-            run = TrainingRun(kept.run, kept.session, kept.owner, kept.rank, calls, self.results, kept.user_metadata)
-            run.next_number, run.updates, run.tokens = kept.next_number, kept.updates, kept.tokens
-            if kept.has_gradients:  # which are in no checkpoint
-                run.incomplete = StateError("the server was started anew", field="forward_backward")
+        for record in self.catalogue.kept_runs():
+            if not (checkpoints := self.catalogue.checkpoints_of(record.run)):
+                print(f"{record.run} had no checkpoint, and is gone", file=sys.stderr, flush=True)
+                self.catalogue.forget_run(record.run)
+                continue
+            calls = self._group.adapter(adapter_of(record.run))
+            self._group.create_adapter(calls.name, rank=record.rank, alpha=self.config.lora.alpha)
+            run = TrainingRun(
+                record.run, record.session, record.owner, record.rank, calls, self.results, record.user_metadata
+            )
+            if (checkpoint := _loaded(run, checkpoints)) is None:
+                self._group.delete_adapter(calls.name)
+                continue
+            run.resume(checkpoint.progress)
+            if not record.is_finished:
+                run.resumed_at = self._named_and_numbered(run, checkpoint)
             self.runs[run.id] = run
-            self.sessions.setdefault(kept.session, Session(kept.session, kept.owner, kept.sdk_version))
-            self.catalogue.forget_run(kept)
+            self.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
+            self._keep(run)  # behind this, its newest checkpoint is no longer all that it was asked for
+
+    def _named_and_numbered(self, run: TrainingRun, checkpoint: Checkpoint) -> str:
+        """Has a checkpoint under a name, by which its client can load it, and by its step, for recoveries of ranks."""
+        name = checkpoint.name
+        if name is None:
+            name = f"update-{run.updates}-request-{run.begun}"
+            run.save(name, overwrite=True)
+            return catalogued(run, "weights", name, self.catalogue)
+        run.save()
+        return self.catalogue.path_of(run.id, name) or catalogued(run, "weights", name, self.catalogue)
+
+    def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
+        session = self.sessions.get(run.session)
+        sdk_version = "" if session is None else session.sdk_version
+        self.catalogue.keep_run(
+            RunRecord(run.id, run.session, run.owner, sdk_version, run.rank, run.user_metadata, is_finished)
+        )
 
     # ------------------------------------------------------------------ sessions
 
@@ -135,6 +163,7 @@ class Service:
             self._group.delete_adapter(adapter_of(run.id))
         except SlimeError as error:  # it was never made
             print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
+        self.catalogue.forget_run(run.id)
         self.runs.pop(run.id, None)
 
     # ------------------------------------------------------------------ training
@@ -188,7 +217,9 @@ class Service:
 
         def work() -> None:
             try:
-                result.set(make(run))
+                answer = make(run)
+                self._keep(run)
+                result.set(answer)
             except Exception as error:
                 self._end_run(run)
                 result.fail(error)
@@ -206,6 +237,11 @@ class Service:
 
         self._making.submit(work)
         return result
+
+    def refuse_behind_lost(self) -> None:
+        """To be called now and then: what waits for requests that an end without warning has lost is told so."""
+        for run in list(self.runs.values()):
+            run.refuse_behind_lost(_MISSING_S)
 
     def run(self, key: str, user: User) -> TrainingRun:
         """The run, whose client is there.
@@ -246,17 +282,26 @@ class Service:
                 weight_decay=asked.weight_decay,
                 max_grad_norm=asked.grad_clip_norm,
             )
-            metrics = calls.optimizer_step(settings)
+            try:
+                metrics = calls.optimizer_step(settings)
+            except StateError:  # there were none, or too many in a row were not finite
+                run.has_gradients = False
+                raise
+            run.has_gradients = False
             if metrics["skipped_update"]:
                 raise StateError(
                     "the gradients are not finite, and no update was made",
                     field="optim_step",
                     hint="lower the learning rate, or look at the data",
                 )
+            run.updates += 1
             self.metrics.updates.inc()
             every = self.config.checkpoint.interval_steps
-            if every is not None and (run.updates + 1) % every == 0:
-                calls.save(run.updates + 1)
+            if every is not None and run.updates % every == 0:
+                try:
+                    run.save()
+                except CheckpointError as error:  # the update was made all the same, and the checkpoint before stands
+                    print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
             return {"type": "optim_step", "metrics": metrics}
 
         return run.submit(body.seq_id, "optim_step", do)
@@ -382,17 +427,11 @@ class Service:
         for run in list(self.runs.values()):
             run.close(finishes=True)
             try:
-                run.calls.save(run.updates)
-            except SlimeError as error:  # the others can be kept
-                print(f"{run.id} is not kept: {error}", file=sys.stderr, flush=True)
-                continue
-            seen = self.sessions[run.session].sdk_version if run.session in self.sessions else ""
-            self.catalogue.keep_run(
-                KeptRun(
-                    run.id, run.session, seen, run.rank, run.next_number, run.updates, run.tokens, run.has_gradients,
-                    run.user_metadata, run.owner,
-                )
-            )  # fmt: skip
+                if run.lost is None:
+                    run.save()
+                self._keep(run, is_finished=run.lost is None and run.resumed_at is None)
+            except SlimeError as error:  # the others can be kept, and this one as its checkpoint before has it
+                print(f"{run.id} is kept without its newest updates: {error}", file=sys.stderr, flush=True)
         self.log.close()
 
     @property
@@ -430,6 +469,20 @@ class Service:
                     field=f"lora_config.{field_name}",
                     hint=f"set it to {has}",
                 )
+
+
+def _loaded(run: TrainingRun, checkpoints: list[Checkpoint]) -> Checkpoint | None:
+    """The first one that can be read, after it was; None: there is none."""
+    for one in checkpoints:
+        try:
+            if one.name is None:
+                run.calls.load(one.progress.updates)
+            else:
+                run.calls.load(name=one.name)
+            return one
+        except CheckpointError as error:
+            print(f"{run.id}: checkpoint passed over: {error.message}", file=sys.stderr, flush=True)
+    return None
 
 
 def _log_probs(calls: AdapterCalls, work: Work) -> Any:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from starlette.testclient import TestClient
 
+from slimefsdp.checkpoint.manifest import write_manifest
+from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.results import ForwardBackward, LogProbs
@@ -34,28 +37,34 @@ class Calls:
 
     def optimizer_step(self, settings: Any) -> dict[str, float]:
         self.group.updates.append(settings)
-        return {"grad_norm": 1.0, "lr": settings.lr, "skipped_update": 0.0}
+        return {"grad_norm": 1.0, "lr": settings.lr, "skipped_update": float(self.group.skips)}
 
     def load(self, step: int | None = None, name: str | None = None, weights_only: bool = False) -> None:
         if name is None:
-            assert self.group.steps[self.name] == step
+            folder = self.store(None).path_of(cast(int, step))
         else:
-            self.group.loaded.append((self.named(name) / "weights").read_text())
+            (step,) = self.store(name).steps()
+            folder = self.store(name).path_of(step)
+        self.group.loaded.append((folder / "weights").read_text())
 
-    def named(self, name: str) -> Path:
-        return self.group.run_dir / "adapters" / self.name / "checkpoints" / "named" / name
+    def store(self, name: str | None) -> CheckpointStore:
+        whole = CheckpointStore.of_run(self.group.run_dir, "actor", self.name)
+        return whole if name is None else whole.named(name)
 
     def zero_grad(self) -> None:
         self.group.dropped += 1
 
-    def save(self, step: int, name: str | None = None, overwrite: bool = False) -> None:
+    def save(self, step: int, loop_state: dict[str, Any], name: str | None = None, overwrite: bool = False) -> None:
         if self.name in self.group.broken:
             raise CheckpointError("the disk is full", field="run.dir", hint="make room")
-        self.group.steps[self.name] = step
+        store = self.store(name)
+        if name is not None and overwrite:
+            shutil.rmtree(store.root, ignore_errors=True)
+        folder = store.final_path(step)
         if name is None:
-            return
-        folder = self.named(name)
-        folder.mkdir(parents=True, exist_ok=overwrite)
+            shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        write_manifest(folder, step, {"loop_state": loop_state})
         (folder / "weights").write_text(self.name)
 
     def export_adapter(self, folder: Path) -> None:
@@ -70,10 +79,10 @@ class Group:
         self.names: list[str] = []
         self.batches: list[RolloutBatch] = []
         self.updates: list[Any] = []
-        self.steps: dict[str, int] = {}  # saved last, by adapter
         self.dropped = 0
         self.loaded: list[str] = []  # what was in the checkpoints
         self.broken: set[str] = set()  # adapters that cannot be saved
+        self.skips = False  # gradients are not finite
 
     def create_adapter(self, name: str, **how: Any) -> None:
         self.names.append(name)
