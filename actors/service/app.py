@@ -72,6 +72,7 @@ class _Api:
     def __init__(self, service: Service, users: Users) -> None:
         self._service, self._users = service, users
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held = 0  # bytes of bodies that have come, and are not handed on yet
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything that is answered."""
@@ -113,7 +114,11 @@ class _Api:
 
         async def logged(request: Request) -> Response:
             began = time.perf_counter()
-            response = await guarded(request)
+            request.state.held = 0
+            try:
+                response = await guarded(request)
+            finally:
+                self._held -= request.state.held
             seconds, metrics = time.perf_counter() - began, self._service.metrics
             metrics.requests.labels(path, response.status_code).inc()
             metrics.seconds.labels(path).observe(seconds)
@@ -184,6 +189,7 @@ class _Api:
             size += len(part)
             if size > most:
                 raise Refused(413, f"the body is larger than service.max_body_bytes={most}")
+            self._hold(request, len(part))
             parts.append(part)
         data = b"".join(parts)
         encoding = request.headers.get("content-encoding", "identity")
@@ -191,12 +197,23 @@ class _Api:
             return data
         if encoding != "zstd":
             raise Refused(415, f"content-encoding {encoding!r} is not supported: send zstd, or none")
-        return await asyncio.to_thread(_decompressed, data, most)
+        whole = await asyncio.to_thread(_decompressed, data, most)
+        self._hold(request, len(whole))
+        return whole
+
+    def _hold(self, request: Request, size: int) -> None:
+        """Counts bytes of a body until it is answered; there may be so many of all, but for one that is alone."""
+        most = self._service.config.service.max_waiting_bytes
+        if self._held > request.state.held and self._held + size > most:
+            problem = f"bodies of {self._held} bytes are on their way, and service.max_waiting_bytes={most}"
+            raise Refused(429, f"{problem}: send it again later")
+        request.state.held += size
+        self._held += size
 
     async def _json(self, request: Request, kind: type[BodyT]) -> BodyT:
         data = await self._bytes(request)
         try:
-            body = kind.model_validate_json(data or b"{}")
+            body = kind.read(data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "the body"
@@ -208,11 +225,6 @@ class _Api:
     def _future(self, request: Request, result: Result, **more: Any) -> Response:
         request.state.ids |= {"request_id": result.id}
         return JSONResponse({"request_id": result.id, **more})
-
-    def _check_room(self) -> None:
-        waiting, most = self._service.results.waiting, self._service.config.service.max_waiting
-        if waiting >= most:
-            raise Refused(429, f"{waiting} requests wait, which is service.max_waiting: send it again later")
 
     # ------------------------------------------------------------------ the server
 
@@ -298,13 +310,15 @@ class _Api:
         if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
             raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
         message = schema.ForwardBackwardRequest()
+        data = await self._bytes(request)
         try:
-            message.ParseFromString(await self._bytes(request))
+            message.ParseFromString(data)
         except DecodeError:
             raise Refused(400, "the body is no ForwardBackwardRequest") from None
-        self._check_room()
         request.state.ids |= {"model_id": message.model_id[:200]}
-        return self._future(request, self._service.forward_backward(message, _user(request)), model_id=message.model_id)
+        return self._future(
+            request, self._service.forward_backward(message, len(data), _user(request)), model_id=message.model_id
+        )
 
     async def optim_step(self, request: Request) -> Response:
         body = await self._json(request, wire.OptimStep)
@@ -336,7 +350,6 @@ class _Api:
 
     async def asample(self, request: Request) -> Response:
         body = await self._json(request, wire.Sample)
-        self._check_room()
         result, work = self._service.sample(body, _user(request))
         if work is not None:
             task = asyncio.create_task(work())

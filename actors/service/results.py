@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,11 +22,13 @@ class Result:
 
     Args:
         owner: the id of the user who asked.
+        on_end: called once it has its answer.
     """
 
-    def __init__(self, owner: str) -> None:
+    def __init__(self, owner: str, on_end: Callable[[], None]) -> None:
         self.id = uuid.uuid4().hex
         self.owner = owner
+        self._on_end = on_end
         self.ended: float | None = None  # of time.monotonic
         self._future: Future[Answer] = Future()
 
@@ -34,6 +37,7 @@ class Result:
         if not self._future.done():
             self.ended = time.monotonic()
             self._future.set_result(answer)
+            self._on_end()
 
     def fail(self, error: Exception) -> None:
         """As `set`, of an answer that says what went wrong and that it is not to be tried again."""
@@ -77,30 +81,57 @@ class Results:
     Args:
         kept_s: how long one that ended is kept.
         most_bytes: of all that ended.
+        most_waiting: that have no answer yet.
+        most_waiting_bytes: of the bodies of their requests, which are held until then.
     """
 
-    def __init__(self, kept_s: float, most_bytes: int) -> None:
+    def __init__(self, kept_s: float, most_bytes: int, most_waiting: int, most_waiting_bytes: int) -> None:
         self._kept_s, self._most_bytes = kept_s, most_bytes
+        self._most_waiting, self._most_waiting_bytes = most_waiting, most_waiting_bytes
+        self.waiting, self.waiting_bytes = 0, 0
         self._results: dict[str, Result] = {}
         self._lock = threading.Lock()
 
-    def new(self, owner: str) -> Result:
-        """A result that the user of this id asks for by its own id from now on."""
-        result = Result(owner)
+    def new(self, owner: str, size: int = 0, *, is_needed: bool = False) -> Result:
+        """A result that the user of this id asks for by its own id from now on.
+
+        Args:
+            size: bytes of the request's body; one that is larger than there may be of all is taken alone.
+            is_needed: it is taken in any case, since others come to an end behind it alone.
+
+        Raises:
+            ResourceError: there are as many without an answer as there may be.
+        """
+
+        def ended() -> None:
+            with self._lock:
+                self.waiting -= 1
+                self.waiting_bytes -= size
+
+        result = Result(owner, ended)
         with self._lock:
+            if not is_needed:
+                self._check_room(size)
+            self.waiting += 1
+            self.waiting_bytes += size
             self._results[result.id] = result
         return result
+
+    def _check_room(self, size: int) -> None:
+        if self.waiting >= self._most_waiting:
+            problem = f"{self.waiting} requests wait, which is service.max_waiting"
+            raise ResourceError(problem, field="service.max_waiting", hint="send it again later")
+        if self.waiting_bytes and self.waiting_bytes + size > self._most_waiting_bytes:
+            problem = (
+                f"the bodies of requests that wait have {self.waiting_bytes} bytes, this one has {size}, and "
+                f"service.max_waiting_bytes={self._most_waiting_bytes}"
+            )
+            raise ResourceError(problem, field="service.max_waiting_bytes", hint="send it again later")
 
     def get(self, key: str) -> Result | None:
         """None where there never was one, or is none any more."""
         with self._lock:
             return self._results.get(key)
-
-    @property
-    def waiting(self) -> int:
-        """How many have no answer yet."""
-        with self._lock:
-            return sum(result.ended is None for result in self._results.values())
 
     def forget_old(self) -> None:
         """To be called now and then."""

@@ -54,7 +54,10 @@ class Service:
         self.tokenizer_id = str(config.model.path)  # a client on another machine finds it there as little as the model
         self.vocab_size = folder.vocab_size
         self.most_tokens = config.max_pack_tokens
-        self.results = Results(config.service.result_kept_s, config.service.max_result_bytes)
+        limits = config.service
+        self.results = Results(
+            limits.result_kept_s, limits.max_result_bytes, limits.max_waiting, limits.max_waiting_bytes
+        )
         self.catalogue = Catalogue(config.run.dir)
         self.samplers = Samplers(engine, config.service.max_samplers)
         self.sessions: dict[str, Session] = {}
@@ -229,7 +232,7 @@ class Service:
 
     def unload(self, run: TrainingRun) -> Result:
         """Ends a run."""
-        result = self.results.new(run.owner)
+        result = self.results.new(run.owner, is_needed=True)
 
         def work() -> None:
             self._end_run(run)
@@ -256,8 +259,8 @@ class Service:
             self.sessions[run.session].seen = time.monotonic()
         return run
 
-    def forward_backward(self, message: Any, user: User) -> Result:
-        """A ForwardBackwardRequest, whichever of both it asks for."""
+    def forward_backward(self, message: Any, size: int, user: User) -> Result:
+        """A ForwardBackwardRequest of so many bytes, whichever of both it asks for."""
         run = self.run(message.model_id, user)
 
         def do(calls: AdapterCalls) -> Answer:
@@ -268,7 +271,7 @@ class Service:
             return output_of(work, _log_probs(calls, work))
 
         kind: RequestKind = "forward" if message.forward_only else "forward_backward"
-        return run.submit(message.seq_id, kind, do)
+        return run.submit(message.seq_id, kind, do, size)
 
     def optim_step(self, body: wire.OptimStep, user: User) -> Result:
         """One update of a run."""
@@ -304,14 +307,14 @@ class Service:
                     print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
             return {"type": "optim_step", "metrics": metrics}
 
-        return run.submit(body.seq_id, "optim_step", do)
+        return run.submit(body.seq_id, "optim_step", do, body.size)
 
     # ------------------------------------------------------------------ saving and loading
 
     def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
         """A checkpoint under a name."""
         run = self.run(body.model_id, user)
-        return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue))
+        return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue), body.size)
 
     def save_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
         """Weights to sample from, under a name, or for a sampling client that begins with them."""
@@ -320,7 +323,9 @@ class Service:
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
         if body.path is None and body.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
-        return run.submit(body.seq_id, "save", lambda _: save_for_sampler(run, body, self.catalogue, self.samplers))
+        return run.submit(
+            body.seq_id, "save", lambda _: save_for_sampler(run, body, self.catalogue, self.samplers), body.size
+        )
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
@@ -353,7 +358,7 @@ class Service:
             load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
             return {"type": "load_weights", "path": body.path}
 
-        return run.id, run.submit(body.seq_id, "load", do)
+        return run.id, run.submit(body.seq_id, "load", do, body.size)
 
     # ------------------------------------------------------------------ sampling
 
@@ -405,7 +410,7 @@ class Service:
             return known, None
         version = None if sampler.version is None else sampler.version.name
         request = sample_request(body, version, self.end_token_ids, self.most_tokens)
-        result = sampler.answers[body.seq_id] = self.results.new(sampler.owner)
+        result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
 

@@ -69,17 +69,21 @@ class TrainingRun:
     _queue: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
+    _is_busy: bool = False
     _thread: threading.Thread | None = None
 
-    def submit(self, number: int, kind: RequestKind, do: Callable[[AdapterCalls], Answer]) -> Result:
+    def submit(self, number: int, kind: RequestKind, do: Callable[[AdapterCalls], Answer], size: int = 0) -> Result:
         """Takes a request; one whose number was seen before is the same request, and is not done again.
 
         Args:
             number: of the request in the run, from 1; it waits for those before it.
             do: what is done, with the calls of the run's adapter.
+            size: bytes of its body.
 
         Raises:
             StateError: the run has ended, or the number is too old or too far ahead.
+            ResourceError: there is no room for it. A run that does nothing takes its next request in any case: those
+                that fill the room may be waiting for it.
         """
         with self._lock:
             self.last_request = time.time()
@@ -92,7 +96,9 @@ class TrainingRun:
             if not self.next_number <= number < self.next_number + _GAP:
                 problem = f"seq_id={number}, and the next one to be done is {self.next_number}"
                 raise StateError(problem, field="seq_id", hint="number requests 1, 2, 3, ..")
-            result = self._by_number[number] = self.results.new(self.owner)
+            is_idle = not self._is_busy and self._queue.empty()
+            result = self.results.new(self.owner, size, is_needed=is_idle and number == self.next_number)
+            self._by_number[number] = result
             self._early[number] = _Request(number, kind, do, result)
             self._early_since = time.monotonic()
             self._queue_ready()
@@ -184,6 +190,7 @@ class TrainingRun:
 
     def _work(self) -> None:
         while (request := self._queue.get()) is not None:
+            self._is_busy = True
             try:
                 request.result.set(self._done(request))
             except SlimeError as error:
@@ -191,6 +198,7 @@ class TrainingRun:
             except Exception as error:  # a defect of ours: the client is told, and others go on
                 print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
                 request.result.fail(error)
+            self._is_busy = False
             del request  # its body may be large, and the next one far
 
     def _done(self, request: _Request) -> Answer:

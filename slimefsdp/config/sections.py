@@ -515,6 +515,9 @@ class ServiceSettings(Settings):
         256, description="of a client, with weights that it gave no name; the oldest ones go, from the disk too"
     )
     max_waiting: PositiveInt = Field(4096, description="requests without an answer; more are told to wait")
+    max_waiting_bytes: int = Field(
+        2**30, ge=1024, description="of the bodies of these, and as many of bodies on their way; more are told to wait"
+    )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
     result_kept_s: float = Field(600.0, gt=0, description="for how long an answer can be fetched again")

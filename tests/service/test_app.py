@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ASKED, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, ASKED, Engine, Group, answer, new_run
 from tests.support.waiting import wait_until
 
 HEAD = {"X-API-Key": "tml-x"}
@@ -108,6 +108,70 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
     service.is_ending = True
     assert http.get("/api/v1/healthz").status_code == 503
     service.is_ending = False
+
+
+def test_whatever_is_answered_later_is_told_to_wait_where_there_is_no_room(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    sampler = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+    taken = [service.results.new("") for _ in range(service.config.service.max_waiting)]
+    number = {"model_id": run, "seq_id": 2}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+    path = answer(http, http.post("/api/v1/save_weights", json={**number, "seq_id": 1, "path": "a"}))["path"]
+    bodies: dict[str, Any] = {
+        "optim_step": {**number, "seq_id": 3, "adam_params": ADAM},
+        "save_weights": {**number, "seq_id": 3, "path": "x"},
+        "save_weights_for_sampler": {**number, "seq_id": 3, "path": "x"},
+        "load_weights": {**number, "seq_id": 3, "path": path, "optimizer": True},
+        "create_model": {"session_id": session, **ASKED, "model_seq_id": 1},
+        "asample": {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {}},
+        "forward_backward": message(run, 3).SerializeToString(),
+    }
+    for name, body in bodies.items():
+        protobuf = {"content": body, "headers": {"content-type": "application/x-protobuf"}}
+        how: Any = protobuf if isinstance(body, bytes) else {"json": body}
+        found = http.post(f"/api/v1/{name}", **how)
+        assert (found.status_code, found.headers["x-should-retry"], name) == (429, "true", name)
+    assert answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))["model_id"] == run
+    for one in taken:
+        one.set({})
+    assert service.results.waiting == 0
+
+
+def test_bodies_on_their_way_have_so_many_bytes_and_one_that_is_alone_has_any(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = service.config.service.model_copy(update={"max_waiting_bytes": 2048})
+    monkeypatch.setattr(service, "config", service.config.model_copy(update={"service": limits}))
+    app, statuses = make_app(service), []
+
+    async def post(*sizes: int, between: Callable[[], Awaitable[None]] | None = None) -> None:
+        """A body in parts of these sizes, and what happens before the last one comes."""
+        left = list(sizes)
+
+        async def receive() -> dict[str, Any]:
+            if len(left) == 1 and between is not None:
+                await between()
+            return {"type": "http.request", "body": bytes(left.pop(0)), "more_body": bool(left)}
+
+        async def send(event: Any) -> None:
+            if event["type"] == "http.response.start":
+                statuses.append(event["status"])
+
+        scope = {"type": "http", "method": "POST", "path": "/api/v1/telemetry", "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+
+    async def others() -> None:
+        await post(1000)
+        await post(1100)
+        await post(500, 500)
+
+    asyncio.run(post(1000, 1000, between=others))
+    assert statuses == [200, 429, 200, 200]
+    statuses.clear()
+    asyncio.run(post(4096))  # nothing is held behind an answer, and this one is alone
+    assert statuses == [200]
 
 
 def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) -> None:
