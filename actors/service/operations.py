@@ -36,7 +36,7 @@ class Metrics:
 
         self.requests = made(Counter, "requests", "Requests by path and status", "path", "status")
         self.seconds = made(Histogram, "request_seconds", "Seconds to an answer by path", "path", buckets=_BUCKETS)
-        self.trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
+        self._trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
         self.updates = made(Counter, "updates", "Optimiser updates of all runs")
         self._now = {
             "sessions": made(Gauge, "sessions", "Clients"),
@@ -50,6 +50,15 @@ class Metrics:
             "adapter_bytes": made(Gauge, "engine_adapter_bytes", "Bytes of the engine's versions"),
             "cache_bytes": made(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
         }
+
+    def count_trained(self, tokens: int) -> None:
+        """Adds those of a forward or forward_backward."""
+        self._trained_tokens.inc(tokens)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Since the start."""
+        return int(self.registry.get_sample_value("slimefsdp_trained_tokens_total") or 0)
 
     def text(self, now: dict[str, Any]) -> bytes:
         """Of `counts`, as Prometheus reads it."""
@@ -106,7 +115,7 @@ def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
         "uptime_s": round(now - service.began, 1),
         "is_ending": service.is_ending,
         "counts": counts(service, stats),
-        "trained_tokens": service.trained_tokens,
+        "trained_tokens": service.metrics.trained_tokens,
         "runs": [
             {
                 "run": run.id,

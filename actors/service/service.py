@@ -63,7 +63,6 @@ class Service:
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.is_ending = False
-        self.trained_tokens = 0
         self.began = time.time()
         self.metrics = Metrics()
         self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
@@ -266,8 +265,7 @@ class Service:
         def do(calls: AdapterCalls) -> Answer:
             work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
             run.tokens += work.batch.num_tokens
-            self.trained_tokens += work.batch.num_tokens
-            self.metrics.trained_tokens.inc(work.batch.num_tokens)
+            self.metrics.count_trained(work.batch.num_tokens)
             return output_of(work, _log_probs(calls, work))
 
         kind: RequestKind = "forward" if message.forward_only else "forward_backward"

@@ -271,6 +271,18 @@ def test_a_response_that_may_be_longer_than_there_is_room_for_is_refused(http: T
         assert found.status_code == status and (status == 200 or "there is room for" in found.text)
 
 
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused_by_name(http: TestClient, service: Service) -> None:
+    session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    for number, (temperature, status) in enumerate(((1e-45, 400), (1e-31, 400), (1e31, 400), (1e-30, 200), (0, 200))):
+        how = {"max_tokens": 1, "temperature": temperature}
+        body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
+        found = http.post("/api/v1/asample", json=body)
+        assert found.status_code == status and (status == 200 or f"temperature={temperature}" in found.json()["error"])
+
+
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:
     run = new_run(http, user_metadata={"secret": "words of theirs"})
     sent = http.post(
