@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import sys
 import time
+from collections.abc import Sequence
 
 from actors.service import wire
-from actors.service.catalogue import Catalogue, Kind, Saved, adapter_of, bytes_below
+from actors.service.catalogue import Catalogue, Checkpoint, Kind, Saved, adapter_of, bytes_below
 from actors.service.results import Answer
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.training_runs import TrainingRun
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError
 
 
 def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue) -> Answer:
@@ -22,7 +24,7 @@ def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue)
     """
     name = body.path or f"checkpoint-{body.seq_id}"
     run.save(name, overwrite=body.overwrite)
-    path = catalogued(run, "weights", name, catalogue, body.ttl_seconds, body.user_metadata)
+    path = _catalogued(run, "weights", name, catalogue, body.ttl_seconds, body.user_metadata)
     return {"type": "save_weights", "path": path}
 
 
@@ -44,7 +46,7 @@ def save_for_sampler(run: TrainingRun, body: wire.SaveForSampler, catalogue: Cat
     folder.parent.mkdir(parents=True, exist_ok=True)
     run.calls.export_adapter(folder)
     if body.path is not None:
-        path = catalogued(run, "sampler_weights", name, catalogue, body.ttl_seconds, body.user_metadata)
+        path = _catalogued(run, "sampler_weights", name, catalogue, body.ttl_seconds, body.user_metadata)
         return {"type": "save_weights_for_sampler", "path": path}
     version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
     samplers.sessions[sampler_id] = SamplerSession(sampler_id, run.session, run.owner, version)
@@ -71,7 +73,36 @@ def load_weights(run: TrainingRun, saved: Saved, catalogue: Catalogue, *, with_o
     run.calls.load(name=name, weights_only=not with_optimizer)
 
 
-def catalogued(
+def load_newest(run: TrainingRun, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Reads the first of a run's own checkpoints that is whole into it; None: none is."""
+    for one in checkpoints:
+        try:
+            if one.name is None:
+                run.calls.load(one.progress.updates)
+            else:
+                run.calls.load(name=one.name)
+            return one
+        except CheckpointError as error:
+            print(f"{run.id}: checkpoint passed over: {error.message}", file=sys.stderr, flush=True)
+    return None
+
+
+def save_named_and_numbered(run: TrainingRun, checkpoint: Checkpoint, catalogue: Catalogue) -> str:
+    """Has the checkpoint that a run stands at by its step, for recoveries of ranks, and under a name; gives its path.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    if checkpoint.name is not None:
+        run.save()
+        name = checkpoint.name
+    else:
+        name = f"update-{run.updates}-request-{run.begun}"
+        run.save(name, overwrite=True)
+    return catalogue.path_of(run.id, name) or _catalogued(run, "weights", name, catalogue)
+
+
+def _catalogued(
     run: TrainingRun,
     kind: Kind,
     name: str,
@@ -79,7 +110,6 @@ def catalogued(
     ttl_seconds: int | None = None,
     user_metadata: dict[str, str] | None = None,
 ) -> str:
-    """The path of what a run has written, which clients can name from now on."""
     folder, now = catalogue.folder_of(adapter_of(run.id), kind, name), time.time()
     expires = None if ttl_seconds is None else now + ttl_seconds
     size = bytes_below(folder)

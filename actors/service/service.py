@@ -14,13 +14,13 @@ from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, Checkpoint, RunRecord, adapter_of
+from actors.service.catalogue import Catalogue, RunRecord, adapter_of
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.saving import catalogued, load_weights, save_for_sampler, save_weights
+from actors.service.saving import load_newest, load_weights, save_for_sampler, save_named_and_numbered, save_weights
 from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.service.users import User
@@ -89,25 +89,15 @@ class Service:
             run = TrainingRun(
                 record.run, record.session, record.owner, record.rank, calls, self.results, record.user_metadata
             )
-            if (checkpoint := _loaded(run, checkpoints)) is None:
+            if (checkpoint := load_newest(run, checkpoints)) is None:
                 self._group.delete_adapter(calls.name)
                 continue
             run.resume(checkpoint.progress)
             if not record.is_finished:
-                run.resumed_at = self._named_and_numbered(run, checkpoint)
+                run.resumed_at = save_named_and_numbered(run, checkpoint, self.catalogue)
             self.runs[run.id] = run
             self.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
             self._keep(run)  # behind this, its newest checkpoint is no longer all that it was asked for
-
-    def _named_and_numbered(self, run: TrainingRun, checkpoint: Checkpoint) -> str:
-        """Has a checkpoint under a name, by which its client can load it, and by its step, for recoveries of ranks."""
-        name = checkpoint.name
-        if name is None:
-            name = f"update-{run.updates}-request-{run.begun}"
-            run.save(name, overwrite=True)
-            return catalogued(run, "weights", name, self.catalogue)
-        run.save()
-        return self.catalogue.path_of(run.id, name) or catalogued(run, "weights", name, self.catalogue)
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
         session = self.sessions.get(run.session)
@@ -472,20 +462,6 @@ class Service:
                     field=f"lora_config.{field_name}",
                     hint=f"set it to {has}",
                 )
-
-
-def _loaded(run: TrainingRun, checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The first one that can be read, after it was; None: there is none."""
-    for one in checkpoints:
-        try:
-            if one.name is None:
-                run.calls.load(one.progress.updates)
-            else:
-                run.calls.load(name=one.name)
-            return one
-        except CheckpointError as error:
-            print(f"{run.id}: checkpoint passed over: {error.message}", file=sys.stderr, flush=True)
-    return None
 
 
 def _log_probs(calls: AdapterCalls, work: Work) -> Any:
