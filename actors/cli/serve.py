@@ -24,11 +24,11 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
     Raises:
         ConfigError, ModelError, ResourceError: naming what is not.
     """
-    from actors.service.serve import key_of, require_packages
+    from actors.service.serve import keys_of, require_packages
 
     check_ready_to_serve(config)
     require_packages()
-    key_of(config)
+    keys_of(config)
     config = with_model_folders(config)
     check_models(config)
     check_installed(config)

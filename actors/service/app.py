@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -24,8 +23,10 @@ from actors.service import schema, wire
 from actors.service.catalogue import Saved
 from actors.service.operations import PAGE, counts, status
 from actors.service.results import Result
-from actors.service.service import NotFound, Service
+from actors.service.service import Service
+from actors.service.sessions import NotFound
 from actors.service.training_runs import TrainingRun
+from actors.service.users import User, Users
 from slimefsdp.errors import CheckpointError, ResourceError, SlimeError
 
 BodyT = TypeVar("BodyT", bound=wire.Body)
@@ -48,13 +49,13 @@ class Refused(Exception):
         self.status = status
 
 
-def make_app(service: Service, api_key: str | None) -> Starlette:
+def make_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
     """The application.
 
     Args:
-        api_key: that every request must bring; None: none is asked for.
+        keys: of which every request must bring one; the first is the operator's. None: no key is asked for.
     """
-    api = _Api(service, api_key)
+    api = _Api(service, Users(keys))
     routes = [
         Route(f"/api/v1/{path}", api.guarded(path, handler), methods=[method]) for method, path, handler in api.table()
     ]
@@ -68,9 +69,10 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
 
 
 class _Api:
-    def __init__(self, service: Service, api_key: str | None) -> None:
-        self._service, self._key = service, api_key
+    def __init__(self, service: Service, users: Users) -> None:
+        self._service, self._users = service, users
         self._tasks: set[asyncio.Task[None]] = set()
+        self._held = 0  # bytes of bodies that have come, and are not handed on yet
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything that is answered."""
@@ -112,7 +114,11 @@ class _Api:
 
         async def logged(request: Request) -> Response:
             began = time.perf_counter()
-            response = await guarded(request)
+            request.state.held = 0
+            try:
+                response = await guarded(request)
+            finally:
+                self._held -= request.state.held
             seconds, metrics = time.perf_counter() - began, self._service.metrics
             metrics.requests.labels(path, response.status_code).inc()
             metrics.seconds.labels(path).observe(seconds)
@@ -122,9 +128,10 @@ class _Api:
             return response
 
         async def guarded(request: Request) -> Response:
-            given = request.headers.get("x-api-key", "")
-            if self._key is not None and not hmac.compare_digest(given.encode(), self._key.encode()):
+            user = self._users.of(request.headers.get("x-api-key", ""))
+            if user is None:
                 return _error(401, "X-API-Key is missing or wrong")
+            request.state.user, request.state.ids = user, {"user": user.id[:8]} if user.id else {}
             if self._service.is_ending:
                 return _error(503, "the server is ending; its runs are saved")
             try:
@@ -164,6 +171,7 @@ class _Api:
             try:
                 self._service.results.forget_old()
                 self._service.samplers.forget_answers()
+                self._service.refuse_behind_lost()
                 await asyncio.to_thread(self._service.catalogue.remove_expired)
                 await self._service.samplers.forget_oldest()
                 for session in self._service.overdue_sessions():
@@ -182,6 +190,7 @@ class _Api:
             size += len(part)
             if size > most:
                 raise Refused(413, f"the body is larger than service.max_body_bytes={most}")
+            self._hold(request, len(part))
             parts.append(part)
         data = b"".join(parts)
         encoding = request.headers.get("content-encoding", "identity")
@@ -189,28 +198,34 @@ class _Api:
             return data
         if encoding != "zstd":
             raise Refused(415, f"content-encoding {encoding!r} is not supported: send zstd, or none")
-        return await asyncio.to_thread(_decompressed, data, most)
+        whole = await asyncio.to_thread(_decompressed, data, most)
+        self._hold(request, len(whole))
+        return whole
+
+    def _hold(self, request: Request, size: int) -> None:
+        """Counts bytes of a body until it is answered; there may be so many of all, but for one that is alone."""
+        most = self._service.config.service.max_waiting_bytes
+        if self._held > request.state.held and self._held + size > most:
+            problem = f"bodies of {self._held} bytes are on their way, and service.max_waiting_bytes={most}"
+            raise Refused(429, f"{problem}: send it again later")
+        request.state.held += size
+        self._held += size
 
     async def _json(self, request: Request, kind: type[BodyT]) -> BodyT:
         data = await self._bytes(request)
         try:
-            body = kind.model_validate_json(data or b"{}")
+            body = kind.read(data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             place = ".".join(map(str, first["loc"])) or "the body"
             raise Refused(422, f"{place}: {first['msg']}") from None
         names = ("session_id", "model_id", "sampling_session_id")
-        request.state.ids = {name: str(getattr(body, name))[:200] for name in names if getattr(body, name, None)}
+        request.state.ids |= {name: str(getattr(body, name))[:200] for name in names if getattr(body, name, None)}
         return body
 
     def _future(self, request: Request, result: Result, **more: Any) -> Response:
-        request.state.ids = {**getattr(request.state, "ids", {}), "request_id": result.id}
+        request.state.ids |= {"request_id": result.id}
         return JSONResponse({"request_id": result.id, **more})
-
-    def _check_room(self) -> None:
-        waiting, most = self._service.results.waiting, self._service.config.service.max_waiting
-        if waiting >= most:
-            raise Refused(429, f"{waiting} requests wait, which is service.max_waiting: send it again later")
 
     # ------------------------------------------------------------------ the server
 
@@ -228,10 +243,12 @@ class _Api:
     async def page(self, _: Request) -> Response:
         return HTMLResponse(PAGE, headers={"content-security-policy": _POLICY})
 
-    async def status(self, _: Request) -> Response:
+    async def status(self, request: Request) -> Response:
+        _require_operator(request)
         return JSONResponse(status(self._service, await self._service.sampling_stats()))
 
-    async def metrics(self, _: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
+        _require_operator(request)
         now = counts(self._service, await self._service.sampling_stats())
         return Response(self._service.metrics.text(now), media_type=CONTENT_TYPE_LATEST)
 
@@ -251,17 +268,18 @@ class _Api:
     # ------------------------------------------------------------------ sessions
 
     async def create_session(self, request: Request) -> Response:
-        session = self._service.create_session(await self._json(request, wire.CreateSession))
+        session = self._service.create_session(await self._json(request, wire.CreateSession), _user(request))
         return JSONResponse({"type": "create_session", "session_id": session.id})
 
     async def heartbeat(self, request: Request) -> Response:
         body = await self._json(request, wire.OfSession)
-        self._service.session(body.session_id)
+        self._service.session(body.session_id, _user(request))
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, request: Request) -> Response:
         await self._bytes(request)
-        await self._service.end_session(request.path_params["id"])
+        with contextlib.suppress(NotFound):  # it has ended, or is another user's, who alone is to know of it
+            await self._service.end_session(self._service.session(request.path_params["id"], _user(request)).id)
         return JSONResponse({})
 
     # ------------------------------------------------------------------ training
@@ -270,16 +288,16 @@ class _Api:
         body = await self._json(request, wire.CreateModel)
         if body.optimizer_config.get("type", "adamw") != "adamw":
             raise Refused(422, f"optimizer_config.type={body.optimizer_config['type']!r}: adamw is supported alone")
-        run, result = self._service.create_run(body)
+        run, result = self._service.create_run(body, _user(request))
         return self._future(request, result, model_id=run)
 
     async def unload_model(self, request: Request) -> Response:
         body = await self._json(request, wire.OfModel)
-        result = self._service.unload(self._service.run(body.model_id))
+        result = self._service.unload(self._service.run(body.model_id, _user(request)))
         return self._future(request, result, model_id=body.model_id)
 
     async def get_info(self, request: Request) -> Response:
-        run = self._service.run((await self._json(request, wire.OfModel)).model_id)
+        run = self._service.run((await self._json(request, wire.OfModel)).model_id, _user(request))
         service = self._service
         about = {"arch": service.model_type, "model_name": service.model_name, "tokenizer_id": service.tokenizer_id}
         return JSONResponse(
@@ -293,46 +311,47 @@ class _Api:
         if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
             raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
         message = schema.ForwardBackwardRequest()
+        data = await self._bytes(request)
         try:
-            message.ParseFromString(await self._bytes(request))
+            message.ParseFromString(data)
         except DecodeError:
             raise Refused(400, "the body is no ForwardBackwardRequest") from None
-        self._check_room()
-        request.state.ids = {"model_id": message.model_id[:200]}
-        return self._future(request, self._service.forward_backward(message), model_id=message.model_id)
+        request.state.ids |= {"model_id": message.model_id[:200]}
+        return self._future(
+            request, self._service.forward_backward(message, len(data), _user(request)), model_id=message.model_id
+        )
 
     async def optim_step(self, request: Request) -> Response:
         body = await self._json(request, wire.OptimStep)
-        return self._future(request, self._service.optim_step(body), model_id=body.model_id)
+        return self._future(request, self._service.optim_step(body, _user(request)), model_id=body.model_id)
 
     async def save_weights(self, request: Request) -> Response:
         body = await self._json(request, wire.SaveWeights)
-        return self._future(request, self._service.save_weights(body), model_id=body.model_id)
+        return self._future(request, self._service.save_weights(body, _user(request)), model_id=body.model_id)
 
     async def save_for_sampler(self, request: Request) -> Response:
         body = await self._json(request, wire.SaveForSampler)
-        return self._future(request, self._service.save_for_sampler(body), model_id=body.model_id)
+        return self._future(request, self._service.save_for_sampler(body, _user(request)), model_id=body.model_id)
 
     async def load_weights(self, request: Request) -> Response:
-        run, result = self._service.load_weights(await self._json(request, wire.LoadWeights))
+        run, result = self._service.load_weights(await self._json(request, wire.LoadWeights), _user(request))
         return self._future(request, result, model_id=run)
 
     # ------------------------------------------------------------------ sampling
 
     async def create_sampler(self, request: Request) -> Response:
-        sampler = self._service.create_sampler(await self._json(request, wire.CreateSamplingSession))
+        sampler = self._service.create_sampler(await self._json(request, wire.CreateSamplingSession), _user(request))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     async def get_sampler(self, request: Request) -> Response:
-        sampler = self._service.sampler(request.path_params["id"])
+        sampler = self._service.sampler(request.path_params["id"], _user(request))
         return JSONResponse(
             {"sampler_id": sampler.id, "base_model": self._service.model_name, "model_path": sampler.path}
         )
 
     async def asample(self, request: Request) -> Response:
         body = await self._json(request, wire.Sample)
-        self._check_room()
-        result, work = self._service.sample(body)
+        result, work = self._service.sample(body, _user(request))
         if work is not None:
             task = asyncio.create_task(work())
             self._tasks.add(task)
@@ -345,7 +364,7 @@ class _Api:
     async def retrieve(self, request: Request) -> Response:
         body = await self._json(request, wire.Retrieve)
         result = self._service.results.get(body.request_id)
-        if result is None:
+        if result is None or not _user(request).owns(result.owner):
             raise Refused(_NEVER_SEEN, "no such request, or its answer was kept long enough")
         answer = await result.wait(_POLL_S)
         if answer is None:
@@ -358,7 +377,7 @@ class _Api:
     # ------------------------------------------------------------------ what was saved
 
     async def weights_info(self, request: Request) -> Response:
-        saved = self._service.catalogue.get((await self._json(request, wire.WeightsInfo)).tinker_path)
+        saved = self._service.catalogue.get((await self._json(request, wire.WeightsInfo)).tinker_path, _user(request))
         targets = self._service.config.lora.targets
         has = {
             "train_unembed": "head" in targets, "train_mlp": "mlp" in targets, "train_attn": "attention" in targets,
@@ -367,15 +386,17 @@ class _Api:
         return JSONResponse(about | has)
 
     async def training_runs(self, request: Request) -> Response:
-        runs = [self._described(run) for run in self._service.runs.values()]
+        user = _user(request)
+        runs = [self._described(run, user) for run in list(self._service.runs.values()) if user.owns(run.owner)]
         page, cursor = _page(request, runs)
         return JSONResponse({"training_runs": page, "cursor": cursor})
 
     async def training_run(self, request: Request) -> Response:
-        return JSONResponse(self._described(self._service.run(request.path_params["id"])))
+        user = _user(request)
+        return JSONResponse(self._described(self._service.run(request.path_params["id"], user), user))
 
-    def _described(self, run: TrainingRun) -> dict[str, Any]:
-        saved = self._service.catalogue.listed(run.id)
+    def _described(self, run: TrainingRun, user: User) -> dict[str, Any]:
+        saved = self._service.catalogue.listed(user, run.id)
         newest = {kind: next((_listed(one) for one in reversed(saved) if one.kind == kind), None)
                   for kind in ("weights", "sampler_weights")}  # fmt: skip
         return {
@@ -386,18 +407,28 @@ class _Api:
         }  # fmt: skip
 
     async def checkpoints_of_run(self, request: Request) -> Response:
-        saved = self._service.catalogue.listed(request.path_params["id"])
+        saved = self._service.catalogue.listed(_user(request), request.path_params["id"])
         return JSONResponse({"checkpoints": [_listed(one) for one in saved]})
 
     async def checkpoints(self, request: Request) -> Response:
-        page, cursor = _page(request, [_listed(one) for one in self._service.catalogue.listed()])
+        page, cursor = _page(request, [_listed(one) for one in self._service.catalogue.listed(_user(request))])
         return JSONResponse({"checkpoints": page, "cursor": cursor})
 
     async def delete_checkpoint(self, request: Request) -> Response:
         parts = request.path_params
         path = f"tinker://{parts['id']}/{parts['kind']}/{parts['name']}"
-        await asyncio.to_thread(self._service.catalogue.remove, path)
+        await asyncio.to_thread(self._service.catalogue.remove, path, _user(request))
         return JSONResponse({})
+
+
+def _user(request: Request) -> User:
+    user: User = request.state.user
+    return user
+
+
+def _require_operator(request: Request) -> None:
+    if not _user(request).is_operator:
+        raise Refused(403, "the first of the server's keys is its operator's, who alone sees this")
 
 
 def _listed(one: Saved) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from slimefsdp.checkpoint.store import CheckpointStore
+from actors.service.users import User
+from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import write_synced
 
@@ -24,6 +25,7 @@ class Saved:
 
     Args:
         adapter: that wrote it, by its name in the group.
+        owner: the id of the user whose run wrote it.
         time: when, in seconds since 1970.
         expires: the same of when it may go; None: never.
     """
@@ -37,6 +39,7 @@ class Saved:
     size: int
     expires: float | None = None
     user_metadata: dict[str, Any] | None = None
+    owner: str = ""
 
     @property
     def path(self) -> str:
@@ -45,18 +48,48 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRun:
-    """A run that an end of the service left, with its checkpoint at step `updates`."""
+class RunRecord:
+    """A run that has not ended, for the next start; how far it is, its checkpoints say.
+
+    Args:
+        is_finished: the service ended in order, and all that the run was asked for is in its newest checkpoint.
+    """
 
     run: str
     session: str
+    owner: str
     sdk_version: str
     rank: int
+    user_metadata: dict[str, Any]
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run was when it wrote a checkpoint, whose loop state this is: one is on the disk as the other is.
+
+    Args:
+        next_number: of the request behind the checkpoint.
+        has_gradients: that no update was made of; they are in no checkpoint.
+    """
+
+    run: str
     next_number: int
     updates: int
     tokens: int
     has_gradients: bool
-    user_metadata: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One that a run wrote itself.
+
+    Args:
+        name: that its client gave it, or the service; None: it is one of those by step, which is `progress.updates`.
+    """
+
+    progress: Progress
+    name: str | None
 
 
 def adapter_of(run: str) -> str:
@@ -92,54 +125,84 @@ class Catalogue:
         with self._lock:
             self._saved[one.path] = one
 
-    def get(self, path: str) -> Saved:
+    def get(self, path: str, user: User) -> Saved:
         """
         Raises:
-            CheckpointError: there is none under this path.
+            CheckpointError: the user has none under this path.
         """
         with self._lock:
             found = self._saved.get(path)
-        if found is None or (found.expires is not None and found.expires < time.time()):
+        if found is None or not user.owns(found.owner) or (found.expires is not None and found.expires < time.time()):
             raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
         return found
 
-    def listed(self, run: str | None = None) -> list[Saved]:
-        """All, or those of one run, oldest first."""
+    def path_of(self, run: str, name: str) -> str | None:
+        """Of a run's checkpoint of this name; None: the catalogue has none."""
         with self._lock:
-            found = [one for one in self._saved.values() if run is None or one.run == run]
+            found = [
+                one.path for one in self._saved.values() if (one.run, one.kind, one.name) == (run, "weights", name)
+            ]
+        return found[0] if found else None
+
+    def listed(self, user: User, run: str | None = None) -> list[Saved]:
+        """Those of a user, or of one run of theirs, oldest first."""
+        with self._lock:
+            found = [one for one in self._saved.values() if user.owns(one.owner) and run in (None, one.run)]
         return sorted(found, key=lambda one: one.time)
 
-    def remove(self, path: str) -> None:
+    def remove(self, path: str, user: User) -> None:
         """Deletes it from the disk.
 
         Raises:
-            CheckpointError: there is none under this path.
+            CheckpointError: the user has none under this path.
         """
+        self._remove(self.get(path, user))
+
+    def _remove(self, one: Saved) -> None:
         with self._lock:
-            one = self._saved.pop(path, None)
-        if one is None:
-            raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
+            self._saved.pop(one.path, None)
         self._file(one).unlink(missing_ok=True)
         shutil.rmtree(self.folder(one), ignore_errors=True)
 
     def remove_expired(self) -> None:
         """To be called now and then."""
-        for one in self.listed():
+        with self._lock:
+            saved = list(self._saved.values())
+        for one in saved:
             if one.expires is not None and one.expires < time.time():
-                self.remove(one.path)
+                self._remove(one)
 
-    def keep_run(self, run: KeptRun) -> None:
-        """For the next start."""
-        _write(self._run_dir / _FOLDER / "runs" / f"{adapter_of(run.run)}.json", asdict(run))
+    def keep_run(self, record: RunRecord) -> None:
+        """For the next start, in place of what was kept of the run before."""
+        _write(self._record(record.run), asdict(record))
 
-    def kept_runs(self) -> list[KeptRun]:
-        """Those of the last end."""
+    def kept_runs(self) -> list[RunRecord]:
+        """Those that had not ended when the service did, however that was."""
         files = sorted((self._run_dir / _FOLDER / "runs").glob("*.json"))
-        return [KeptRun(**json.loads(file.read_text())) for file in files]
+        return [RunRecord(**json.loads(file.read_text())) for file in files]
 
-    def forget_run(self, run: KeptRun) -> None:
-        """It goes on: what was kept of it is of the past."""
-        (self._run_dir / _FOLDER / "runs" / f"{adapter_of(run.run)}.json").unlink()
+    def forget_run(self, run: str) -> None:
+        """It has ended; its checkpoints stay."""
+        self._record(run).unlink(missing_ok=True)
+
+    def checkpoints_of(self, run: str) -> list[Checkpoint]:
+        """Those that the run has written and whose files are there, newest first; none of them is verified."""
+        store = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run))
+        names = [None, *(folder.name for folder in (store.root / NAMED).glob("[!.]*"))]
+        found = []
+        for name in names:
+            one = store if name is None else store.named(name)
+            for step in one.steps():
+                try:
+                    state = one.manifest_of(one.path_of(step)).info["loop_state"]
+                except CheckpointError:
+                    continue  # torn or altered: as if it were not there
+                if state.get("run") == run:  # one that was loaded from another run is that one's
+                    found.append(Checkpoint(Progress(**state), name))
+        return sorted(found, key=lambda one: (one.progress.next_number, one.name or ""), reverse=True)
+
+    def _record(self, run: str) -> Path:
+        return self._run_dir / _FOLDER / "runs" / f"{adapter_of(run)}.json"
 
     def _file(self, one: Saved) -> Path:
         return self._run_dir / _FOLDER / "saved" / f"{one.adapter}.{one.kind}.{one.name}.json"

@@ -36,7 +36,7 @@ class Metrics:
 
         self.requests = made(Counter, "requests", "Requests by path and status", "path", "status")
         self.seconds = made(Histogram, "request_seconds", "Seconds to an answer by path", "path", buckets=_BUCKETS)
-        self.trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
+        self._trained_tokens = made(Counter, "trained_tokens", "Tokens of forward and forward_backward")
         self.updates = made(Counter, "updates", "Optimiser updates of all runs")
         self.samples = made(Counter, "samples", "Samples that were drawn and answered")
         self._now = {
@@ -44,12 +44,22 @@ class Metrics:
             "runs": made(Gauge, "training_runs", "Training runs"),
             "samplers": made(Gauge, "samplers", "Sampling clients"),
             "waiting": made(Gauge, "waiting_requests", "Requests without an answer"),
+            "waiting_bytes": made(Gauge, "waiting_request_bytes", "Bytes of their bodies"),
             "recoveries": made(Gauge, "recoveries", "Times that lost ranks were replaced"),
             "sampled_tokens": made(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
             "sampling_rows": made(Gauge, "sampling_rows", "Samples that are being drawn"),
             "adapter_bytes": made(Gauge, "engine_adapter_bytes", "Bytes of the engine's versions"),
             "cache_bytes": made(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
         }
+
+    def count_trained(self, tokens: int) -> None:
+        """Adds those of a forward or forward_backward."""
+        self._trained_tokens.inc(tokens)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Since the start."""
+        return int(self.registry.get_sample_value("slimefsdp_trained_tokens_total") or 0)
 
     def text(self, now: dict[str, Any]) -> bytes:
         """Of `counts`, as Prometheus reads it."""
@@ -89,6 +99,7 @@ def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
         "runs": len(service.runs),
         "samplers": len(service.samplers.sessions),
         "waiting": service.results.waiting,
+        "waiting_bytes": service.results.waiting_bytes,
         "recoveries": service.recoveries,
         "sampled_tokens": stats.tokens_drawn,
         "sampling_rows": stats.running_rows,
@@ -105,7 +116,7 @@ def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
         "uptime_s": round(now - service.began, 1),
         "is_ending": service.is_ending,
         "counts": counts(service, stats),
-        "trained_tokens": service.trained_tokens,
+        "trained_tokens": service.metrics.trained_tokens,
         "runs": [
             {
                 "run": run.id,

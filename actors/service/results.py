@@ -31,13 +31,15 @@ class Result:
     """One answer, from the moment in which its request was taken.
 
     Args:
+        owner: the id of the user who asked.
         on_end: is called once, when the answer is there.
     """
 
-    __slots__ = ("_future", "_on_end", "ended", "id")
+    __slots__ = ("_future", "_on_end", "ended", "id", "owner")
 
-    def __init__(self, on_end: Callable[[Result], None]) -> None:
+    def __init__(self, owner: str, on_end: Callable[[Result], None]) -> None:
         self.id = uuid.uuid4().hex
+        self.owner = owner
         self.ended: float | None = None  # of time.monotonic
         self._future: Future[Answer] = Future()
         self._on_end = on_end
@@ -95,32 +97,61 @@ class Results:
     Args:
         kept_s: how long one that ended is kept.
         most_bytes: of all that ended.
+        most_waiting: that have no answer yet.
+        most_waiting_bytes: of the bodies of their requests, which are held until then.
     """
 
-    def __init__(self, kept_s: float, most_bytes: int) -> None:
+    def __init__(self, kept_s: float, most_bytes: int, most_waiting: int, most_waiting_bytes: int) -> None:
         self._kept_s, self._most_bytes = kept_s, most_bytes
+        self._most_waiting, self._most_waiting_bytes = most_waiting, most_waiting_bytes
+        self.waiting, self.waiting_bytes = 0, 0
         self._results: dict[str, Result] = {}
         self._ended: deque[Result] = deque()  # those of them that have ended, the first one first
         self._bytes = 0  # of these
         self._lock = threading.Lock()
 
-    def new(self) -> Result:
-        """A result that is asked for by its id from now on."""
-        result = Result(self._keep)
+    def new(self, owner: str, size: int = 0, *, is_needed: bool = False) -> Result:
+        """A result that the user of this id asks for by its own id from now on.
+
+        Args:
+            size: bytes of the request's body; one that is larger than there may be of all is taken alone.
+            is_needed: it is taken in any case, since others come to an end behind it alone.
+
+        Raises:
+            ResourceError: there are as many without an answer as there may be.
+        """
+
+        def ended(result: Result) -> None:
+            with self._lock:
+                self.waiting -= 1
+                self.waiting_bytes -= size
+                self._ended.append(result)
+                self._bytes += result.size
+
+        result = Result(owner, ended)
         with self._lock:
+            if not is_needed:
+                self._check_room(size)
+            self.waiting += 1
+            self.waiting_bytes += size
             self._results[result.id] = result
         return result
+
+    def _check_room(self, size: int) -> None:
+        if self.waiting >= self._most_waiting:
+            problem = f"{self.waiting} requests wait, which is service.max_waiting"
+            raise ResourceError(problem, field="service.max_waiting", hint="send it again later")
+        if self.waiting_bytes and self.waiting_bytes + size > self._most_waiting_bytes:
+            problem = (
+                f"the bodies of requests that wait have {self.waiting_bytes} bytes, this one has {size}, and "
+                f"service.max_waiting_bytes={self._most_waiting_bytes}"
+            )
+            raise ResourceError(problem, field="service.max_waiting_bytes", hint="send it again later")
 
     def get(self, key: str) -> Result | None:
         """None where there never was one, or is none any more."""
         with self._lock:
             return self._results.get(key)
-
-    @property
-    def waiting(self) -> int:
-        """How many have no answer yet."""
-        with self._lock:
-            return len(self._results) - len(self._ended)
 
     def forget_old(self) -> None:
         """To be called now and then; it looks at no more of them than it forgets."""
@@ -134,8 +165,3 @@ class Results:
                 self._ended.popleft()
                 self._bytes -= oldest.size
                 self._results.pop(oldest.id).forget()
-
-    def _keep(self, result: Result) -> None:
-        with self._lock:
-            self._ended.append(result)
-            self._bytes += result.size

@@ -11,9 +11,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from actors.service import schema
 from actors.service.results import Result, typed
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
@@ -39,12 +36,14 @@ class SamplerSession:
     """A sampling client.
 
     Args:
+        owner: the id of the user whose client made it.
         version: None: the base without adapters.
         path: of the saved weights, as clients name it.
     """
 
     id: str
     session: str
+    owner: str
     version: Version | None
     path: str | None = None
     answers: dict[int, Result] = field(default_factory=dict)  # the newest ones, by number of the request
@@ -166,24 +165,3 @@ class Samplers:
                 if sampler.version.name in self._used:
                     await self._drop(sampler.version.name)
             shutil.rmtree(sampler.version.folder, ignore_errors=True)
-
-
-def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
-    """The SampleResponse of an answer.
-
-    Args:
-        last_n: of how many of the last prompt tokens log-probs are wanted; None: of all.
-    """
-    response = schema.SampleResponse()
-    if answer.prompt_log_probs is not None:
-        values = np.array(answer.prompt_log_probs, "<f4")
-        if last_n is not None:
-            values[: max(0, values.size - last_n)] = np.nan
-        response.prompt_logprobs = values.tobytes()
-    for sample in answer.samples:
-        response.sequences.add(
-            stop_reason=schema.STOP_REASON_LENGTH if sample.finish_reason == "length" else schema.STOP_REASON_STOP,
-            tokens=np.array(sample.tokens, "<i4").tobytes(),
-            logprobs=np.array(sample.log_probs, "<f4").tobytes(),
-        )
-    return bytes(response.SerializeToString())

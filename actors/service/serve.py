@@ -23,10 +23,10 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
         on_start: is given the address before requests are answered, and what ends the serving.
 
     Raises:
-        ConfigError: a package is missing, or the variable with the key is not set. ResourceError: the port is taken.
+        ConfigError: a package is missing, or the variable with the keys is not set. ResourceError: the port is taken.
         SlimeError: ranks or the engine do not start.
     """
-    api_key = key_of(config)
+    keys = keys_of(config)
     uvicorn = require_packages()
     from actors.service.app import make_app
     from actors.service.service import Service
@@ -39,7 +39,7 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
             with stage("preparing the service", is_short=True):
                 service = Service(config, group, engine)
                 service.continue_runs()
-            app = make_app(service, api_key)
+            app = make_app(service, keys)
             settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
             server = uvicorn.Server(settings)
             host, port = listener.getsockname()[:2]
@@ -72,19 +72,23 @@ def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def key_of(config: RunConfig) -> str | None:
-    """The key that requests must bring.
+def keys_of(config: RunConfig) -> tuple[str, ...]:
+    """The keys of which requests must bring one; none: no key is asked for.
 
     Raises:
-        ConfigError: the variable that should hold it is empty.
+        ConfigError: the variable that should hold them is empty, or has one of them twice.
     """
     name = config.service.api_key_env
     if name is None:
-        return None
-    if not (key := os.environ.get(name)):
-        problem = f"service.api_key_env={name}, and this variable is not set"
-        raise ConfigError(problem, field="service.api_key_env", hint=f"export {name}=tml-..")
-    return key
+        return ()
+    keys = tuple(key.strip() for key in os.environ.get(name, "").split(","))
+    if not all(keys):
+        problem = f"service.api_key_env={name}, and this variable is not set, or has an empty key among others"
+        raise ConfigError(problem, field="service.api_key_env", hint=f"export {name}=tml-..,tml-..")
+    if len(set(keys)) < len(keys):
+        problem = f"service.api_key_env={name}, and this variable has the same key twice"
+        raise ConfigError(problem, field="service.api_key_env", hint="give each user a key of their own")
+    return keys
 
 
 def require_packages() -> Any:

@@ -2,54 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-import shutil
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, KeptRun, Kind, Saved, adapter_of, bytes_below
+from actors.service.catalogue import Catalogue, RunRecord, adapter_of
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
-from actors.service.samplers import Samplers, SamplerSession, Version, response_of
+from actors.service.sample_requests import response_of, sample_request
+from actors.service.samplers import Samplers, SamplerSession, Version
+from actors.service.saving import load_newest, load_weights, save_for_sampler, save_named_and_numbered, save_weights
+from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
+from actors.service.users import User
 from actors.workers.group_calls import AdapterCalls, GroupCalls
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, StateError
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
-from slimefsdp.sampling.requests import SampleRequest, SamplingStats
+from slimefsdp.sampling.requests import SamplingStats
 
+_MISSING_S = 60.0  # clients try to send a part again for half a minute before they send the next one
 _REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
-
-
-class NotFound(Exception):
-    """Something that a client names is not there; answered as 404, or 410 where it was there once."""
-
-    def __init__(self, what: str, *, is_gone: bool = False) -> None:
-        super().__init__(what)
-        self.is_gone = is_gone
-
-
-@dataclass(slots=True)
-class Session:
-    """A client, for as long as it says that it is there."""
-
-    id: str
-    sdk_version: str
-    began: float = field(default_factory=time.time)
-    seen: float = field(default_factory=time.monotonic)
-    made: dict[tuple[str, int], Result] = field(default_factory=dict)  # runs and samplers by their numbers
 
 
 class Service:
@@ -71,13 +54,15 @@ class Service:
         self.tokenizer_id = str(config.model.path)  # a client on another machine finds it there as little as the model
         self.vocab_size = folder.vocab_size
         self.most_tokens = config.max_pack_tokens
-        self.results = Results(config.service.result_kept_s, config.service.max_result_bytes)
+        limits = config.service
+        self.results = Results(
+            limits.result_kept_s, limits.max_result_bytes, limits.max_waiting, limits.max_waiting_bytes
+        )
         self.catalogue = Catalogue(config.run.dir)
         self.samplers = Samplers(engine, config.service.max_samplers)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.is_ending = False
-        self.trained_tokens = 0
         self.began = time.time()
         self.metrics = Metrics()
         self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
@@ -87,27 +72,45 @@ class Service:
         self._lock = threading.Lock()
 
     def continue_runs(self) -> None:
-        """Has the runs that the last end of a service in the same run.dir left; their clients need not know of it.
+        """Has the runs that had not ended when the last service in the same run.dir did, each at its newest checkpoint.
+
+        One without a whole checkpoint is not there, which is said.
 
         Raises:
-            SlimeError: one of them cannot be had again.
+            SlimeError: one of them cannot be had with these settings.
         """
-        for kept in self.catalogue.kept_runs():
-            calls = self._group.adapter(adapter_of(kept.run))
-            self._group.create_adapter(calls.name, rank=kept.rank, alpha=self.config.lora.alpha)
-            calls.load(kept.updates)
-            run = TrainingRun(kept.run, kept.session, kept.rank, calls, self.results, kept.user_metadata)
-            run.next_number, run.updates, run.tokens = kept.next_number, kept.updates, kept.tokens
-            if kept.has_gradients:  # which are in no checkpoint
-                run.incomplete = StateError("the server was started anew", field="forward_backward")
+        for record in self.catalogue.kept_runs():
+            if not (checkpoints := self.catalogue.checkpoints_of(record.run)):
+                print(f"{record.run} had no checkpoint, and is gone", file=sys.stderr, flush=True)
+                self.catalogue.forget_run(record.run)
+                continue
+            calls = self._group.adapter(adapter_of(record.run))
+            self._group.create_adapter(calls.name, rank=record.rank, alpha=self.config.lora.alpha)
+            run = TrainingRun(
+                record.run, record.session, record.owner, record.rank, calls, self.results, record.user_metadata
+            )
+            if (checkpoint := load_newest(run, checkpoints)) is None:
+                self._group.delete_adapter(calls.name)
+                continue
+            run.resume(checkpoint.progress)
+            if not record.is_finished:
+                run.resumed_at = save_named_and_numbered(run, checkpoint, self.catalogue)
             self.runs[run.id] = run
-            self.sessions.setdefault(kept.session, Session(kept.session, kept.sdk_version))
-            self.catalogue.forget_run(kept)
+            self.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
+            self._keep(run)  # behind this, its newest checkpoint is no longer all that it was asked for
+
+    def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
+        session = self.sessions.get(run.session)
+        sdk_version = "" if session is None else session.sdk_version
+        self.catalogue.keep_run(
+            RunRecord(run.id, run.session, run.owner, sdk_version, run.rank, run.user_metadata, is_finished)
+        )
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, body: wire.CreateSession) -> Session:
-        """
+    def create_session(self, body: wire.CreateSession, user: User) -> Session:
+        """A new client of the user.
+
         Raises:
             ResourceError: there are as many as there may be.
         """
@@ -117,18 +120,18 @@ class Service:
                 field="service.max_sessions",
                 hint="try again later",
             )
-        session = Session(f"session-{uuid.uuid4().hex[:16]}", body.sdk_version)
+        session = Session(f"session-{uuid.uuid4().hex[:16]}", user.id, body.sdk_version)
         self.sessions[session.id] = session
         return session
 
-    def session(self, key: str) -> Session:
+    def session(self, key: str, user: User) -> Session:
         """The session, whose client is there.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the user has none of this id.
         """
         session = self.sessions.get(key)
-        if session is None:
+        if session is None or not user.owns(session.owner):
             raise NotFound(f"session {key} has ended", is_gone=True)
         session.seen = time.monotonic()
         return session
@@ -152,11 +155,12 @@ class Service:
             self._group.delete_adapter(adapter_of(run.id))
         except SlimeError as error:  # it was never made
             print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
+        self.catalogue.forget_run(run.id)
         self.runs.pop(run.id, None)
 
     # ------------------------------------------------------------------ training
 
-    def create_run(self, body: wire.CreateModel) -> tuple[str, Result]:
+    def create_run(self, body: wire.CreateModel, user: User) -> tuple[str, Result]:
         """A new run; asked for again, the same one.
 
         Raises:
@@ -174,17 +178,18 @@ class Service:
             self._group.create_adapter(adapter_of(run.id), rank=rank, alpha=alpha, seed=seed)
             return {"type": "create_model", "model_id": run.id}
 
-        return self._made(body.session_id, body.model_seq_id, rank, body.user_metadata, make)
+        session = self.session(body.session_id, user)
+        return self._made(session, body.model_seq_id, rank, body.user_metadata, make)
 
     def _made(
         self,
-        session_id: str,
+        session: Session,
         number: int,
         rank: int,
         user_metadata: dict[str, Any] | None,
         make: Callable[[TrainingRun], Answer],
     ) -> tuple[str, Result]:
-        session, run_id = self.session(session_id), f"{session_id}:train:{number}"
+        run_id = f"{session.id}:train:{number}"
         with self._lock:
             if (known := session.made.get(("run", number))) is not None:
                 return run_id, known
@@ -197,14 +202,16 @@ class Service:
                     field="service.max_runs",
                     hint="end one, or raise it",
                 )
-            result = session.made["run", number] = self.results.new()
+            result = session.made["run", number] = self.results.new(session.owner)
             calls = self._group.adapter(adapter_of(run_id))
-            run = TrainingRun(run_id, session_id, rank, calls, self.results, user_metadata or {})
+            run = TrainingRun(run_id, session.id, session.owner, rank, calls, self.results, user_metadata or {})
             self.runs[run_id] = run
 
         def work() -> None:
             try:
-                result.set(make(run))
+                answer = make(run)
+                self._keep(run)
+                result.set(answer)
             except Exception as error:
                 self._end_run(run)
                 result.fail(error)
@@ -214,7 +221,7 @@ class Service:
 
     def unload(self, run: TrainingRun) -> Result:
         """Ends a run."""
-        result = self.results.new()
+        result = self.results.new(run.owner, is_needed=True)
 
         def work() -> None:
             self._end_run(run)
@@ -223,36 +230,40 @@ class Service:
         self._making.submit(work)
         return result
 
-    def run(self, key: str) -> TrainingRun:
+    def refuse_behind_lost(self) -> None:
+        """To be called now and then: what waits for requests that an end without warning has lost is told so."""
+        for run in list(self.runs.values()):
+            run.refuse_behind_lost(_MISSING_S)
+
+    def run(self, key: str, user: User) -> TrainingRun:
         """The run, whose client is there.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the user has none of this id.
         """
         run = self.runs.get(key)
-        if run is None:
+        if run is None or not user.owns(run.owner):
             raise NotFound(f"there is no training run {key}")
         if run.session in self.sessions:
             self.sessions[run.session].seen = time.monotonic()
         return run
 
-    def forward_backward(self, message: Any) -> Result:
-        """A ForwardBackwardRequest, whichever of both it asks for."""
-        run = self.run(message.model_id)
+    def forward_backward(self, message: Any, size: int, user: User) -> Result:
+        """A ForwardBackwardRequest of so many bytes, whichever of both it asks for."""
+        run = self.run(message.model_id, user)
 
         def do(calls: AdapterCalls) -> Answer:
             work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
             run.tokens += work.batch.num_tokens
-            self.trained_tokens += work.batch.num_tokens
-            self.metrics.trained_tokens.inc(work.batch.num_tokens)
+            self.metrics.count_trained(work.batch.num_tokens)
             return output_of(work, _log_probs(calls, work))
 
         kind: RequestKind = "forward" if message.forward_only else "forward_backward"
-        return run.submit(message.seq_id, kind, do)
+        return run.submit(message.seq_id, kind, do, size)
 
-    def optim_step(self, body: wire.OptimStep) -> Result:
+    def optim_step(self, body: wire.OptimStep, user: User) -> Result:
         """One update of a run."""
-        run, asked = self.run(body.model_id), body.adam_params
+        run, asked = self.run(body.model_id, user), body.adam_params
 
         def do(calls: AdapterCalls) -> Answer:
             settings = UpdateSettings(
@@ -262,135 +273,93 @@ class Service:
                 weight_decay=asked.weight_decay,
                 max_grad_norm=asked.grad_clip_norm,
             )
-            metrics = calls.optimizer_step(settings)
+            try:
+                metrics = calls.optimizer_step(settings)
+            except StateError:  # there were none, or too many in a row were not finite
+                run.has_gradients = False
+                raise
+            run.has_gradients = False
             if metrics["skipped_update"]:
                 raise StateError(
                     "the gradients are not finite, and no update was made",
                     field="optim_step",
                     hint="lower the learning rate, or look at the data",
                 )
+            run.updates += 1
             self.metrics.updates.inc()
             every = self.config.checkpoint.interval_steps
-            if every is not None and (run.updates + 1) % every == 0:
-                calls.save(run.updates + 1)
+            if every is not None and run.updates % every == 0:
+                try:
+                    run.save()
+                except CheckpointError as error:  # the update was made all the same, and the checkpoint before stands
+                    print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
             return {"type": "optim_step", "metrics": metrics}
 
-        return run.submit(body.seq_id, "optim_step", do)
+        return run.submit(body.seq_id, "optim_step", do, body.size)
 
     # ------------------------------------------------------------------ saving and loading
 
-    def save_weights(self, body: wire.SaveWeights) -> Result:
+    def save_weights(self, body: wire.SaveWeights, user: User) -> Result:
         """A checkpoint under a name."""
-        run = self.run(body.model_id)
-        name = body.path or f"checkpoint-{body.seq_id}"
+        run = self.run(body.model_id, user)
+        return run.submit(body.seq_id, "save", lambda _: save_weights(run, body, self.catalogue), body.size)
 
-        def do(calls: AdapterCalls) -> Answer:
-            calls.save(run.updates, name=name, overwrite=body.overwrite)
-            return {"type": "save_weights", "path": self._catalogued(run, "weights", name, body)}
-
-        return run.submit(body.seq_id, "save", do)
-
-    def save_for_sampler(self, body: wire.SaveForSampler) -> Result:
+    def save_for_sampler(self, body: wire.SaveForSampler, user: User) -> Result:
         """Weights to sample from, under a name, or for a sampling client that begins with them."""
-        run = self.run(body.model_id)
+        run = self.run(body.model_id, user)
         if body.kind == "inflight":
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
         if body.path is None and body.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
+        return run.submit(
+            body.seq_id, "save", lambda _: save_for_sampler(run, body, self.catalogue, self.samplers), body.size
+        )
 
-        def do(calls: AdapterCalls) -> Answer:
-            adapter = adapter_of(run.id)
-            sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
-            if body.path is None and sampler_id in self.samplers.sessions:
-                problem = f"there is a sampler {sampler_id}, which keeps its weights"
-                raise ConfigError(problem, field="sampling_session_seq_id", hint="number samplers 0, 1, 2, ..")
-            name = body.path or f"_session-{body.sampling_session_seq_id}"  # which no path can be
-            folder = self.catalogue.folder_of(adapter, "sampler_weights", name)
-            if body.path is None:
-                shutil.rmtree(folder, ignore_errors=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            calls.export_adapter(folder)
-            if body.path is not None:
-                return {
-                    "type": "save_weights_for_sampler",
-                    "path": self._catalogued(run, "sampler_weights", name, body),
-                }
-            version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
-            sampler = SamplerSession(sampler_id, run.session, version)
-            self.samplers.sessions[sampler.id] = sampler
-            return {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
-
-        return run.submit(body.seq_id, "save", do)
-
-    def _catalogued(self, run: TrainingRun, kind: Kind, name: str, body: wire.SaveWeights | wire.SaveForSampler) -> str:
-        folder = self.catalogue.folder_of(adapter_of(run.id), kind, name)
-        now = time.time()
-        expires = None if body.ttl_seconds is None else now + body.ttl_seconds
-        size = bytes_below(folder)
-        one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, body.user_metadata)
-        self.catalogue.add(one)
-        return one.path
-
-    def load_weights(self, body: wire.LoadWeights) -> tuple[str, Result]:
+    def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
 
         Raises:
             CheckpointError: there is none under the path. ConfigError: it is to be loaded without its optimiser.
         """
-        saved = self.catalogue.get(body.path)
+        saved = self.catalogue.get(body.path, user)
         if saved.kind != "weights":
             raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
-
-        def load(calls: AdapterCalls, adapter: str) -> None:
-            name = saved.name
-            if saved.adapter != adapter:
-                # longer than a name that a client can give: the run may have one of its own of that name
-                name = f"loaded-{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
-                target = self.catalogue.folder_of(adapter, "weights", name)
-                if not target.exists():
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    part = target.with_name(f".{target.name}.part")
-                    shutil.rmtree(part, ignore_errors=True)
-                    shutil.copytree(self.catalogue.folder(saved), part)
-                    part.replace(target)
-            calls.load(name=name, weights_only=not body.optimizer)
-
         if body.session_id is not None and body.model_seq_id is not None:
             if body.base_model is not None:
                 self._check_base(body.base_model)
 
             def make(run: TrainingRun) -> Answer:
-                adapter = adapter_of(run.id)
-                self._group.create_adapter(adapter, rank=saved.rank, alpha=self.config.lora.alpha)
-                load(run.calls, adapter)
+                self._group.create_adapter(adapter_of(run.id), rank=saved.rank, alpha=self.config.lora.alpha)
+                load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
                 return {"type": "load_weights", "path": body.path, "model_id": run.id}
 
-            return self._made(body.session_id, body.model_seq_id, saved.rank, None, make)
+            session = self.session(body.session_id, user)
+            return self._made(session, body.model_seq_id, saved.rank, None, make)
         if body.model_id is None or body.seq_id is None:
             raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
-        run = self.run(body.model_id)
+        run = self.run(body.model_id, user)
         if run.rank != saved.rank:
             problem = f"{body.path} is of rank {saved.rank}, and this run of rank {run.rank}"
             raise ConfigError(problem, field="path", hint="create a training client from it")
 
-        def do(calls: AdapterCalls) -> Answer:
-            load(calls, adapter_of(run.id))
+        def do(_: AdapterCalls) -> Answer:
+            load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
             return {"type": "load_weights", "path": body.path}
 
-        return run.id, run.submit(body.seq_id, "load", do)
+        return run.id, run.submit(body.seq_id, "load", do, body.size)
 
     # ------------------------------------------------------------------ sampling
 
-    def create_sampler(self, body: wire.CreateSamplingSession) -> SamplerSession:
+    def create_sampler(self, body: wire.CreateSamplingSession, user: User) -> SamplerSession:
         """A sampling client of saved weights, or of the base.
 
         Raises:
             CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
         """
-        self.session(body.session_id)
+        session = self.session(body.session_id, user)
         version = None
         if body.model_path is not None:
-            saved = self.catalogue.get(body.model_path)
+            saved = self.catalogue.get(body.model_path, user)
             if saved.kind != "sampler_weights":
                 raise ConfigError(
                     f"{body.model_path} is a state to train from",
@@ -402,47 +371,34 @@ class Service:
             self._check_base(body.base_model)
         else:
             raise ConfigError("neither model_path nor base_model is given", field="base_model", hint="give one")
-        key = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
-        sampler = SamplerSession(key, body.session_id, version, body.model_path)
+        key = f"{session.id}:sample:{body.sampling_session_seq_id}"
+        sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
         return self.samplers.sessions.setdefault(key, sampler)
 
-    def sampler(self, key: str) -> SamplerSession:
+    def sampler(self, key: str, user: User) -> SamplerSession:
         """
         Raises:
-            NotFound: there is none.
+            NotFound: the user has none of this id.
         """
         sampler = self.samplers.sessions.get(key)
-        if sampler is None:
+        if sampler is None or not user.owns(sampler.owner):
             raise NotFound(f"there is no sampler {key}")
         if sampler.session in self.sessions:
             self.sessions[sampler.session].seen = time.monotonic()
         return sampler
 
-    def sample(self, body: wire.Sample) -> tuple[Result, Callable[[], Any] | None]:
+    def sample(self, body: wire.Sample, user: User) -> tuple[Result, Callable[[], Any] | None]:
         """The result of a request, and what has to be awaited to have it; None where it was seen before.
 
         Raises:
             BatchError: naming what cannot be served. NotFound: no such sampler.
         """
-        sampler = self.sampler(body.sampling_session_id)
+        sampler = self.sampler(body.sampling_session_id, user)
         if (known := sampler.answers.get(body.seq_id)) is not None:
             return known, None
-        for chunk in body.prompt.chunks:
-            if chunk.type != "encoded_text":
-                raise BatchError(f"a chunk of {chunk.type}", field="prompt", hint="send encoded_text alone")
-        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        left = self.most_tokens - len(prompt)
-        if left < 1:
-            problem = f"a prompt of {len(prompt)} tokens, and this server reads at most {self.most_tokens - 1}"
-            raise BatchError(problem, field="prompt", hint="cut it, or raise batch.max_tokens_per_rank of the server")
-        params = body.params(self.end_token_ids, left, secrets.randbits(62))
-        if params.max_new_tokens > left:
-            problem = f"max_tokens={params.max_new_tokens} behind {len(prompt)} tokens, and there is room for {left}"
-            hint = "lower it, or raise batch.max_tokens_per_rank of the server"
-            raise BatchError(problem, field="max_tokens", hint=hint)
         version = None if sampler.version is None else sampler.version.name
-        request = SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs))
-        result = sampler.answers[body.seq_id] = self.results.new()
+        request = sample_request(body, version, self.end_token_ids, self.most_tokens)
+        result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
 
@@ -465,17 +421,11 @@ class Service:
         for run in list(self.runs.values()):
             run.close(finishes=True)
             try:
-                run.calls.save(run.updates)
-            except SlimeError as error:  # the others can be kept
-                print(f"{run.id} is not kept: {error}", file=sys.stderr, flush=True)
-                continue
-            seen = self.sessions[run.session].sdk_version if run.session in self.sessions else ""
-            self.catalogue.keep_run(
-                KeptRun(
-                    run.id, run.session, seen, run.rank, run.next_number, run.updates, run.tokens, run.has_gradients,
-                    run.user_metadata,
-                )
-            )  # fmt: skip
+                if run.lost is None:
+                    run.save()
+                self._keep(run, is_finished=run.lost is None and run.resumed_at is None)
+            except SlimeError as error:  # the others can be kept, and this one as its checkpoint before has it
+                print(f"{run.id} is kept without its newest updates: {error}", file=sys.stderr, flush=True)
         self.log.close()
 
     @property

@@ -8,9 +8,10 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from actors.service.catalogue import Progress
 from actors.service.results import Answer, Result, Results
 from actors.workers.group_calls import AdapterCalls
 from slimefsdp.errors import SlimeError, StateError
@@ -18,10 +19,12 @@ from slimefsdp.errors import SlimeError, StateError
 RequestKind = Literal["forward", "forward_backward", "optim_step", "save", "load"]
 _REMEMBERED = 4096  # answered numbers whose request, sent again, gets its answer again
 _GAP = 4096  # numbers that may be missing before one that was sent
+_PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # all others are sent when those before them were
 
 
 @dataclass(slots=True)
 class _Request:
+    number: int
     kind: RequestKind
     do: Callable[[AdapterCalls], Answer]
     result: Result
@@ -33,12 +36,20 @@ class TrainingRun:
 
     Args:
         id: as clients know it.
+        owner: the id of the user whose client made it.
         calls: of the group, for the run's adapter.
-        next_number: of the request that is to be done next.
+        next_number: of the request that is to be taken next.
+        begun: number of the request that was begun last.
+        incomplete: why the gradients gathered so far are not what was asked for.
+        has_gradients: that no update was made of.
+        resumed_at: after a start that went on from a checkpoint, and until it is known whether requests were lost:
+            that checkpoint's path.
+        lost: the first and last number of requests that were, and that path, until the client loads a checkpoint.
     """
 
     id: str
     session: str
+    owner: str
     rank: int
     calls: AdapterCalls
     results: Results
@@ -47,24 +58,32 @@ class TrainingRun:
     updates: int = 0
     tokens: int = 0
     last_request: float = field(default_factory=time.time)
-    incomplete: Exception | None = None  # why the gradients gathered so far are not what was asked for
-    has_gradients: bool = False  # that no update was made of
+    begun: int = 0
+    incomplete: Exception | None = None
+    has_gradients: bool = False
+    resumed_at: str | None = None
+    lost: tuple[int, int, str] | None = None
     _early: dict[int, _Request] = field(default_factory=dict)
+    _early_since: float = 0.0  # of time.monotonic: when the newest of them came
     _by_number: OrderedDict[int, Result] = field(default_factory=OrderedDict)
     _queue: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
+    _is_busy: bool = False
     _thread: threading.Thread | None = None
 
-    def submit(self, number: int, kind: RequestKind, do: Callable[[AdapterCalls], Answer]) -> Result:
+    def submit(self, number: int, kind: RequestKind, do: Callable[[AdapterCalls], Answer], size: int = 0) -> Result:
         """Takes a request; one whose number was seen before is the same request, and is not done again.
 
         Args:
             number: of the request in the run, from 1; it waits for those before it.
             do: what is done, with the calls of the run's adapter.
+            size: bytes of its body.
 
         Raises:
             StateError: the run has ended, or the number is too old or too far ahead.
+            ResourceError: there is no room for it. A run that does nothing takes its next request in any case: those
+                that fill the room may be waiting for it.
         """
         with self._lock:
             self.last_request = time.time()
@@ -72,20 +91,77 @@ class TrainingRun:
                 return known
             if self._is_closed:
                 raise StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
+            if self.resumed_at is not None and kind not in _PARALLEL and number >= self.next_number:
+                self._skip_lost(number)
             if not self.next_number <= number < self.next_number + _GAP:
                 problem = f"seq_id={number}, and the next one to be done is {self.next_number}"
                 raise StateError(problem, field="seq_id", hint="number requests 1, 2, 3, ..")
-            result = self._by_number[number] = self.results.new()
-            self._early[number] = _Request(kind, do, result)
-            while (ready := self._early.pop(self.next_number, None)) is not None:
-                self.next_number += 1
-                self._queue.put(ready)
+            is_idle = not self._is_busy and self._queue.empty()
+            result = self.results.new(self.owner, size, is_needed=is_idle and number == self.next_number)
+            self._by_number[number] = result
+            self._early[number] = _Request(number, kind, do, result)
+            self._early_since = time.monotonic()
+            self._queue_ready()
             while len(self._by_number) > _REMEMBERED and next(iter(self._by_number)) < self.next_number:
                 self._by_number.popitem(last=False)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=f"run {self.id}", daemon=True)
-                self._thread.start()
         return result
+
+    def resume(self, progress: Progress) -> None:
+        """Goes on behind a checkpoint, which is loaded."""
+        self.next_number, self.begun = progress.next_number, progress.next_number - 1
+        self.updates, self.tokens = progress.updates, progress.tokens
+        if progress.has_gradients:
+            self.incomplete = StateError("the server was started anew", field="forward_backward")
+
+    def save(self, name: str | None = None, *, overwrite: bool = False) -> None:
+        """Writes a checkpoint, with how far the run is behind the request that was begun last.
+
+        Args:
+            name: keeps it beside those by step.
+
+        Raises:
+            CheckpointError: there is one of this name, or it cannot be written.
+        """
+        has_gradients = self.has_gradients or self.incomplete is not None
+        progress = Progress(self.id, self.begun + 1, self.updates, self.tokens, has_gradients)
+        self.calls.save(self.updates, asdict(progress), name, overwrite)
+
+    def refuse_behind_lost(self, after_s: float) -> None:
+        """To be called now and then: requests before which others are missing for so long wait for lost ones.
+
+        A client sends the parts of a forward_backward at the same time, so that a part may come before those before it;
+        only after a start that went on from a checkpoint may these never come.
+        """
+        with self._lock:
+            if self.resumed_at is not None and self._early and time.monotonic() - self._early_since >= after_s:
+                self._skip_lost(min(self._early))
+                self._queue_ready()
+
+    def _skip_lost(self, number: int) -> None:
+        """Goes on with a request behind which no earlier one comes any more; those that are missing were lost."""
+        if number > self.next_number and self.resumed_at is not None:
+            self.lost = (self.next_number, min(self._early, default=number) - 1, self.resumed_at)
+            for early in [one for one in self._early if one < number]:
+                self._early.pop(early).result.fail(self._of_lost(self.lost))
+            self.next_number = number
+        self.resumed_at = None
+
+    def _of_lost(self, lost: tuple[int, int, str]) -> StateError:
+        first, last, path = lost
+        return StateError(
+            f"requests {first} to {last} of {self.id} were lost when the server ended, and it is where it was after "
+            f"update {self.updates}",
+            field="seq_id",
+            hint=f"load {path} into it, or create a training client from that, and go on from there",
+        )
+
+    def _queue_ready(self) -> None:
+        while (ready := self._early.pop(self.next_number, None)) is not None:
+            self.next_number += 1
+            self._queue.put(ready)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=f"run {self.id}", daemon=True)
+            self._thread.start()
 
     @property
     def waiting(self) -> int:
@@ -114,6 +190,7 @@ class TrainingRun:
 
     def _work(self) -> None:
         while (request := self._queue.get()) is not None:
+            self._is_busy = True
             try:
                 request.result.set(self._done(request))
             except SlimeError as error:
@@ -121,8 +198,13 @@ class TrainingRun:
             except Exception as error:  # a defect of ours: the client is told, and others go on
                 print(f"{self.id}: {request.kind}: {error!r}", file=sys.stderr, flush=True)
                 request.result.fail(error)
+            self._is_busy = False
+            del request  # its body may be large, and the next one far
 
     def _done(self, request: _Request) -> Answer:
+        self.begun = request.number
+        if self.lost is not None and request.kind != "load":
+            raise self._of_lost(self.lost)
         if request.kind == "optim_step" and self.incomplete is not None:
             why, self.incomplete, self.has_gradients = self.incomplete, None, False
             self.calls.zero_grad()
@@ -137,8 +219,8 @@ class TrainingRun:
             if request.kind == "forward_backward":
                 self.incomplete = self.incomplete or error
             raise
-        if request.kind == "optim_step":
-            self.updates += 1
-        if request.kind in ("optim_step", "forward_backward", "load"):
-            self.has_gradients = request.kind == "forward_backward"
+        if request.kind == "forward_backward":
+            self.has_gradients = True
+        if request.kind == "load":  # which drops gradients
+            self.has_gradients, self.incomplete, self.lost = False, None, None
         return answer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from slimefsdp.sampling.params import SamplingParams
 
@@ -23,9 +23,25 @@ Metadata = Annotated[dict[str, Any] | None, AfterValidator(_is_json)]
 
 
 class Body(BaseModel):
-    """Fields that are not known here are refused where they say anything; see `refused`."""
+    """What a client sent; fields that are not known here say nothing."""
 
     model_config = ConfigDict(extra="allow")
+    _size: int = PrivateAttr(0)
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """
+        Raises:
+            ValidationError: it is no such body.
+        """
+        body = cls.model_validate_json(data or b"{}")
+        body._size = len(data)
+        return body
+
+    @property
+    def size(self) -> int:
+        """Bytes, as it came."""
+        return self._size
 
 
 class CreateSession(Body):

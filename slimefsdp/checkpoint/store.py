@@ -29,7 +29,7 @@ from slimefsdp.io.file_lock import FolderLock
 LATEST = "latest"
 _TMP, _REPLACED = ".tmp_", ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
-_NAMED, _ADAPTERS = "named", "adapters"
+NAMED, _ADAPTERS = "named", "adapters"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # every place at which a writer may die with something else on disk than at the place before, in order
 POINTS = (
@@ -80,7 +80,7 @@ class CheckpointStore:
         CheckpointError if that can be no name of a folder.
         """
         require_name(name)
-        return type(self)(self.root / _NAMED / name)
+        return type(self)(self.root / NAMED / name)
 
     def require_empty(self, name: str) -> None:
         """CheckpointError if there is a checkpoint under this store's name."""
@@ -99,7 +99,7 @@ class CheckpointStore:
         at_point("begin")
         with io_reported(temporary, "save"):
             # which may be new, as run.dir is, and the folders of a name or an adapter
-            below = 2 * (self.root.parent.name == _NAMED) + 2 * (_ADAPTERS in self.root.parts[-5:])
+            below = 2 * (self.root.parent.name == NAMED) + 2 * (_ADAPTERS in self.root.parts[-5:])
             for parent in self.root.parents[: 2 + below]:
                 sync(parent)
             if (self.root / LATEST).is_dir():

@@ -500,7 +500,8 @@ class ServiceSettings(Settings):
     api_key_env: str | None = Field(
         None,
         min_length=1,
-        description="environment variable with the key that requests must bring; null: none is asked for",
+        description="environment variable with the keys of which requests must bring one, separated by commas: each is "
+        "a user with runs and checkpoints of their own, the first is the operator's; null: none is asked for",
     )
     model_name: str | None = Field(
         None, min_length=1, description="what clients call the base model, beside model.path; null: that alone"
@@ -514,6 +515,9 @@ class ServiceSettings(Settings):
         256, description="of a client, with weights that it gave no name; the oldest ones go, from the disk too"
     )
     max_waiting: PositiveInt = Field(4096, description="requests without an answer; more are told to wait")
+    max_waiting_bytes: int = Field(
+        2**30, ge=1024, description="of the bodies of these, and as many of bodies on their way; more are told to wait"
+    )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
     result_kept_s: float = Field(600.0, gt=0, description="for how long an answer can be fetched again")

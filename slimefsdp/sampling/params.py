@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from slimefsdp.errors import BatchError
 
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30  # what float32 logits are divided by without an overflow
 FinishReason = Literal["stop", "length", "abort"]
 """How a sample ended: by an end token or a stop text, cut at max_new_tokens, or since the engine was told to abort."""
 
@@ -41,9 +42,14 @@ class SamplingParams:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        if not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE:
+            raise BatchError(
+                f"temperature={self.temperature!r} cannot be sampled with",
+                field="temperature",
+                hint=f"give one from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or have the likeliest tokens drawn",
+            )
         for name, value, is_valid in (
             ("max_new_tokens", self.max_new_tokens, self.max_new_tokens >= 1),
-            ("temperature", self.temperature, 0 < self.temperature < float("inf")),
             ("top_k", self.top_k, self.top_k is None or self.top_k >= 1),
             ("top_p", self.top_p, 0 < self.top_p <= 1),
             ("stop", self.stop, all(self.stop)),

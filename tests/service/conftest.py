@@ -14,7 +14,7 @@ from actors.service.serve import serve
 from slimefsdp.config import RunConfig
 from tests.support.service import Served
 
-KEY = "tml-of-a-test"
+KEY, OTHER_KEY = "tml-of-a-test", "tml-of-another-user"
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def served(
     """A server in a thread of this process, on two ranks and an engine."""
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
-    patch.setenv("SLIMEFSDP_TEST_KEY", KEY)
+    patch.setenv("SLIMEFSDP_TEST_KEY", f"{KEY},{OTHER_KEY}")
     config = make_config(
         run={"dir": str(tmp_path_factory.mktemp("service"))},
         model={"path": str(untied)},
@@ -77,7 +77,7 @@ def served(
     thread.start()
     assert is_up.wait(180) and len(found) == 2, found
     url, stop = found
-    yield Served(url, KEY, config, groups[0])
+    yield Served(url, KEY, OTHER_KEY, config, groups[0])
     stop()
     thread.join(120)
     assert not thread.is_alive()

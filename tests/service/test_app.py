@@ -6,12 +6,10 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -20,117 +18,20 @@ from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
 from actors.service.results import Results
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.serve import key_of
+from actors.service.serve import keys_of
 from actors.service.service import Service
+from actors.service.users import User, Users
 from slimefsdp.config import config_from_dict
-from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
-from slimefsdp.results import ForwardBackward, LogProbs
 from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
+from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
+from tests.support.service_standins import ADAM, ASKED, Engine, Group, answer, new_run
 from tests.support.waiting import wait_until
 
 HEAD = {"X-API-Key": "tml-x"}
-ASKED: dict[str, Any] = {"model_seq_id": 0, "base_model": "tiny/model", "lora_config": {"rank": 4}}
-
-
-class Calls:
-    """Those of a group for an adapter; every log-prob is -1."""
-
-    def __init__(self, group: Group, name: str) -> None:
-        self.group, self.name = group, name
-
-    def forward_backward(self, batch: RolloutBatch, *args: Any, **how: Any) -> ForwardBackward:
-        self.group.batches.append(batch)
-        return ForwardBackward({}, self.compute_log_probs(batch))
-
-    def compute_log_probs(self, batch: RolloutBatch) -> LogProbs:
-        return LogProbs(*np.full((2, batch.num_response_tokens), -1, np.float32))
-
-    def optimizer_step(self, settings: Any) -> dict[str, float]:
-        self.group.updates.append(settings)
-        return {"grad_norm": 1.0, "lr": settings.lr, "skipped_update": 0.0}
-
-    def load(self, step: int | None = None, name: str | None = None, weights_only: bool = False) -> None:
-        if name is None:
-            assert self.group.steps[self.name] == step
-        else:
-            self.group.loaded.append((self.named(name) / "weights").read_text())
-
-    def named(self, name: str) -> Path:
-        return self.group.run_dir / "adapters" / self.name / "checkpoints" / "named" / name
-
-    def zero_grad(self) -> None:
-        self.group.dropped += 1
-
-    def save(self, step: int, name: str | None = None, overwrite: bool = False) -> None:
-        if self.name in self.group.broken:
-            raise CheckpointError("the disk is full", field="run.dir", hint="make room")
-        self.group.steps[self.name] = step
-        if name is None:
-            return
-        folder = self.named(name)
-        folder.mkdir(parents=True, exist_ok=overwrite)
-        (folder / "weights").write_text(self.name)
-
-    def export_adapter(self, folder: Path) -> None:
-        folder.mkdir()
-
-
-class Group:
-    """A group without ranks."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self.names: list[str] = []
-        self.batches: list[RolloutBatch] = []
-        self.updates: list[Any] = []
-        self.steps: dict[str, int] = {}  # saved last, by adapter
-        self.dropped = 0
-        self.loaded: list[str] = []  # what was in the checkpoints
-        self.broken: set[str] = set()  # adapters that cannot be saved
-
-    def create_adapter(self, name: str, **how: Any) -> None:
-        self.names.append(name)
-
-    def delete_adapter(self, name: str) -> None:
-        self.names.remove(name)
-
-    def adapter(self, name: str) -> Calls:
-        return Calls(self, name)
-
-
-class Engine:
-    """Has room for so many versions; what it samples is the name of the version."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-        self.held: list[str] = []
-        self.reads = asyncio.Event()
-        self.reads.set()
-        for name in ("load", "drop", "sample", "stats"):
-            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
-
-    async def _load(self, version: str, folder: str) -> int:
-        if len(self.held) >= self.room:
-            raise ResourceError("full", field="memory_bytes", hint="drop one")
-        await self.reads.wait()
-        self.held.append(version)
-        return 1
-
-    async def _stats(self) -> SamplingStats:
-        return SamplingStats(3, 2, 2, 50, 7, dict.fromkeys(self.held, 11), 100)
-
-    async def _drop(self, version: str) -> None:
-        self.held.remove(version)
-
-    async def _sample(self, request: SampleRequest) -> SampleAnswer:
-        assert request.version is None or request.version in self.held
-        await asyncio.sleep(0)
-        tokens = SampledTokens([len(request.version or "")], [-1.0], "stop")
-        return SampleAnswer([tokens] * request.num_samples, np.zeros(len(request.prompt)))
+ALL = cast(User, Users(()).of(""))
 
 
 @pytest.fixture
@@ -144,24 +45,8 @@ def service(untied: Path, tmp_path: Path) -> Service:
 
 @pytest.fixture
 def http(service: Service) -> Iterator[TestClient]:
-    with TestClient(make_app(service, "tml-x"), headers=HEAD) as client:
+    with TestClient(make_app(service, ["tml-x"]), headers=HEAD) as client:
         yield client
-
-
-def answer(http: TestClient, response: Any) -> Any:
-    """What comes of a request that is answered later."""
-    assert response.status_code == 200, response.text
-    found = http.post("/api/v1/retrieve_future", json={"request_id": response.json()["request_id"]})
-    assert found.status_code == 200, found.text
-    return found.json() if found.headers["content-type"] == "application/json" else found.content
-
-
-def new_run(http: TestClient, **more: Any) -> str:
-    session = http.post("/api/v1/create_session", json={"sdk_version": "0.38.0"}).json()["session_id"]
-    both = [http.post("/api/v1/create_model", json={"session_id": session, **ASKED, **more}) for _ in range(2)]
-    assert both[0].json() == both[1].json()  # sent again, it is the same one
-    assert answer(http, both[0])["model_id"] == f"{session}:train:0"
-    return f"{session}:train:0"
 
 
 def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, service: Service) -> None:
@@ -187,7 +72,7 @@ def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, servi
     saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 3, "path": "a"}))
     assert saved["path"] == f"tinker://{run}/weights/a"
     (listed,) = http.get(f"/api/v1/training_runs/{run}/checkpoints").json()["checkpoints"]
-    assert (listed["checkpoint_id"], listed["size_bytes"]) == ("weights/a", len(adapter_of(run)))
+    assert listed["checkpoint_id"] == "weights/a" and listed["size_bytes"] > len(adapter_of(run))
     assert http.get("/api/v1/training_runs").json()["cursor"]["total_count"] == 1
     assert http.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/a").status_code == 200
     assert http.post("/api/v1/weights_info", json={"tinker_path": saved["path"]}).status_code == 404
@@ -226,10 +111,74 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
     service.is_ending = False
 
 
+def test_whatever_is_answered_later_is_told_to_wait_where_there_is_no_room(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    sampler = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+    taken = [service.results.new("") for _ in range(service.config.service.max_waiting)]
+    number = {"model_id": run, "seq_id": 2}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+    path = answer(http, http.post("/api/v1/save_weights", json={**number, "seq_id": 1, "path": "a"}))["path"]
+    bodies: dict[str, Any] = {
+        "optim_step": {**number, "seq_id": 3, "adam_params": ADAM},
+        "save_weights": {**number, "seq_id": 3, "path": "x"},
+        "save_weights_for_sampler": {**number, "seq_id": 3, "path": "x"},
+        "load_weights": {**number, "seq_id": 3, "path": path, "optimizer": True},
+        "create_model": {"session_id": session, **ASKED, "model_seq_id": 1},
+        "asample": {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {}},
+        "forward_backward": message(run, 3).SerializeToString(),
+    }
+    for name, body in bodies.items():
+        protobuf = {"content": body, "headers": {"content-type": "application/x-protobuf"}}
+        how: Any = protobuf if isinstance(body, bytes) else {"json": body}
+        found = http.post(f"/api/v1/{name}", **how)
+        assert (found.status_code, found.headers["x-should-retry"], name) == (429, "true", name)
+    assert answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))["model_id"] == run
+    for one in taken:
+        one.set({})
+    assert service.results.waiting == 0
+
+
+def test_bodies_on_their_way_have_so_many_bytes_and_one_that_is_alone_has_any(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = service.config.service.model_copy(update={"max_waiting_bytes": 2048})
+    monkeypatch.setattr(service, "config", service.config.model_copy(update={"service": limits}))
+    app, statuses = make_app(service), []
+
+    async def post(*sizes: int, between: Callable[[], Awaitable[None]] | None = None) -> None:
+        """A body in parts of these sizes, and what happens before the last one comes."""
+        left = list(sizes)
+
+        async def receive() -> dict[str, Any]:
+            if len(left) == 1 and between is not None:
+                await between()
+            return {"type": "http.request", "body": bytes(left.pop(0)), "more_body": bool(left)}
+
+        async def send(event: Any) -> None:
+            if event["type"] == "http.response.start":
+                statuses.append(event["status"])
+
+        scope = {"type": "http", "method": "POST", "path": "/api/v1/telemetry", "headers": [], "query_string": b""}
+        await app(scope, receive, send)
+
+    async def others() -> None:
+        await post(1000)
+        await post(1100)
+        await post(500, 500)
+
+    asyncio.run(post(1000, 1000, between=others))
+    assert statuses == [200, 429, 200, 200]
+    statuses.clear()
+    asyncio.run(post(4096))  # nothing is held behind an answer, and this one is alone
+    assert statuses == [200]
+
+
 def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) -> None:
     group, key = service._group, {"content-type": "application/x-protobuf"}
     adam = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
-    with TestClient(make_app(service, None)) as http:
+    with TestClient(make_app(service)) as http:
         runs = [new_run(http), new_run(http)]
         for run in runs:
             for number in (1, 3):
@@ -243,9 +192,9 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
     again = Service(service.config, group, Engine(2))
     again.continue_runs()
     with refused(StateError, "model_seq_id", runs[0]):  # a late copy of the request that made it
-        again.create_run(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED))
-    assert [again.runs[run].next_number for run in runs] == [4, 2] and again.catalogue.kept_runs() == []
-    with TestClient(make_app(again, None)) as http:
+        again.create_run(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED), ALL)
+    assert [again.runs[run].next_number for run in runs] == [4, 2]
+    with TestClient(make_app(again)) as http:
         steps = [
             answer(http, http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": number, "adam_params": adam}))
             for run, number in ((runs[0], 4), (runs[1], 2))
@@ -255,10 +204,15 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
 
 def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: Service) -> None:
     group = cast(Any, service._group)
-    with TestClient(make_app(service, None)) as http:
+    with TestClient(make_app(service)) as http:
         runs = [new_run(http), new_run(http)]
         group.broken.add(adapter_of(runs[0]))
-    assert [one.run for one in service.catalogue.kept_runs()] == runs[1:]
+    kept = {one.run: one.is_finished for one in service.catalogue.kept_runs()}
+    assert kept == {runs[0]: False, runs[1]: True}
+    group.broken.clear()
+    again = Service(service.config, group, Engine(2))
+    again.continue_runs()
+    assert list(again.runs) == runs[1:] and [one.run for one in again.catalogue.kept_runs()] == runs[1:]
 
 
 def test_what_no_answer_could_list_is_refused_before_it_is_kept(http: TestClient, service: Service) -> None:
@@ -290,7 +244,7 @@ def test_names_of_one_run_are_not_those_of_another_nor_of_samplers_without_one(
         return answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))
 
     path = for_sampler(2, path="session-7")["path"]
-    folder = service.catalogue.folder(service.catalogue.get(path))
+    folder = service.catalogue.folder(service.catalogue.get(path, ALL))
     (folder / "mine").touch()
     assert for_sampler(3, sampling_session_seq_id=7)["sampling_session_id"].endswith(":sample:7")
     assert (folder / "mine").exists()
@@ -300,7 +254,7 @@ def test_names_of_one_run_are_not_those_of_another_nor_of_samplers_without_one(
 def test_a_run_that_cannot_be_begun_from_a_checkpoint_leaves_no_adapter(http: TestClient, service: Service) -> None:
     group, run = cast(Any, service._group), new_run(http)
     saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "ck"}))
-    shutil.rmtree(service.catalogue.folder(service.catalogue.get(saved["path"])))
+    shutil.rmtree(service.catalogue.folder(service.catalogue.get(saved["path"], ALL)))
     body = {"session_id": service.runs[run].session, "model_seq_id": 1, "path": saved["path"], "optimizer": False}
     assert "error" in answer(http, http.post("/api/v1/load_weights", json=body))
     assert list(service.runs) == [run] and group.names == [adapter_of(run)]
@@ -316,6 +270,18 @@ def test_a_response_that_may_be_longer_than_there_is_room_for_is_refused(http: T
         body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
         found = http.post("/api/v1/asample", json=body)
         assert found.status_code == status and (status == 200 or "there is room for" in found.text)
+
+
+def test_a_temperature_that_logits_cannot_be_divided_by_is_refused_by_name(http: TestClient, service: Service) -> None:
+    session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}
+    for number, (temperature, status) in enumerate(((1e-45, 400), (1e-31, 400), (1e31, 400), (1e-30, 200), (0, 200))):
+        how = {"max_tokens": 1, "temperature": temperature}
+        body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
+        found = http.post("/api/v1/asample", json=body)
+        assert found.status_code == status and (status == 200 or f"temperature={temperature}" in found.json()["error"])
 
 
 def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient, service: Service) -> None:
@@ -347,14 +313,17 @@ def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient
     assert "words of theirs" not in text + metrics + str(shown) and {line["status"] for line in lines} == {200, 401}
 
 
-def test_a_key_is_read_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert key_of(service.config) is None
+def test_keys_are_read_from_the_environment(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert keys_of(service.config) == ()
     named = config_from_dict(service_tree(Path("m"), Path("r"), service={"api_key_env": "A_KEY"}))
-    monkeypatch.setenv("A_KEY", "tml-1")
-    assert key_of(named) == "tml-1"
-    monkeypatch.setenv("A_KEY", "")
-    with refused(ConfigError, "service.api_key_env", "not set"):
-        key_of(named)
+    for value, keys in (("tml-1", ("tml-1",)), (" tml-1,tml-2 ", ("tml-1", "tml-2"))):
+        monkeypatch.setenv("A_KEY", value)
+        assert keys_of(named) == keys
+    for value, words in (("", "not set"), ("tml-1,", "empty key"), ("tml-1,tml-2,tml-1", "twice")):
+        monkeypatch.setenv("A_KEY", value)
+        with refused(ConfigError, "service.api_key_env", words) as caught:
+            keys_of(named)
+        assert "tml-1" not in str(caught.value)
 
 
 def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path: Path) -> None:
@@ -364,7 +333,7 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
     for name in "abc":
         (tmp_path / name).mkdir()
         version = Version(name, tmp_path / name, is_ephemeral=True)
-        sessions[name] = samplers.sessions[name] = SamplerSession(name, "s", version)
+        sessions[name] = samplers.sessions[name] = SamplerSession(name, "s", "", version)
 
     async def drawn(name: str) -> None:
         await samplers.sample(sessions[name], SampleRequest(name, [1], 1, SamplingParams(1)))
@@ -414,9 +383,9 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
 
 
 def test_a_sampler_knows_no_request_whose_answer_is_kept_no_more() -> None:
-    results, samplers = Results(kept_s=-1.0, most_bytes=100), Samplers(Engine(1), most_unnamed=1)
-    samplers.sessions["a"] = sampler = SamplerSession("a", "s", None)
-    sampler.answers |= {number: results.new() for number in (1, 2, 3)}
+    results, samplers = Results(-1.0, 100, 10, 1000), Samplers(Engine(1), most_unnamed=1)
+    samplers.sessions["a"] = sampler = SamplerSession("a", "s", "me", None)
+    sampler.answers |= {number: results.new("me") for number in (1, 2, 3)}
     for number in (1, 3):
         sampler.answers[number].set(b"x")
     samplers.forget_answers()
@@ -433,8 +402,8 @@ def test_what_was_saved_is_known_to_the_next_start_until_it_expires(tmp_path: Pa
         first.folder(one).mkdir(parents=True)
         first.add(one)
     again = Catalogue(tmp_path)
-    assert again.get("tinker://s:train:0/sampler_weights/stays").rank == 4
+    assert again.get("tinker://s:train:0/sampler_weights/stays", ALL).rank == 4
     with refused(CheckpointError, "path", "no checkpoint"):
-        again.get("tinker://s:train:0/sampler_weights/goes")
+        again.get("tinker://s:train:0/sampler_weights/goes", ALL)
     again.remove_expired()
-    assert [one.name for one in again.listed()] == ["stays"] == [one.name for one in Catalogue(tmp_path).listed()]
+    assert [one.name for one in again.listed(ALL)] == ["stays"] == [one.name for one in Catalogue(tmp_path).listed(ALL)]

@@ -79,6 +79,17 @@ def test_a_run_that_is_saved_and_resumed_goes_on_bit_for_bit_and_others_do_not_m
     assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
     with pytest.raises(tinker.TinkerError, match="half"):
         training.save_state("half").result()
+    rest = tinker.RestClient(base_url=served.url, api_key=served.key)
+    assert path in [one.tinker_path for one in rest.list_user_checkpoints(limit=100).result().checkpoints]
+    other = served.client(served.other_key)
+    rest = tinker.RestClient(base_url=served.url, api_key=served.other_key)
+    assert rest.list_user_checkpoints().result().checkpoints == rest.list_training_runs().result().training_runs == []
+    with pytest.raises(tinker.NotFoundError):
+        rest.get_weights_info_by_tinker_path(path).result()
+    own = served.training_client(other)
+    (mine,) = rest.list_training_runs().result().training_runs
+    assert mine.training_run_id == own.model_id
+    other.close("success").result()
 
 
 LOSSES: dict[str, dict[str, float]] = {

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,55 @@ def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_o
     finally:
         server.kill()
     assert list((tmp_path / "run/adapters").glob("*.train.*/checkpoints/named/supervised"))
+
+
+@pytest.mark.slow  # starts Ray, ranks and an engine three times
+def test_a_killed_server_goes_on_from_checkpoints_bit_for_bit_and_says_what_was_lost(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(service_tree(untied, tmp_path, checkpoint={"interval_steps": 2})))
+    adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+
+    def train(one: tinker.TrainingClient, *updates: int) -> np.ndarray:
+        for update in updates:
+            one.forward_backward([datum(tokens_of(update))], "cross_entropy")
+            one.optim_step(adam).result()
+        return log_probs_of(one.forward([datum(tokens_of(99))], "cross_entropy").result())[0]
+
+    servers = [Server(file)]
+
+    def kill_and_start() -> None:
+        os.kill(servers[-1].process.pid, signal.SIGKILL)  # it alone: what it had started is left to see to itself
+        servers[-1].process.wait(PATIENCE_S)
+        servers.append(Server(file, f"service.port={servers[-1].url.rpartition(':')[2]}"))
+
+    try:
+        service = tinker.ServiceClient(base_url=servers[0].url, api_key="tml-local")
+        made = {"base_model": str(untied), "rank": 4, "seed": 1}
+        undisturbed = train(service.create_lora_training_client(**made).result(), 1, 2, 3, 4, 5)
+        training = service.create_lora_training_client(**made).result()
+        for update in (1, 2):
+            training.forward_backward([datum(tokens_of(update))], "cross_entropy").result()
+            training.optim_step(adam).result()
+        kill_and_start()  # at a checkpoint: the client need not know
+        assert np.array_equal(train(training, 3, 4, 5), undisturbed)
+        kill_and_start()  # an update and a forward behind one
+        sent = [training.forward_backward([datum(tokens_of(6))], "cross_entropy"), training.optim_step(adam)]
+        for one in sent:
+            with pytest.raises(tinker.RequestFailedError, match=r"after update 4.+load tinker://"):
+                one.result()
+        rest = tinker.RestClient(base_url=servers[0].url, api_key="tml-local")
+        saved = [one.tinker_path for one in rest.list_checkpoints(training.model_id).result().checkpoints]
+        path = f"tinker://{training.model_id}/weights/update-4-request-8"
+        assert path in saved
+        training.load_state_with_optimizer(path).result()
+        assert np.array_equal(train(training, 5), undisturbed)
+        again = service.create_training_client_from_state_with_optimizer(path).result()
+        assert np.array_equal(train(again, 5), undisturbed)
+        assert servers[-1].end() == 0
+    finally:
+        for server in servers:
+            with suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGKILL)

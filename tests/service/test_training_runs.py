@@ -11,8 +11,9 @@ import pytest
 from actors.service.results import Answer, Results
 from actors.service.training_runs import TrainingRun
 from actors.workers.group_calls import AdapterCalls
-from slimefsdp.errors import BatchError, StateError
+from slimefsdp.errors import BatchError, ResourceError, StateError
 from tests.support.refusals import refused
+from tests.support.waiting import wait_until
 
 
 class Calls:
@@ -20,6 +21,10 @@ class Calls:
 
     def __init__(self) -> None:
         self.dropped = 0
+        self.saved: list[Any] = []
+
+    def save(self, *given: Any) -> None:
+        self.saved.append(given)
 
     def zero_grad(self) -> None:
         self.dropped += 1
@@ -27,7 +32,7 @@ class Calls:
 
 @pytest.fixture
 def run() -> Any:
-    made = TrainingRun("s:train:0", "s", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6))
+    made = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6, 10, 10**6))
     yield made
     made.close()
 
@@ -73,7 +78,7 @@ def test_after_a_failed_gradient_the_next_update_alone_is_refused(run: TrainingR
     found = [cast(dict[str, Any], answer_of(one)) for one in sent]
     assert [one.get("category") for one in found] == [None, "user", None, "user", None, None]
     assert "a token of none" in found[3]["error"] and "no update was made" in found[3]["error"]
-    assert cast(Any, run.calls).dropped == 1 and run.updates == 1
+    assert cast(Any, run.calls).dropped == 1
 
 
 def test_a_defect_fails_its_request_alone_and_what_waits_when_the_run_ends_is_told(run: TrainingRun) -> None:
@@ -102,14 +107,49 @@ def test_a_defect_fails_its_request_alone_and_what_waits_when_the_run_ends_is_to
 
 
 def test_results_go_after_their_time_and_the_oldest_first_for_room() -> None:
-    results = Results(kept_s=3600.0, most_bytes=100)
-    made = [results.new() for _ in range(4)]
+    results = Results(3600.0, 100, 10, 100)
+    made = [results.new("") for _ in range(4)]
     for one in made[:3]:
         one.set(b"x" * 40)
     results.forget_old()
     assert [results.get(one.id) is not None for one in made] == [False, True, True, True] and results.waiting == 1
-    short = Results(kept_s=0.0, most_bytes=100)
-    kept, gone = short.new(), short.new()
+    short = Results(0.0, 100, 10, 100)
+    kept, gone = short.new(""), short.new("")
     gone.set({})
     short.forget_old()
     assert short.get(kept.id) is kept and short.get(gone.id) is None
+
+
+def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_answer() -> None:
+    results = Results(60.0, 10**6, most_waiting=3, most_waiting_bytes=100)
+    large = results.new("", 10**6)  # it is alone
+    with refused(ResourceError, "service.max_waiting_bytes", 10**6, 1, 100):
+        results.new("", 1)
+    needed = results.new("", 1, is_needed=True)
+    large.fail(StateError("it failed", field="x"))
+    large.fail(StateError("it failed twice", field="x"))
+    assert (results.waiting, results.waiting_bytes) == (1, 1)
+    others = [results.new("", size) for size in (90, 0)]
+    with refused(ResourceError, "service.max_waiting", 3):
+        results.new("", 0)
+    for one in (needed, *others):
+        one.set({})
+    assert (results.waiting, results.waiting_bytes) == (0, 0) and results.new("", 100)
+
+
+def test_the_next_request_of_a_run_that_does_nothing_is_taken_though_those_behind_it_fill_the_room() -> None:
+    run = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6, 2, 100))
+
+    def works(calls: AdapterCalls) -> Answer:
+        return {"is": "done"}
+
+    early = [run.submit(number, "forward", works, 50) for number in (3, 4)]
+    for number in (2, 5):
+        with refused(ResourceError, "service.max_waiting", 2):
+            run.submit(number, "forward", works, 50)
+    assert run.submit(3, "forward", works, 50) is early[0]  # sent again, it takes no room
+    first = run.submit(1, "forward", works, 50)
+    assert answer_of(first) == {"is": "done"}
+    assert wait_until(lambda: not run._is_busy)
+    assert answer_of(run.submit(2, "forward", works, 50)) == {"is": "done"} == answer_of(early[1])
+    run.close()

@@ -20,16 +20,22 @@ from slimefsdp.config import RunConfig
 
 @dataclass(frozen=True)
 class Served:
-    """Where it is, and its settings."""
+    """Where it is, and its settings.
+
+    Args:
+        key: the operator's.
+        other_key: another user's.
+    """
 
     url: str
     key: str
+    other_key: str
     config: RunConfig
     group: SupervisedGroup
 
-    def client(self) -> tinker.ServiceClient:
-        """Of the unmodified package."""
-        return tinker.ServiceClient(base_url=self.url, api_key=self.key)
+    def client(self, key: str | None = None) -> tinker.ServiceClient:
+        """Of the unmodified package, with the operator's key or another one."""
+        return tinker.ServiceClient(base_url=self.url, api_key=key or self.key)
 
     def training_client(self, client: tinker.ServiceClient, **how: Any) -> tinker.TrainingClient:
         """Of rank 4, where `how` says nothing else."""

@@ -1,0 +1,205 @@
+"""After an end without warning the next start has every run at its newest checkpoint, and says what was lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from starlette.testclient import TestClient
+
+import actors.service.service
+from actors.service.app import make_app
+from actors.service.catalogue import adapter_of
+from actors.service.service import Service
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.config import config_from_dict
+from tests.support.service import message, service_tree
+from tests.support.service_standins import ADAM, ASKED, Engine, Group, answer, new_run
+
+Start = Callable[[], Service]
+
+
+@pytest.fixture
+def start(untied: Path, tmp_path: Path) -> Start:
+    """Starts a service in the same folder, with a checkpoint every other update; the one before was killed."""
+    tree = service_tree(
+        untied, tmp_path, service={"model_name": "tiny/model"}, checkpoint={"interval_steps": 2, "keep_last": 9}
+    )
+    config = config_from_dict(tree)
+    assert config.run.dir is not None
+    config.run.dir.mkdir()
+
+    def started() -> Service:
+        service = Service(config, cast(Any, Group(config.run.dir)), Engine(2))
+        service.continue_runs()
+        return service
+
+    return started
+
+
+def client(service: Service) -> TestClient:
+    """Without the life of an application, which would end the service in order."""
+    return TestClient(make_app(service))
+
+
+def gradient(http: TestClient, run: str, number: int) -> Any:
+    body = message(run, number).SerializeToString()
+    return http.post("/api/v1/forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
+
+
+def update(http: TestClient, run: str, number: int) -> Any:
+    return http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": number, "adam_params": ADAM})
+
+
+def train(http: TestClient, run: str, *numbers: int) -> None:
+    """An update each, of this request and the next one."""
+    for number in numbers:
+        gradient(http, run, number)
+        assert "metrics" in answer(http, update(http, run, number + 1))
+
+
+def posted(http: TestClient, call: str, /, **body: Any) -> Any:
+    return answer(http, http.post(f"/api/v1/{call}", json=body))
+
+
+def test_a_client_that_had_come_to_the_checkpoint_goes_on_and_parts_may_still_come_in_any_order(start: Start) -> None:
+    http = client(start())
+    run = new_run(http, user_metadata={"x": 1})
+    train(http, run, 1, 3)
+    service = start()
+    http, found = client(service), service.runs[run]
+    assert (found.next_number, found.updates, found.tokens, found.user_metadata) == (5, 2, 8, {"x": 1})
+    parts = [gradient(http, run, number) for number in (6, 5)]
+    assert all(isinstance(answer(http, part), bytes) for part in parts)
+    assert posted(http, "optim_step", model_id=run, seq_id=7, adam_params=ADAM)["metrics"]["grad_norm"] == 1.0
+    assert found.updates == 3 and found.lost is None and found.resumed_at is None
+    assert http.post("/api/v1/session_heartbeat", json={"session_id": found.session}).status_code == 200
+
+
+def test_a_client_that_was_further_is_told_until_it_loads_what_it_is_told_of(start: Start) -> None:
+    http = client(start())
+    run = new_run(http)
+    train(http, run, 1, 3, 5)
+    service = start()
+    http = client(service)
+    (listed,) = http.get("/api/v1/checkpoints").json()["checkpoints"]
+    path = listed["tinker_path"]
+    sent = [gradient(http, run, 7), update(http, run, 8), gradient(http, run, 9)]
+    for one in (*sent, update(http, run, 10)):
+        said = cast(dict[str, Any], answer(http, one))
+        assert said["category"] == "user" and path in said["error"] and "after update 2" in said["error"]
+    assert "requests 5 to 6" in answer(http, sent[1])["error"] and service.runs[run].updates == 2
+    assert cast(Any, service._group).batches == cast(Any, service._group).updates == []
+    bad = posted(http, "load_weights", model_id=run, seq_id=11, path=path, optimizer=True)
+    assert "error" not in bad and cast(Any, service._group).loaded[-1] == adapter_of(run)
+    train(http, run, 12)
+    assert service.runs[run].updates == 3
+    session = service.runs[run].session
+    new = posted(http, "load_weights", session_id=session, model_seq_id=1, path=path, optimizer=True)
+    assert new["model_id"] == f"{session}:train:1"
+
+
+def test_a_load_that_fails_makes_up_for_nothing_that_was_lost(start: Start) -> None:
+    http = client(start())
+    run = new_run(http)
+    saved = posted(http, "save_weights", model_id=run, seq_id=1, path="first")["path"]
+    train(http, run, 2, 4, 6)
+    service = start()
+    http = client(service)
+    shutil.rmtree(service.catalogue.folder_of(adapter_of(run), "weights", "first"))
+    assert "error" in posted(http, "load_weights", model_id=run, seq_id=8, path=saved, optimizer=True)
+    assert "were lost" in cast(Any, answer(http, gradient(http, run, 9)))["error"]
+
+
+def test_a_part_that_waits_for_lost_ones_is_told_in_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    http = client(start())
+    run = new_run(http)
+    train(http, run, 1, 3)
+    gradient(http, run, 5)
+    service = start()
+    http = client(service)
+    part = gradient(http, run, 6)
+    service.refuse_behind_lost()
+    assert service.runs[run].waiting == 1  # those before it may still come
+    monkeypatch.setattr(actors.service.service, "_MISSING_S", 0.0)
+    service.refuse_behind_lost()
+    assert "requests 5 to 5" in cast(Any, answer(http, part))["error"]
+
+
+def test_what_a_client_saved_is_a_checkpoint_too_and_gradients_are_in_none(start: Start) -> None:
+    http = client(start())
+    run = new_run(http)
+    train(http, run, 1, 3)
+    gradient(http, run, 5)
+    saved = posted(http, "save_weights", model_id=run, seq_id=6, path="mine", user_metadata={"a": "b"})["path"]
+    service = start()
+    http = client(service)
+    (listed,) = http.get("/api/v1/checkpoints").json()["checkpoints"]
+    assert listed["tinker_path"] == saved and listed["user_metadata"] == {"a": "b"}
+    assert "no update was made" in cast(Any, answer(http, update(http, run, 7)))["error"]
+    train(http, run, 8)
+    assert service.runs[run].updates == 3
+    shutil.rmtree(service.catalogue.folder_of(adapter_of(run), "weights", "mine"))
+    store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
+    (store.path_of(2) / "manifest.json").write_text("torn")
+    assert run not in start().runs  # of step 2 there was this one alone
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before(start: Start, capfd: Any) -> None:
+    http = client(start())
+    run = new_run(http)
+    train(http, run, 1, 3, 5, 7)
+    service = start()
+    store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
+    assert (service.runs[run].updates, store.steps()) == (4, [2, 4])
+    for one in (store, store.named("update-4-request-8")):
+        (one.path_of(4) / "manifest.json").write_text("torn")
+    assert start().runs[run].next_number == 5
+
+
+def test_runs_without_a_checkpoint_and_those_that_have_ended_do_not_come_back(start: Start, capfd: Any) -> None:
+    service = start()
+    http = client(service)
+    runs = [new_run(http) for _ in range(4)]
+    for run in runs[1:]:
+        train(http, run, 1, 3)
+    assert posted(http, "unload_model", model_id=runs[1])["model_id"] == runs[1]
+    session = runs[2].partition(":")[0]
+    http.post(f"/api/v1/sessions/{session}/finish", json={})
+    service._making.shutdown()
+    again = start()
+    assert list(again.runs) == [runs[3]] and f"{runs[0]} had no checkpoint" in capfd.readouterr().err
+    assert client(again).post("/api/v1/get_info", json={"model_id": runs[0]}).status_code == 404
+    assert [one.run for one in again.catalogue.kept_runs()] == [runs[3]]
+
+
+def test_what_was_done_after_an_end_in_order_is_missed_after_one_without_warning(start: Start) -> None:
+    first = start()
+    with TestClient(make_app(first)) as http:
+        run = new_run(http)
+        train(http, run, 1)
+    second = start()
+    assert second.runs[run].resumed_at is None and second.runs[run].next_number == 3  # nothing can be missing
+    train(client(second), run, 3, 5)  # with a checkpoint of update 2 between
+    third = start()
+    assert third.runs[run].resumed_at is not None and third.runs[run].next_number == 5
+
+
+def test_an_update_counts_though_its_checkpoint_fails_and_one_that_is_skipped_leaves_no_gradients(
+    start: Start, capfd: Any
+) -> None:
+    service = start()
+    http, group = client(service), cast(Any, service._group)
+    run = new_run(http)
+    group.broken.add(adapter_of(run))
+    train(http, run, 1, 3)
+    assert service.runs[run].updates == 2 and "the disk is full" in capfd.readouterr().err
+    group.skips = True
+    gradient(http, run, 5)
+    assert "not finite" in cast(Any, answer(http, update(http, run, 6)))["error"]
+    assert not service.runs[run].has_gradients and service.runs[run].updates == 2
+    again = http.post("/api/v1/create_model", json={"session_id": service.runs[run].session, **ASKED})
+    assert answer(http, again)["model_id"] == run
