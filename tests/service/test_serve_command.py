@@ -29,8 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
     "no folder": ({"run": {"dir": None}}, "run.dir", "not set"),
-    "no adapters": ({"lora": {"rank": None, "targets": ["attention", "mlp"]}}, "lora.rank", "not set"),
-    "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.rank", "not set"),
+    "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.path", "begin with none"),
     "sgd": ({"optim": {"name": "sgd"}}, "optim.name", "no place"),
     "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature", "no place"),
     "a KL": ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient", "no place"),
@@ -56,6 +55,16 @@ def test_a_key_that_is_named_and_not_set_is_an_error(
     file.write_text(yaml.safe_dump(service_tree(untied, tmp_path, service={"api_key_env": "A_KEY"})))
     assert main(["serve", str(file)]) == ConfigError.exit_code
     assert "export A_KEY=tml-.." in capsys.readouterr().err
+
+
+def test_a_server_of_all_weights_needs_room_for_one_more_model(
+    untied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "service.yaml"
+    tree = service_tree(untied, tmp_path, service={"max_version_bytes": 100_000})
+    file.write_text(yaml.safe_dump(tree | {"lora": {"rank": 8}}))
+    assert main(["serve", str(file), "lora.rank=null"]) == ConfigError.exit_code
+    assert "service.max_version_bytes=100000 holds no version" in capsys.readouterr().err
 
 
 class Server:
