@@ -4,27 +4,35 @@ begin, go on and end where they should, bit for bit."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from actors.service import schema, wire
-from actors.service.catalogue import Catalogue
+from actors.service.catalogue import Catalogue, Saved
 from actors.service.datums import LOSSES
 from actors.service.service import Service
 from actors.service.users import User
+from actors.workers.group_calls import GroupCalls, RankRequest
 from slimefsdp.config import RunConfig, config_from_dict
+from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.preparation.prepared import BatchPlanner
+from slimefsdp.results import LogProbs
 from slimefsdp.trainer import Trainer
 from tests.support.datums import parts_of, plain, request
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
 from tests.support.service import service_tree
 from tests.support.tiny_models import plain_model
+from tests.support.waiting import wait_until
 
 VOCABULARY = 320
 USER = User("", is_operator=True, is_alone=True)
@@ -32,19 +40,31 @@ ADAM = {"learning_rate": 0.5, "beta1": 0.9, "beta2": 0.95, "eps": 1.0}  # so lar
 Weights = dict[str, torch.Tensor]
 
 
-class Group:
-    """A trainer of one rank with a group's methods."""
+class Answered:
+    """A future that has come."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def result(self) -> Any:
+        return self._value
+
+
+class Group(GroupCalls):
+    """A trainer of one rank, called as a group is."""
+
+    role = "actor"
 
     def __init__(self, config: RunConfig) -> None:
         with KeepFloat64():
             self._trainer = Trainer(config, device=torch.device("cpu"))
+        folder, cost = self._trainer.folder, self._trainer.policy.attention.cost
+        self._planner = BatchPlanner(config, self.role, folder.vocab_size, folder.max_sample_tokens, cost)
 
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any, **how: Any) -> Any:
-            with KeepFloat64():  # in whichever thread
-                return getattr(self._trainer, name)(*args, **how)
-
-        return call
+    def _start(self, request: RankRequest) -> Answered:
+        batch = () if request.check is None else (request.check(self._planner)(),)
+        with KeepFloat64():  # in whichever thread
+            return Answered(getattr(self._trainer, request.name)(*batch, *request.args))
 
 
 class Client:
@@ -80,7 +100,7 @@ class Client:
     def _sent(self, message: Any) -> Any:
         numbers = self._numbered()
         message.model_id, message.seq_id = self.run, numbers["seq_id"]
-        return done(self.service.forward_backward(message, USER))
+        return done(self.service.forward_backward(message, 0, USER))
 
     def step(self) -> Any:
         return done(self.service.optim_step(wire.OptimStep(**self._numbered(adam_params=ADAM)), USER))
@@ -118,7 +138,7 @@ def settings(model: Path, folder: Path, **sections: Any) -> RunConfig:
 
 @contextmanager
 def serving(config: RunConfig) -> Iterator[Service]:
-    service = Service(config, cast(Any, Group(config)), engine=None)
+    service = Service(config, Group(config), engine=None)
     service.continue_runs()
     yield service
     service.close()
@@ -249,3 +269,96 @@ def test_runs_go_on_and_begin_anew_bit_for_bit(untied: Path, ranks: RankPool, tm
     assert len(steps) == config.checkpoint.keep_last
     assert config.run.dir is not None
     assert {one.path.rpartition("/")[2] for one in Catalogue(config.run.dir).listed(USER)} >= {"base", "three", "five"}
+
+
+class Recorder(GroupCalls):
+    """A group without ranks: what it was asked for, in order; a forward may have to wait."""
+
+    role = "actor"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def _start(self, request: RankRequest) -> Answered:
+        self.asked.append(request.name)
+        if request.name == "compute_log_probs":
+            assert self.may_go_on.wait(60)
+            return Answered(LogProbs(*np.zeros((2, 5), np.float32)))  # of two datums, with 1 and 4 tokens
+        return Answered(None)
+
+
+@pytest.fixture
+def recorded(untied: Path, tmp_path: Path) -> Iterator[tuple[Service, Recorder]]:
+    group = Recorder()
+    service = Service(settings(untied, tmp_path), group, engine=None)
+    yield service, group
+    service.close()
+
+
+def asked_for(service: Service, **lora: Any) -> wire.CreateModel:
+    body = {"session_id": session(service), "model_seq_id": 0, "base_model": "tiny/model", "lora_config": lora}
+    return wire.CreateModel(**cast(Any, body))
+
+
+def test_what_is_no_run_of_all_weights_and_a_second_one_are_refused_by_name(
+    recorded: tuple[Service, Recorder],
+) -> None:
+    service, _ = recorded
+    wrong: list[dict[str, Any]] = [{"rank": 4}, {"rank": -1}, {"rank": 0, "train_attn": False}]
+    for lora in wrong:
+        field = list(lora)[-1]
+        with refused(ConfigError, f"lora_config.{field}", lora[field]):
+            service.create_run(asked_for(service, **lora), USER)
+    run = Client(service, session(service)).create().run
+    with refused(StateError, "model_seq_id", run):
+        service.create_run(asked_for(service, rank=0), USER)
+    other = User("other", is_operator=False, is_alone=False)
+    body = asked_for(service, rank=0).model_copy(
+        update={"session_id": service.create_session(wire.CreateSession(), other).id}
+    )
+    with refused(StateError, "model_seq_id", "another user's run") as caught:
+        service.create_run(body, other)
+    assert run not in str(caught.value)
+    for kind in ("weights", "sampler_weights"):
+        folder = service.catalogue.folder_of("s:train:0", 4, kind, "of-adapters")
+        folder.mkdir(parents=True)
+        service.catalogue.add(Saved("s:train:0", "s.train.0", kind, "of-adapters", 4, 1.0, 1))
+    load = wire.LoadWeights(path="tinker://s:train:0/weights/of-adapters", optimizer=True, model_id=run, seq_id=1)
+    with refused(ConfigError, "lora_config.rank", 4):
+        service.load_weights(load, USER)
+    path = "tinker://s:train:0/sampler_weights/of-adapters"
+    body = wire.CreateSamplingSession(session_id=session(service), sampling_session_seq_id=0, model_path=path)
+    with refused(ConfigError, "lora_config.rank", 4):
+        service.create_sampler(body, USER)
+
+
+def test_a_run_begins_when_the_one_that_is_ending_has_done_its_last_request(
+    recorded: tuple[Service, Recorder],
+) -> None:
+    service, group = recorded
+    assert group.asked == ["save"]  # of the beginning
+    first = Client(service, session(service)).create()
+    group.may_go_on.clear()
+    message = schema.ForwardBackwardRequest.FromString(request("cross_entropy", 2))
+    message.model_id, message.seq_id, message.forward_only = first.run, 1, True
+    last = service.forward_backward(message, 0, USER)
+    assert wait_until(lambda: "compute_log_probs" in group.asked)
+    end(service, first)
+    _, second = service.create_run(asked_for(service, rank=0), USER)
+    assert group.asked[-1] == "compute_log_probs" and first.run in service.runs
+    group.may_go_on.set()
+    assert isinstance(done(last), bytes)
+    run = done(second)["model_id"]
+    assert group.asked[-3:] == ["load", "save", "finish_save"]
+    assert wait_until(lambda: list(service.runs) == [run])
+
+
+def test_a_server_of_adapters_does_not_go_on_with_a_run_of_all_weights(untied: Path, tmp_path: Path) -> None:
+    service = Service(settings(untied, tmp_path), Recorder(), engine=None)
+    Client(service, session(service)).create()
+    service.close()
+    adapters = config_from_dict(service_tree(untied, tmp_path))
+    with refused(ConfigError, "lora_config.rank", 0):
+        Service(adapters, Recorder(), engine=None).continue_runs()

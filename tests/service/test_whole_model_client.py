@@ -47,6 +47,12 @@ def prompt_log_probs(sampler: Any, seed: int = 99) -> np.ndarray:
     return np.array(sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(seed))).result()[1:])
 
 
+def kill_a_rank(served: Served) -> None:
+    health = served.group.health()[1]
+    assert isinstance(health, Health)
+    os.kill(health.pid, signal.SIGKILL)
+
+
 def test_each_version_of_the_whole_model_is_sampled_as_it_was_trained_while_others_are_there(
     served_whole: Served,
 ) -> None:
@@ -126,20 +132,25 @@ def test_a_killed_rank_costs_no_bit_in_a_run_behind_another_one(served_whole: Se
             for step in range(5):
                 pending = update(training, step)
                 if step == kills_at:
-                    health = served_whole.group.health()[1]
-                    assert isinstance(health, Health)
-                    os.kill(health.pid, signal.SIGKILL)
+                    kill_a_rank(served_whole)
                 pending.result()
             path = training.save_state(f"end-{kills_at}").result().path
             found = [log_probs(training)]
         with training_client(served_whole, lambda one: one.create_training_client_from_state(path).result()) as again:
+            found.append(log_probs(again))
+            rest = tinker.RestClient(base_url=served_whole.url, api_key=served_whole.key)
+            rest.delete_checkpoint_from_tinker_path(path).result()  # which a recovery can do without
+            pending = update(again, 9)
+            if kills_at is not None:
+                kill_a_rank(served_whole)
+            pending.result()
             return [*found, log_probs(again)]
 
     expected, before = life(None), len(served_whole.group.recoveries)
     for kills_at in (1, 4):  # before the first checkpoint of its updates, and behind it
         found = life(kills_at)
         assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert len(served_whole.group.recoveries) == before + 2
+    assert len(served_whole.group.recoveries) == before + 4
 
 
 def test_what_a_server_of_all_weights_does_not_train_is_refused_by_name(served_whole: Served) -> None:
