@@ -267,6 +267,8 @@ def test_runs_go_on_and_begin_anew_bit_for_bit(untied: Path, ranks: RankPool, tm
     assert found["second, forward"] == found["fourth, forward"]
     steps = {step.name for step in (tmp_path / "run" / "checkpoints").glob("step_*")}
     assert len(steps) == config.checkpoint.keep_last
+    named = {folder.name for folder in (tmp_path / "run" / "checkpoints" / "named").iterdir()}
+    assert "beginning" in named and not [name for name in named if name.startswith("loaded-")]
     assert config.run.dir is not None
     assert {one.path.rpartition("/")[2] for one in Catalogue(config.run.dir).listed(USER)} >= {"base", "three", "five"}
 

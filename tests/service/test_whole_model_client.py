@@ -137,6 +137,8 @@ def test_a_killed_rank_costs_no_bit_in_a_run_behind_another_one(served_whole: Se
             path = training.save_state(f"end-{kills_at}").result().path
             found = [log_probs(training)]
         with training_client(served_whole, lambda one: one.create_training_client_from_state(path).result()) as again:
+            update(again, 7).result()
+            again.load_state_with_optimizer(path).result()
             found.append(log_probs(again))
             rest = tinker.RestClient(base_url=served_whole.url, api_key=served_whole.key)
             rest.delete_checkpoint_from_tinker_path(path).result()  # which a recovery can do without
