@@ -1,4 +1,4 @@
-"""Weights on the disk: what a run's thread writes for its client, and what the catalogue has of it."""
+"""Weights on the disk: what a run writes for its client and a start reads again, and what the catalogue has of it."""
 
 from __future__ import annotations
 
