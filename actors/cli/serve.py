@@ -7,9 +7,13 @@ import argparse
 from actors.cli.preflight import check_installed, check_models
 from actors.cluster.connect import check_gpus, check_machine
 from actors.model_folders import with_model_folders
+from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_serve
+from slimefsdp.errors import ConfigError, byte_text
 from slimefsdp.io.user_files import path_argument
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.hf_folder import read_model_folder
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,25 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
     keys_of(config)
     config = with_model_folders(config)
     check_models(config)
+    if config.lora.rank is None:
+        _check_versions_fit(config)
     check_installed(config)
     check_machine(config)
     check_gpus(config, engines=1)
     return config
+
+
+def _check_versions_fit(config: RunConfig) -> None:
+    """Whether the sampling engine has room for one whole model beside the base.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    spec = ModelSpec.from_config(read_model_folder(config.model.path, with_weights=False).config)
+    needed, room = spec.parameters * ELEMENT_BYTES[config.precision.compute_dtype], config.service.max_version_bytes
+    if needed > room:
+        raise ConfigError(
+            f"service.max_version_bytes={room} holds no version of this model, which has {byte_text(needed)}",
+            field="service.max_version_bytes",
+            hint=f"set it to {needed:,} for each version that is sampled at once, or train adapters: lora.rank=32",
+        )

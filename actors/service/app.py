@@ -302,7 +302,7 @@ class _Api:
         about = {"arch": service.model_type, "model_name": service.model_name, "tokenizer_id": service.tokenizer_id}
         return JSONResponse(
             {
-                "type": "get_info", "model_id": run.id, "model_data": about, "is_lora": True, "lora_rank": run.rank,
+                "type": "get_info", "model_id": run.id, "model_data": about, **_lora(run.rank),
                 "model_name": service.model_name,
             }
         )  # fmt: skip
@@ -378,12 +378,11 @@ class _Api:
 
     async def weights_info(self, request: Request) -> Response:
         saved = self._service.catalogue.get((await self._json(request, wire.WeightsInfo)).tinker_path, _user(request))
-        targets = self._service.config.lora.targets
+        targets = self._service.config.lora.targets if saved.rank else ("head", "mlp", "attention")
         has = {
             "train_unembed": "head" in targets, "train_mlp": "mlp" in targets, "train_attn": "attention" in targets,
         }  # fmt: skip
-        about = {"base_model": self._service.model_name, "is_lora": True, "lora_rank": saved.rank}
-        return JSONResponse(about | has)
+        return JSONResponse({"base_model": self._service.model_name, **_lora(saved.rank), **has})
 
     async def training_runs(self, request: Request) -> Response:
         user = _user(request)
@@ -401,7 +400,7 @@ class _Api:
                   for kind in ("weights", "sampler_weights")}  # fmt: skip
         return {
             "training_run_id": run.id, "base_model": self._service.model_name, "model_owner": "local",
-            "is_lora": True, "lora_rank": run.rank, "corrupted": False, "last_request_time": _time(run.last_request),
+            **_lora(run.rank), "corrupted": False, "last_request_time": _time(run.last_request),
             "last_checkpoint": newest["weights"], "last_sampler_checkpoint": newest["sampler_weights"],
             "user_metadata": run.user_metadata or None,
         }  # fmt: skip
@@ -429,6 +428,11 @@ def _user(request: Request) -> User:
 def _require_operator(request: Request) -> None:
     if not _user(request).is_operator:
         raise Refused(403, "the first of the server's keys is its operator's, who alone sees this")
+
+
+def _lora(rank: int) -> dict[str, Any]:
+    """As clients are told of a rank; 0: all weights."""
+    return {"is_lora": rank > 0, "lora_rank": rank or None}
 
 
 def _listed(one: Saved) -> dict[str, Any]:

@@ -24,8 +24,9 @@ class Saved:
     """A checkpoint to train from, or weights to sample from.
 
     Args:
-        adapter: that wrote it, by its name in the group.
+        adapter: the run's name in the group and on the disk.
         owner: the id of the user whose run wrote it.
+        rank: 0: all weights of the model.
         time: when, in seconds since 1970.
         expires: the same of when it may go; None: never.
     """
@@ -85,16 +86,23 @@ class Checkpoint:
     """One that a run wrote itself.
 
     Args:
-        name: that its client gave it, or the service; None: it is one of those by step, which is `progress.updates`.
+        name: that its client gave it, or the service; None: it is one of those by step.
+        step: as the group calls it.
     """
 
     progress: Progress
     name: str | None
+    step: int
 
 
 def adapter_of(run: str) -> str:
     """The name in the group of a run's adapter; runs have colons in theirs."""
     return run.replace(":", ".")
+
+
+def whole_name(run: str, name: str) -> str:
+    """Of a checkpoint of all weights: those of all runs lie side by side."""
+    return f"{adapter_of(run)}.{name}"
 
 
 class Catalogue:
@@ -111,13 +119,15 @@ class Catalogue:
 
     def folder(self, one: Saved) -> Path:
         """Where it lies."""
-        return self.folder_of(one.adapter, one.kind, one.name)
+        return self.folder_of(one.run, one.rank, one.kind, one.name)
 
-    def folder_of(self, adapter: str, kind: Kind, name: str) -> Path:
+    def folder_of(self, run: str, rank: int, kind: Kind, name: str) -> Path:
         """Where one of this name lies, or will."""
-        if kind == "weights":
-            return CheckpointStore.of_run(self._run_dir, "actor", adapter).named(name).root
-        return self._run_dir / _FOLDER / "sampler_weights" / adapter / name
+        if kind == "sampler_weights":
+            return self._run_dir / _FOLDER / "sampler_weights" / adapter_of(run) / name
+        if rank == 0:
+            return CheckpointStore.of_run(self._run_dir).named(whole_name(run, name)).root
+        return CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)).named(name).root
 
     def add(self, one: Saved) -> None:
         """Remembers it; its folder is there."""
@@ -185,10 +195,12 @@ class Catalogue:
         """It has ended; its checkpoints stay."""
         self._record(run).unlink(missing_ok=True)
 
-    def checkpoints_of(self, run: str) -> list[Checkpoint]:
+    def checkpoints_of(self, run: str, rank: int) -> list[Checkpoint]:
         """Those that the run has written and whose files are there, newest first; none of them is verified."""
-        store = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run))
-        names = [None, *(folder.name for folder in (store.root / NAMED).glob("[!.]*"))]
+        store, prefix = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)), ""
+        if rank == 0:
+            store, prefix = CheckpointStore.of_run(self._run_dir), whole_name(run, "")
+        names = [None, *(folder.name for folder in (store.root / NAMED).glob(f"{prefix}[!.]*"))]
         found = []
         for name in names:
             one = store if name is None else store.named(name)
@@ -198,7 +210,7 @@ class Catalogue:
                 except CheckpointError:
                     continue  # torn or altered: as if it were not there
                 if state.get("run") == run:  # one that was loaded from another run is that one's
-                    found.append(Checkpoint(Progress(**state), name))
+                    found.append(Checkpoint(Progress(**state), name and name.removeprefix(prefix), step))
         return sorted(found, key=lambda one: (one.progress.next_number, one.name or ""), reverse=True)
 
     def _record(self, run: str) -> Path:

@@ -48,7 +48,7 @@ class Metrics:
             "recoveries": made(Gauge, "recoveries", "Times that lost ranks were replaced"),
             "sampled_tokens": made(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
             "sampling_rows": made(Gauge, "sampling_rows", "Samples that are being drawn"),
-            "adapter_bytes": made(Gauge, "engine_adapter_bytes", "Bytes of the engine's versions"),
+            "version_bytes": made(Gauge, "engine_version_bytes", "Bytes of the engine's versions"),
             "cache_bytes": made(Gauge, "engine_cache_bytes", "Bytes of the engine's keys and values"),
         }
 
@@ -103,7 +103,7 @@ def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
         "recoveries": service.recoveries,
         "sampled_tokens": stats.tokens_drawn,
         "sampling_rows": stats.running_rows,
-        "adapter_bytes": sum(stats.versions.values()),
+        "version_bytes": sum(stats.versions.values()),
         "cache_bytes": stats.cache_bytes,
     }
 

@@ -22,7 +22,7 @@ class Version:
 
     Args:
         name: in the engine.
-        folder: a PEFT folder.
+        folder: of PEFT, or of a whole model.
         is_ephemeral: it goes with its client's session.
     """
 
@@ -37,7 +37,7 @@ class SamplerSession:
 
     Args:
         owner: the id of the user whose client made it.
-        version: None: the base without adapters.
+        version: None: the base.
         path: of the saved weights, as clients name it.
     """
 

@@ -1,4 +1,5 @@
-"""Sampling as a service: one process with a frozen base, many versions of adapters, and many requests at once.
+"""Sampling as a service: one process with a base, many versions of adapters beside it or of all weights, and many
+requests at once.
 
 The engine is an asynchronous Ray actor: its methods wait, and one thread computes. Whatever changes what is sampled
 happens in that thread between two tokens, so that requests join and leave there. Files of versions are read beside it.
@@ -27,7 +28,7 @@ from slimefsdp.models.hf_folder import check_tokenizer, read_model_folder
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
 
 if TYPE_CHECKING:  # whoever only starts an engine needs no torch
-    from slimefsdp.sampling.adapter_versions import AdapterVersion
+    from slimefsdp.sampling.turns import Versions
 
 Result = TypeVar("Result")
 _CALLS = 4096  # that an engine answers at once; more of them wait in Ray
@@ -39,7 +40,8 @@ class SamplingEngine(Watched):
     """A process that samples; a Ray actor, as `start_sampling_engine` makes one.
 
     The base has the weights of model.path in precision.compute_dtype, to the bit those that a trainer of the same
-    settings freezes, and versions have the adapters' layout of lora.rank and lora.targets.
+    settings freezes or begins with. Versions have the adapters' layout of lora.rank and lora.targets; without lora.rank
+    they are whole models.
 
     Args:
         config: its model.path is a folder.
@@ -60,6 +62,7 @@ class SamplingEngine(Watched):
         from slimefsdp.distributed.mesh import choose_device
         from slimefsdp.models.build import load_for_sampling
         from slimefsdp.sampling.adapter_versions import AdapterVersions
+        from slimefsdp.sampling.model_versions import ModelVersions
         from slimefsdp.sampling.turns import VersionedSampler
         from slimefsdp.training.build import compute_dtype, lora_of, parallelism_of, set_numerics
 
@@ -78,10 +81,10 @@ class SamplingEngine(Watched):
             buffer_dtype=parallelism_of(config, device).buffer_dtype,
             random_seed=None if folder.has_weights else config.run.seed,
         )
-        self._adapters = None if lora is None else AdapterVersions(policy, path)
+        self._weights: Versions = ModelVersions(policy) if lora is None else AdapterVersions(policy, path)
         self._sampler = VersionedSampler(
             policy,
-            self._adapters,
+            self._weights,
             max_rows=max_rows,
             memory_bytes=memory_bytes,
             max_samples=max_samples,
@@ -98,10 +101,13 @@ class SamplingEngine(Watched):
         self._thread.start()
 
     async def load(self, version: str, folder: str) -> int:
-        """Reads a PEFT folder and holds it under that name, for `sample`; returns its bytes.
+        """Reads a version's folder and holds it under that name, for `sample`; returns its bytes.
+
+        Args:
+            folder: of PEFT; without lora.rank a model's.
 
         Raises:
-            StateError: there is a version of this name, or lora.rank is not set.
+            StateError: there is a version of this name.
             ResourceError: versions have all of `memory_bytes`; nothing is given up for a new one.
             ModelError: the folder is malformed, of another model or base, or of more than lora.rank.
         """
@@ -293,10 +299,9 @@ class SamplingEngine(Watched):
             del self._numbers[answer.key]
         return answer
 
-    def _read(self, folder: str) -> AdapterVersion:
-        assert self._adapters is not None
+    def _read(self, folder: str) -> Any:
         self._use_one_thread()
-        return self._adapters.read(Path(folder))
+        return self._weights.read(Path(folder))
 
     def _use_one_thread(self) -> None:
         import torch

@@ -1,8 +1,7 @@
-"""Weights on the disk: what a run's thread writes for its client and reads again, and what the catalogue has of it."""
+"""Weights on the disk: what a run writes for its client and a start reads again, and what the catalogue has of it."""
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 import time
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from actors.service import wire
 from actors.service.catalogue import Catalogue, Checkpoint, Kind, Saved, adapter_of, bytes_below
 from actors.service.results import Answer
+from actors.service.run_weights import RunWeights
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.training_runs import TrainingRun
 from slimefsdp.errors import CheckpointError, ConfigError
@@ -28,23 +28,24 @@ def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue)
     return {"type": "save_weights", "path": path}
 
 
-def save_for_sampler(run: TrainingRun, body: wire.SaveForSampler, catalogue: Catalogue, samplers: Samplers) -> Answer:
+def save_for_sampler(
+    run: TrainingRun, body: wire.SaveForSampler, weights: RunWeights, catalogue: Catalogue, samplers: Samplers
+) -> Answer:
     """Writes weights to sample from; without a name they are those of a new sampler.
 
     Raises:
         ConfigError: there is a sampler of this number.
     """
-    adapter = adapter_of(run.id)
     sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
     if body.path is None and sampler_id in samplers.sessions:
         problem = f"there is a sampler {sampler_id}, which keeps its weights"
         raise ConfigError(problem, field="sampling_session_seq_id", hint="number samplers 0, 1, 2, ..")
     name = body.path or f"_session-{body.sampling_session_seq_id}"  # which no path can be
-    folder = catalogue.folder_of(adapter, "sampler_weights", name)
+    folder = catalogue.folder_of(run.id, run.rank, "sampler_weights", name)
     if body.path is None:
         shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    run.calls.export_adapter(folder)
+    weights.export(run.id, folder)
     if body.path is not None:
         path = _catalogued(run, "sampler_weights", name, catalogue, body.ttl_seconds, body.user_metadata)
         return {"type": "save_weights_for_sampler", "path": path}
@@ -53,32 +54,12 @@ def save_for_sampler(run: TrainingRun, body: wire.SaveForSampler, catalogue: Cat
     return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
 
-def load_weights(run: TrainingRun, saved: Saved, catalogue: Catalogue, *, with_optimizer: bool) -> None:
-    """Reads a checkpoint, also another run's, into a run.
-
-    Raises:
-        CheckpointError: its files are not there, or damaged.
-    """
-    adapter, name = adapter_of(run.id), saved.name
-    if saved.adapter != adapter:
-        # longer than a name that a client can give: the run may have one of its own of that name
-        name = f"loaded-{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
-        target = catalogue.folder_of(adapter, "weights", name)
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_name(f".{target.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(catalogue.folder(saved), part)
-            part.replace(target)
-    run.calls.load(name=name, weights_only=not with_optimizer)
-
-
 def load_newest(run: TrainingRun, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
     """Reads the first of a run's own checkpoints that is whole into it; None: none is."""
     for one in checkpoints:
         try:
             if one.name is None:
-                run.calls.load(one.progress.updates)
+                run.calls.load(one.step)
             else:
                 run.calls.load(name=one.name)
             return one
@@ -110,7 +91,7 @@ def _catalogued(
     ttl_seconds: int | None = None,
     user_metadata: dict[str, str] | None = None,
 ) -> str:
-    folder, now = catalogue.folder_of(adapter_of(run.id), kind, name), time.time()
+    folder, now = catalogue.folder_of(run.id, run.rank, kind, name), time.time()
     expires = None if ttl_seconds is None else now + ttl_seconds
     size = bytes_below(folder)
     one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, user_metadata, run.owner)

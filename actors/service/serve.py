@@ -1,4 +1,4 @@
-"""Starting the service and ending it: a group with adapters, a sampling engine, and the HTTP server in this process."""
+"""Starting the service and ending it: a group, a sampling engine, and the HTTP server in this process."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _launched(config: RunConfig) -> tuple[Any, Any]:
 
     group = SupervisedGroup.launch(config)
     try:
-        engine = start_sampling_engine(group.config, memory_bytes=config.service.max_adapter_bytes)
+        engine = start_sampling_engine(group.config, memory_bytes=config.service.max_version_bytes)
         with stage("starting the sampling engine"):
             ray.get(engine.stats.remote(), timeout=config.cluster.launch_timeout_s)
     except BaseException:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
 import threading
 import time
@@ -14,17 +13,18 @@ from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, RunRecord, adapter_of
+from actors.service.catalogue import Catalogue, RunRecord
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
+from actors.service.run_weights import run_weights_of
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.saving import load_newest, load_weights, save_for_sampler, save_named_and_numbered, save_weights
+from actors.service.saving import load_newest, save_for_sampler, save_named_and_numbered, save_weights
 from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.service.users import User
-from actors.workers.group_calls import AdapterCalls, GroupCalls
+from actors.workers.group_calls import GroupCalls
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
@@ -39,12 +39,12 @@ class Service:
     """Answers what `actors.service.app` hands on; its methods do not block, but for `end_session` and `close`.
 
     Args:
-        group: has adapters.
+        group: as it was launched.
         engine: a `SamplingEngine`.
     """
 
     def __init__(self, config: RunConfig, group: GroupCalls, engine: Any) -> None:
-        assert config.run.dir is not None and config.lora.rank is not None
+        assert config.run.dir is not None
         folder = read_model_folder(Path(config.model.path))
         self.config = config
         self.model_name = config.service.model_name or str(config.model.path)
@@ -59,6 +59,7 @@ class Service:
             limits.result_kept_s, limits.max_result_bytes, limits.max_waiting, limits.max_waiting_bytes
         )
         self.catalogue = Catalogue(config.run.dir)
+        self.weights = run_weights_of(config, group, self.catalogue)
         self.samplers = Samplers(engine, config.service.max_samplers)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
@@ -80,19 +81,21 @@ class Service:
             SlimeError: one of them cannot be had with these settings.
         """
         for record in self.catalogue.kept_runs():
-            if not (checkpoints := self.catalogue.checkpoints_of(record.run)):
+            self.weights.check_rank(record.rank)
+            if not (checkpoints := self.catalogue.checkpoints_of(record.run, record.rank)):
                 print(f"{record.run} had no checkpoint, and is gone", file=sys.stderr, flush=True)
                 self.catalogue.forget_run(record.run)
                 continue
-            calls = self._group.adapter(adapter_of(record.run))
-            self._group.create_adapter(calls.name, rank=record.rank, alpha=self.config.lora.alpha)
+            self.weights.reopen(record.run, record.rank)
+            calls = self.weights.calls(record.run)
             run = TrainingRun(
                 record.run, record.session, record.owner, record.rank, calls, self.results, record.user_metadata
             )
             if (checkpoint := load_newest(run, checkpoints)) is None:
-                self._group.delete_adapter(calls.name)
+                self.weights.end(record.run)
                 continue
             run.resume(checkpoint.progress)
+            run.is_made.set()
             if not record.is_finished:
                 run.resumed_at = save_named_and_numbered(run, checkpoint, self.catalogue)
             self.runs[run.id] = run
@@ -147,12 +150,14 @@ class Service:
             return
         await self.samplers.end(key)
         for run in [one for one in self.runs.values() if one.session == key]:
+            run.is_ending = True
             self._making.submit(self._end_run, run)
 
     def _end_run(self, run: TrainingRun) -> None:
+        run.is_made.wait()
         run.close()
         try:
-            self._group.delete_adapter(adapter_of(run.id))
+            self.weights.end(run.id)
         except SlimeError as error:  # it was never made
             print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
         self.catalogue.forget_run(run.id)
@@ -165,17 +170,14 @@ class Service:
 
         Raises:
             ConfigError: it cannot be had here. NotFound: no such session. StateError: it is there since an earlier
-                start.
+                start, or there is no place for it beside another one.
         """
         self._check_base(body.base_model)
         lora = body.lora_config
-        self._check_lora(lora)
-        assert lora is not None
-        rank, alpha = lora.rank, self.config.lora.alpha
-        seed = lora.seed if lora.seed is not None else secrets.randbits(31)
+        rank = self.weights.check_asked(lora)
 
         def make(run: TrainingRun) -> Answer:
-            self._group.create_adapter(adapter_of(run.id), rank=rank, alpha=alpha, seed=seed)
+            self.weights.begin(run.id, rank, None if lora is None else lora.seed)
             return {"type": "create_model", "model_id": run.id}
 
         session = self.session(body.session_id, user)
@@ -202,8 +204,10 @@ class Service:
                     field="service.max_runs",
                     hint="end one, or raise it",
                 )
+            running = [one for one in self.runs.values() if not one.is_ending]
+            self.weights.check_free([one.id if one.owner == session.owner else "another user's run" for one in running])
             result = session.made["run", number] = self.results.new(session.owner)
-            calls = self._group.adapter(adapter_of(run_id))
+            calls = self.weights.calls(run_id)
             run = TrainingRun(run_id, session.id, session.owner, rank, calls, self.results, user_metadata or {})
             self.runs[run_id] = run
 
@@ -211,10 +215,13 @@ class Service:
             try:
                 answer = make(run)
                 self._keep(run)
-                result.set(answer)
             except Exception as error:
+                run.is_made.set()
                 self._end_run(run)
                 result.fail(error)
+                return
+            run.is_made.set()
+            result.set(answer)
 
         self._making.submit(work)
         return run_id, result
@@ -222,6 +229,7 @@ class Service:
     def unload(self, run: TrainingRun) -> Result:
         """Ends a run."""
         result = self.results.new(run.owner, is_needed=True)
+        run.is_ending = True
 
         def work() -> None:
             self._end_run(run)
@@ -252,7 +260,7 @@ class Service:
         """A ForwardBackwardRequest of so many bytes, whichever of both it asks for."""
         run = self.run(message.model_id, user)
 
-        def do(calls: AdapterCalls) -> Answer:
+        def do(calls: GroupCalls) -> Answer:
             work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
             run.tokens += work.batch.num_tokens
             self.metrics.count_trained(work.batch.num_tokens)
@@ -265,7 +273,7 @@ class Service:
         """One update of a run."""
         run, asked = self.run(body.model_id, user), body.adam_params
 
-        def do(calls: AdapterCalls) -> Answer:
+        def do(calls: GroupCalls) -> Answer:
             settings = UpdateSettings(
                 lr=asked.learning_rate,
                 betas=(asked.beta1, asked.beta2),
@@ -312,25 +320,29 @@ class Service:
         if body.path is None and body.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
         return run.submit(
-            body.seq_id, "save", lambda _: save_for_sampler(run, body, self.catalogue, self.samplers), body.size
+            body.seq_id,
+            "save",
+            lambda _: save_for_sampler(run, body, self.weights, self.catalogue, self.samplers),
+            body.size,
         )
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
 
         Raises:
-            CheckpointError: there is none under the path. ConfigError: it is to be loaded without its optimiser.
+            CheckpointError: there is none under the path. ConfigError: it cannot be loaded here. StateError: there is
+                no place for the new run beside another one.
         """
         saved = self.catalogue.get(body.path, user)
         if saved.kind != "weights":
             raise ConfigError(f"{body.path} has no state to train from", field="path", hint="name one of save_state")
+        self.weights.check_rank(saved.rank)
         if body.session_id is not None and body.model_seq_id is not None:
             if body.base_model is not None:
                 self._check_base(body.base_model)
 
             def make(run: TrainingRun) -> Answer:
-                self._group.create_adapter(adapter_of(run.id), rank=saved.rank, alpha=self.config.lora.alpha)
-                load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
+                self.weights.begin_from(run.id, saved, with_optimizer=body.optimizer)
                 return {"type": "load_weights", "path": body.path, "model_id": run.id}
 
             session = self.session(body.session_id, user)
@@ -342,8 +354,8 @@ class Service:
             problem = f"{body.path} is of rank {saved.rank}, and this run of rank {run.rank}"
             raise ConfigError(problem, field="path", hint="create a training client from it")
 
-        def do(_: AdapterCalls) -> Answer:
-            load_weights(run, saved, self.catalogue, with_optimizer=body.optimizer)
+        def do(_: GroupCalls) -> Answer:
+            self.weights.load(run.id, saved, with_optimizer=body.optimizer)
             return {"type": "load_weights", "path": body.path}
 
         return run.id, run.submit(body.seq_id, "load", do, body.size)
@@ -366,6 +378,7 @@ class Service:
                     field="model_path",
                     hint="name weights of save_weights_for_sampler",
                 )
+            self.weights.check_rank(saved.rank)
             version = Version(f"{saved.path}@{saved.time}", self.catalogue.folder(saved), is_ephemeral=False)
         elif body.base_model is not None:
             self._check_base(body.base_model)
@@ -444,28 +457,8 @@ class Service:
             problem = f"base_model={name!r}, and this server has {self.model_name}"
             raise ConfigError(problem, field="base_model", hint="name that one")
 
-    def _check_lora(self, lora: wire.LoraConfig | None) -> None:
-        settings = self.config.lora
-        assert settings.rank is not None
-        if lora is None or not 1 <= lora.rank <= settings.rank:
-            rank = None if lora is None else lora.rank
-            raise ConfigError(
-                f"rank={rank}, and this server trains adapters of rank 1 to {settings.rank}",
-                field="lora_config.rank",
-                hint="choose one of these, or raise lora.rank of the server",
-            )
-        for field_name, target in (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head")):
-            has = target in settings.targets
-            if getattr(lora, field_name) != has:
-                raise ConfigError(
-                    f"{field_name}={not has}, and the adapters of this server have lora.targets="
-                    f"{list(settings.targets)}",
-                    field=f"lora_config.{field_name}",
-                    hint=f"set it to {has}",
-                )
 
-
-def _log_probs(calls: AdapterCalls, work: Work) -> Any:
+def _log_probs(calls: GroupCalls, work: Work) -> Any:
     """Of the targets, float32 [R]; with their gradients added where these are wanted."""
     if work.forward_only:
         return calls.compute_log_probs(work.batch).log_probs

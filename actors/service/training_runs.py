@@ -1,4 +1,4 @@
-"""A client's training run: an adapter, and its requests, done once each in the order of their numbers."""
+"""A client's training run: its requests, done once each in the order of their numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from actors.service.catalogue import Progress
 from actors.service.results import Answer, Result, Results
-from actors.workers.group_calls import AdapterCalls
+from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import SlimeError, StateError
 
 RequestKind = Literal["forward", "forward_backward", "optim_step", "save", "load"]
@@ -26,7 +26,7 @@ _PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # all othe
 class _Request:
     number: int
     kind: RequestKind
-    do: Callable[[AdapterCalls], Answer]
+    do: Callable[[GroupCalls], Answer]
     result: Result
 
 
@@ -37,13 +37,16 @@ class TrainingRun:
     Args:
         id: as clients know it.
         owner: the id of the user whose client made it.
-        calls: of the group, for the run's adapter.
+        rank: of its adapter; 0: it trains all weights.
+        calls: of the group, for this run.
         next_number: of the request that is to be taken next.
         begun: number of the request that was begun last.
         incomplete: why the gradients gathered so far are not what was asked for.
         has_gradients: that no update was made of.
         resumed_at: after a start that went on from a checkpoint, and until it is known whether requests were lost:
             that checkpoint's path.
+        is_ending: as soon as that is known; `close` may have to wait.
+        is_made: or it is known that it cannot be.
         lost: the first and last number of requests that were, and that path, until the client loads a checkpoint.
     """
 
@@ -51,7 +54,7 @@ class TrainingRun:
     session: str
     owner: str
     rank: int
-    calls: AdapterCalls
+    calls: GroupCalls
     results: Results
     user_metadata: dict[str, Any] = field(default_factory=dict)
     next_number: int = 1
@@ -63,6 +66,8 @@ class TrainingRun:
     has_gradients: bool = False
     resumed_at: str | None = None
     lost: tuple[int, int, str] | None = None
+    is_ending: bool = False
+    is_made: threading.Event = field(default_factory=threading.Event)
     _early: dict[int, _Request] = field(default_factory=dict)
     _early_since: float = 0.0  # of time.monotonic: when the newest of them came
     _by_number: OrderedDict[int, Result] = field(default_factory=OrderedDict)
@@ -72,12 +77,12 @@ class TrainingRun:
     _is_busy: bool = False
     _thread: threading.Thread | None = None
 
-    def submit(self, number: int, kind: RequestKind, do: Callable[[AdapterCalls], Answer], size: int = 0) -> Result:
+    def submit(self, number: int, kind: RequestKind, do: Callable[[GroupCalls], Answer], size: int = 0) -> Result:
         """Takes a request; one whose number was seen before is the same request, and is not done again.
 
         Args:
             number: of the request in the run, from 1; it waits for those before it.
-            do: what is done, with the calls of the run's adapter.
+            do: what is done, with the run's calls.
             size: bytes of its body.
 
         Raises:

@@ -59,7 +59,7 @@ class OfSession(Body):
 
 
 class LoraConfig(Body):
-    """Of a new run."""
+    """Of a new run; a rank of 0 asks for all weights."""
 
     rank: int
     seed: int | None = Field(None, ge=0, lt=2**63)

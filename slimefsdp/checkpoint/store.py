@@ -30,7 +30,7 @@ LATEST = "latest"
 _TMP, _REPLACED = ".tmp_", ".replaced_"
 _STEP_NAME = re.compile(r"step_(\d{8,})")
 NAMED, _ADAPTERS = "named", "adapters"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # every place at which a writer may die with something else on disk than at the place before, in order
 POINTS = (
     "begin",
@@ -298,7 +298,7 @@ def require_name(name: object) -> None:
         raise CheckpointError(
             f"name={short_repr(name)} cannot be the name of a checkpoint",
             field="name",
-            hint="use at most 100 letters, digits, and `.`, `_` or `-` behind the first one",
+            hint="use at most 128 letters, digits, and `.`, `_` or `-` behind the first one",
         )
 
 

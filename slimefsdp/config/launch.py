@@ -59,13 +59,11 @@ def check_ready_to_serve(config: RunConfig) -> None:
         raise ConfigError(
             "run.dir is not set, and `serve` needs it", field="run.dir", hint="name the folder of the service"
         )
-    if config.lora.rank is None or config.lora.path is not None:
+    if config.lora.path is not None:
         raise ConfigError(
-            "lora.rank is not set, and clients train adapters of up to that rank"
-            if config.lora.rank is None
-            else "lora.path is set, and clients' adapters begin with none",
-            field="lora.rank" if config.lora.rank is None else "lora.path",
-            hint="set lora.rank=32 alone",
+            "lora.path is set, and clients' adapters begin with none",
+            field="lora.path",
+            hint="set lora.rank=32 alone, or no lora setting for a server that trains all weights",
         )
     if config.algorithm != "grpo":
         raise ConfigError(

@@ -521,7 +521,9 @@ class ServiceSettings(Settings):
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
     result_kept_s: float = Field(600.0, gt=0, description="for how long an answer can be fetched again")
-    max_adapter_bytes: int = Field(2**30, ge=1024, description="of the adapters that the sampling engine holds")
+    max_version_bytes: int = Field(
+        2**30, ge=1024, description="of what the sampling engine holds beside the base: adapters, or whole models"
+    )
 
 
 class ProfileSettings(Settings):

@@ -1,4 +1,4 @@
-"""What is asked of a sampler of several versions of adapters, and what it answers. Importing it costs no torch."""
+"""What is asked of a sampler of several versions, and what it answers. Importing it costs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slimefsdp.sampling.params import FinishReason, SamplingParams
 class SampleRequest:
     """Samples of a prompt by one version, and log-probs of the prompt."""
 
-    version: str | None  # of the adapters; None: the base without any
+    version: str | None  # None: the base
     prompt: Sequence[int]  # token ids
     num_samples: int  # from 1, or from 0 with prompt_log_probs
     params: SamplingParams  # params.seed and a sample's number decide what is drawn for it

@@ -11,15 +11,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from slimefsdp.distributed.torch_errors import is_out_of_memory
 from slimefsdp.errors import BatchError, ResourceError, StateError, byte_text
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.sampling.adapter_versions import AdapterVersion, AdapterVersions
 from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 from slimefsdp.sampling.sampler import Completion, Sampler
+
+
+class Versions(Protocol):
+    """Weights that take turns in one model: `AdapterVersions` beside a base, or whole `ModelVersions`."""
+
+    version_bytes: int  # of each
+
+    def read(self, folder: Path) -> Any:
+        """The version of a folder. From any thread."""
+        ...
+
+    def take_turn(self, version: Any) -> None:
+        """From now on the model computes with a version; None: with the base."""
+        ...
+
+    def forget(self, version: Any) -> None:
+        """The model holds nothing of a version any more."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -36,17 +55,17 @@ class _Pending:
 class _Lane:
     """A version in use; None: the base."""
 
-    version: AdapterVersion | None
+    version: Any  # of `Versions`
     sampler: Sampler
     pending: dict[int, _Pending] = field(default_factory=dict)  # by the sampler's number
 
 
 class VersionedSampler:
-    """A model, the versions of adapters that are held for it, and their requests; for one thread.
+    """A model, the versions that are held for it, and their requests; for one thread.
 
     Args:
-        policy: in eval mode, its weights whole; they do not change.
-        adapters: of the model; None: it has none, and there is no version but the base.
+        policy: in eval mode, its weights whole; nobody else changes them.
+        weights: what takes turns in the model.
         max_rows: the most samples drawn at once, over all versions.
         memory_bytes: the most that versions may have together.
         max_samples: of a request.
@@ -59,14 +78,14 @@ class VersionedSampler:
     def __init__(
         self,
         policy: PolicyModel,
-        adapters: AdapterVersions | None,
+        weights: Versions,
         *,
         max_rows: int,
         memory_bytes: int,
         max_samples: int = 1024,
         decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        self._policy, self._adapters, self._decode = policy, adapters, decode
+        self._policy, self._weights, self._decode = policy, weights, decode
         self._max_rows, self._memory_bytes, self._max_samples = max_rows, memory_bytes, max_samples
         config = policy.hf.config
         self._vocab_size: int = config.vocab_size
@@ -85,16 +104,13 @@ class VersionedSampler:
         """Takes memory for a version that is about to be read.
 
         Raises:
-            StateError: there is one of this name, or the model has no adapters.
-            ResourceError: there is no memory for it; what is held stays.
+            StateError: there is one of this name. ResourceError: there is no memory for it; what is held stays.
         """
-        if self._adapters is None:
-            raise StateError("the model has no adapters", field="lora.rank", hint="set it, or sample without a version")
         if name in self._lanes or name in self._reserved:
             raise StateError(
                 f"there is a version {name!r}", field="version", hint="drop that one first, or choose another name"
             )
-        count, each = len(self._lanes) + len(self._reserved), self._adapters.version_bytes
+        count, each = len(self._lanes) + len(self._reserved), self._weights.version_bytes
         if (count + 1) * each > self._memory_bytes:
             raise ResourceError(
                 f"version {name!r} needs {byte_text(each)}, and {count} others have {byte_text(count * each)} of "
@@ -108,12 +124,11 @@ class VersionedSampler:
         """The version was not read."""
         self._reserved.discard(name)
 
-    def hold(self, name: str, version: AdapterVersion) -> int:
+    def hold(self, name: str, version: Any) -> int:
         """Requests of the version, whose memory is reserved, can come from now on; returns its bytes."""
-        assert self._adapters is not None
         self._reserved.remove(name)
         self._lanes[name] = _Lane(version, self._sampler())
-        return self._adapters.version_bytes
+        return self._weights.version_bytes
 
     def drop(self, name: str) -> list[int]:
         """Forgets a version; returns the numbers of its requests, which get no answer.
@@ -129,8 +144,7 @@ class VersionedSampler:
         if lane in self._turns:
             self._turns.remove(lane)
         self._tokens_drawn += lane.sampler.tokens_drawn
-        assert self._adapters is not None and lane.version is not None
-        self._adapters.forget(lane.version)
+        self._weights.forget(lane.version)
         return numbers
 
     @property
@@ -194,8 +208,7 @@ class VersionedSampler:
         lane = self._turns.popleft()
         answers: list[tuple[int, SampleAnswer | Exception]] = []
         try:
-            if self._adapters is not None:
-                self._adapters.take_turn(lane.version)
+            self._weights.take_turn(lane.version)
             answers += self._taken(lane, lane.sampler.step(self._may_begin(lane)))
         except Exception as error:  # the sampler holds nothing of this version any more; others go on
             meant = _meant(error)
@@ -211,14 +224,13 @@ class VersionedSampler:
     def stats(self) -> SamplingStats:
         """How much is being done and held."""
         samplers = [lane.sampler for lane in (self._base, *self._lanes.values())]
-        each = 0 if self._adapters is None else self._adapters.version_bytes
         return SamplingStats(
             running_rows=sum(sampler.running_rows for sampler in samplers),
             waiting_requests=sum(sampler.waiting_requests for sampler in samplers),
             waiting_rows=sum(sampler.waiting_rows for sampler in samplers),
             tokens_drawn=self._tokens_drawn + sum(sampler.tokens_drawn for sampler in samplers),
             cache_bytes=sum(sampler.cache_bytes for sampler in samplers),
-            versions=dict.fromkeys(self._lanes, each),
+            versions=dict.fromkeys(self._lanes, self._weights.version_bytes),
             memory_bytes=self._memory_bytes,
         )
 

@@ -109,7 +109,7 @@ def test_a_load_that_fails_makes_up_for_nothing_that_was_lost(start: Start) -> N
     train(http, run, 2, 4, 6)
     service = start()
     http = client(service)
-    shutil.rmtree(service.catalogue.folder_of(adapter_of(run), "weights", "first"))
+    shutil.rmtree(service.catalogue.folder_of(run, 4, "weights", "first"))
     assert "error" in posted(http, "load_weights", model_id=run, seq_id=8, path=saved, optimizer=True)
     assert "were lost" in cast(Any, answer(http, gradient(http, run, 9)))["error"]
 
@@ -142,7 +142,7 @@ def test_what_a_client_saved_is_a_checkpoint_too_and_gradients_are_in_none(start
     assert "no update was made" in cast(Any, answer(http, update(http, run, 7)))["error"]
     train(http, run, 8)
     assert service.runs[run].updates == 3
-    shutil.rmtree(service.catalogue.folder_of(adapter_of(run), "weights", "mine"))
+    shutil.rmtree(service.catalogue.folder_of(run, 4, "weights", "mine"))
     store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
     (store.path_of(2) / "manifest.json").write_text("torn")
     assert run not in start().runs  # of step 2 there was this one alone

@@ -32,8 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
     "no folder": ({"run": {"dir": None}}, "run.dir", "not set"),
-    "no adapters": ({"lora": {"rank": None, "targets": ["attention", "mlp"]}}, "lora.rank", "not set"),
-    "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.rank", "not set"),
+    "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.path", "begin with none"),
     "sgd": ({"optim": {"name": "sgd"}}, "optim.name", "no place"),
     "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature", "no place"),
     "a KL": ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient", "no place"),
@@ -79,6 +78,16 @@ def test_an_answer_does_not_wait_until_its_head_is_acknowledged(tmp_path: Path) 
             return found
 
     assert asyncio.run(life()) == 1
+
+
+def test_a_server_of_all_weights_needs_room_for_one_more_model(
+    untied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "service.yaml"
+    tree = service_tree(untied, tmp_path, service={"max_version_bytes": 100_000})
+    file.write_text(yaml.safe_dump(tree | {"lora": {"rank": 8}}))
+    assert main(["serve", str(file), "lora.rank=null"]) == ConfigError.exit_code
+    assert "service.max_version_bytes=100000 holds no version" in capsys.readouterr().err
 
 
 class Server:
@@ -192,3 +201,49 @@ def test_a_killed_server_goes_on_from_checkpoints_bit_for_bit_and_says_what_was_
         for server in servers:
             with suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow  # starts Ray, a rank and an engine three times
+def test_a_server_of_all_weights_goes_on_with_its_run_after_an_end_in_order_and_one_without_warning(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    file = tmp_path / "service.yaml"
+    tree = service_tree(untied, tmp_path, checkpoint={"interval_steps": 2})
+    file.write_text(yaml.safe_dump(tree | {"lora": {"rank": 8}}))
+    adam = types.AdamParams(learning_rate=1e-3, eps=1e-8)
+
+    def log_probs(one: tinker.TrainingClient) -> np.ndarray:
+        return log_probs_of(one.forward([datum(tokens_of(99))], "cross_entropy").result())[0]
+
+    def train(one: tinker.TrainingClient, *updates: int) -> np.ndarray:
+        for update in updates:
+            one.forward_backward([datum(tokens_of(update))], "cross_entropy").result()
+            one.optim_step(adam).result()
+        return log_probs(one)
+
+    server = Server(file, "lora.rank=null")
+    try:
+        client = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
+        training = client.create_lora_training_client(base_model=str(untied), rank=0).result()
+        before = train(training, 1)
+        assert server.end() == 0
+        again = [file, "lora.rank=null", f"service.port={server.url.rpartition(':')[2]}"]
+        server = Server(*again)
+        assert np.array_equal(before, log_probs(training))
+        undisturbed = train(training, 2, 3)
+        sampler = training.save_weights_and_get_sampling_client().result()
+        sampled = sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(99))).result()[1:]
+        assert np.abs(undisturbed - np.array(sampled)).max() < 5e-5 < np.abs(undisturbed - before).max()
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(PATIENCE_S)
+        server = Server(*again)  # at its newest checkpoint, of update 2
+        with pytest.raises(tinker.RequestFailedError, match="after update 2"):
+            training.optim_step(adam).result()
+        rest = tinker.RestClient(base_url=server.url, api_key="tml-local")
+        (saved,) = rest.list_checkpoints(training.model_id).result().checkpoints
+        training.load_state_with_optimizer(saved.tinker_path).result()
+        assert np.array_equal(train(training, 3), undisturbed)
+        assert server.end() == 0
+    finally:
+        server.kill()

@@ -1,4 +1,4 @@
-"""Samplers of several versions of adapters, and folders for them that peft writes."""
+"""Samplers of several versions, and folders for them: of adapters that peft writes, or of whole models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from slimefsdp.models.build import load_for_sampling
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.lora import Lora
 from slimefsdp.sampling.adapter_versions import AdapterVersions
+from slimefsdp.sampling.model_versions import ModelVersions
 from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
-from slimefsdp.sampling.turns import VersionedSampler
+from slimefsdp.sampling.turns import VersionedSampler, Versions
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_lora import ALL
 from tests.support.tiny_models import plain_model
@@ -39,6 +40,17 @@ def random_adapters(
     return folder
 
 
+def random_model(base: Path, folder: Path, *, seed: int, size: float = 0.05) -> Path:
+    """A folder of the same model with random weights, float64; `size` is their standard deviation about the base's."""
+    torch.manual_seed(seed)
+    model = plain_model(base, torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * size)
+    model.save_pretrained(folder)
+    return folder
+
+
 def sampler_of(
     base: Path,
     *,
@@ -48,20 +60,20 @@ def sampler_of(
     max_rows: int = 64,
     memory_bytes: int = 2**30,
     **others: Any,
-) -> tuple[VersionedSampler, AdapterVersions | None]:
+) -> tuple[VersionedSampler, Any]:
+    """A sampler, and what its versions are read by: adapters of up to `rank`; None: whole models."""
     lora = None if rank is None else Lora(rank, 32.0, targets, seed=0)
     policy = load_for_sampling(read_model_folder(base), dtype, torch.device("cpu"), lora)
-    adapters = None if rank is None else AdapterVersions(policy, base)
-    return VersionedSampler(policy, adapters, max_rows=max_rows, memory_bytes=memory_bytes, **others), adapters
+    weights: Versions = ModelVersions(policy) if rank is None else AdapterVersions(policy, base)
+    return VersionedSampler(policy, weights, max_rows=max_rows, memory_bytes=memory_bytes, **others), weights
 
 
 def holding(base: Path, folders: dict[str, Path], **others: Any) -> VersionedSampler:
     """A sampler with these versions."""
-    sampler, adapters = sampler_of(base, **others)
+    sampler, weights = sampler_of(base, **others)
     for name, folder in folders.items():
-        assert adapters is not None
         sampler.reserve(name)
-        sampler.hold(name, adapters.read(folder))
+        sampler.hold(name, weights.read(folder))
     return sampler
 
 

@@ -243,7 +243,7 @@ def saves_under_names(rank: int, config: RunConfig, batch: RolloutBatch) -> dict
     found["loaded"] = [(trainer.load(name=name), fingerprint(trainer.policy)) for name in ("before", "after.2")]
     found["missing"] = error_of(lambda: trainer.load(name="never"))
     found["names"] = [
-        error_of(lambda name=name: trainer.save(1, name=name)) for name in ("", "a/b", "..", ".x", "x" * 101, 7)
+        error_of(lambda name=name: trainer.save(1, name=name)) for name in ("", "a/b", "..", ".x", "x" * 129, 7)
     ]
     trainer.load(name="before")
     trainer.save(5, {"at": "five"}, name="after.2", overwrite=True)

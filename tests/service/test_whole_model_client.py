@@ -1,0 +1,173 @@
+"""The unmodified client against a server that trains all weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from transformers import AutoModelForCausalLM
+
+from slimefsdp.results import Health
+from tests.support.service import Served, datum, log_probs_of, tokens_of
+
+ADAM = types.AdamParams(learning_rate=1e-3, eps=1e-8)
+
+
+@contextmanager
+def training_client(served: Served, begun: Callable[[Any], Any] | None = None) -> Iterator[Any]:
+    """The only one; what it was made by ends with it."""
+    client = served.client()
+    yield served.training_client(client, rank=0) if begun is None else begun(client)
+    client.close("success").result()
+
+
+def weighted(seed: int) -> types.Datum:
+    tokens = tokens_of(seed)
+    return datum(tokens, weights=np.random.default_rng(seed).normal(size=len(tokens) - 1).astype(np.float32).tolist())
+
+
+def update(training: Any, seed: int) -> Any:
+    training.forward_backward([weighted(seed), weighted(seed + 1)], "cross_entropy")
+    return training.optim_step(ADAM)
+
+
+def log_probs(training: Any, seed: int = 99) -> np.ndarray:
+    return log_probs_of(training.forward([weighted(seed)], "cross_entropy").result())[0]
+
+
+def prompt_log_probs(sampler: Any, seed: int = 99) -> np.ndarray:
+    return np.array(sampler.compute_logprobs(types.ModelInput.from_ints(tokens_of(seed))).result()[1:])
+
+
+def kill_a_rank(served: Served) -> None:
+    health = served.group.health()[1]
+    assert isinstance(health, Health)
+    os.kill(health.pid, signal.SIGKILL)
+
+
+def test_each_version_of_the_whole_model_is_sampled_as_it_was_trained_while_others_are_there(
+    served_whole: Served,
+) -> None:
+    with training_client(served_whole) as training:
+        info = training.get_info()
+        assert info.is_lora is False and info.lora_rank is None and info.model_name == "tiny/model"
+        exact, samplers = [log_probs(training)], []
+        for step in range(4):
+            update(training, step).result()
+            exact.append(log_probs(training))
+            samplers.append(training.save_weights_and_get_sampling_client().result())
+        base = served_whole.client().create_sampling_client(base_model="tiny/model").result()
+        for _ in range(2):  # there is room for two of the four at once: those that were put out are read again
+            for sampler, ours in zip([base, *samplers], exact, strict=True):
+                assert np.abs(prompt_log_probs(sampler) - ours).max() < 5e-5
+        assert all(np.abs(one - other).max() > 1e-3 for one, other in pairwise(exact))
+        asked = types.SamplingParams(max_tokens=6, temperature=0.7, seed=3, stop=[])
+        drawn = [one.sample(types.ModelInput.from_ints(tokens_of(0)), 2, asked) for one in (base, *samplers)]
+        for one in drawn[-1].result().sequences:
+            whole = log_probs_of(training.forward([datum([*tokens_of(0), *one.tokens])], "cross_entropy").result())[0]
+            assert np.abs(whole[-6:] - np.array(one.logprobs)).max() < 5e-5
+        assert all(len(one.result().sequences) == 2 for one in drawn)
+
+
+def test_a_named_version_is_a_folder_that_transformers_opens_and_goes_when_it_is_deleted(served_whole: Served) -> None:
+    with training_client(served_whole) as training:
+        update(training, 1).result()
+        ours = log_probs(training)
+        path = training.save_weights_for_sampler("named").result().path
+        state = training.save_state("state").result().path
+        rest = tinker.RestClient(base_url=served_whole.url, api_key=served_whole.key)
+        about = rest.get_weights_info_by_tinker_path(path).result()
+        assert about.is_lora is False and about.lora_rank is None
+        run = rest.get_training_run(training.model_id).result()
+        assert run.is_lora is False and run.last_checkpoint.tinker_path == state
+    run_dir = served_whole.config.run.dir
+    assert run_dir is not None
+    (folder,) = (run_dir / "service" / "sampler_weights").glob("*/named")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = model.dummy_inputs["input_ids"].new_tensor([tokens_of(99)])
+    theirs = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].detach().numpy()
+    assert np.abs(theirs - ours).max() < 5e-5
+    sampler = served_whole.client().create_sampling_client(model_path=path).result()
+    assert np.abs(prompt_log_probs(sampler) - ours).max() < 5e-5
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert not folder.exists()
+    unnamed = [one for one in (run_dir / "service" / "sampler_weights").rglob("_session-*") if one.is_dir()]
+    assert unnamed == []
+    with training_client(served_whole, lambda one: one.create_training_client_from_state(state).result()) as again:
+        assert np.array_equal(log_probs(again), ours)
+
+
+def test_a_second_run_waits_for_the_end_of_the_first_and_begins_at_the_base(served_whole: Served) -> None:
+    with training_client(served_whole) as first:
+        before = log_probs(first)
+        update(first, 0).result()
+        after = log_probs(first)
+        state = first.save_state("done").result().path
+        for begin in (
+            lambda client: served_whole.training_client(client, rank=0),
+            lambda client: client.create_training_client_from_state(state).result(),
+        ):
+            with pytest.raises(tinker.BadRequestError, match=f"{first.model_id} trains all weights"):
+                begin(served_whole.client())
+        other = served_whole.client(served_whole.other_key)
+        with pytest.raises(tinker.BadRequestError, match="another user's run trains all weights"):
+            served_whole.training_client(other, rank=0)
+    with training_client(served_whole) as second:
+        assert np.array_equal(log_probs(second), before) and not np.array_equal(before, after)
+        update(second, 0).result()
+        assert np.array_equal(log_probs(second), after)
+
+
+def test_a_killed_rank_costs_no_bit_in_a_run_behind_another_one(served_whole: Served) -> None:
+    def life(kills_at: int | None) -> list[np.ndarray]:
+        with training_client(served_whole) as training:
+            for step in range(5):
+                pending = update(training, step)
+                if step == kills_at:
+                    kill_a_rank(served_whole)
+                pending.result()
+            path = training.save_state(f"end-{kills_at}").result().path
+            found = [log_probs(training)]
+        with training_client(served_whole, lambda one: one.create_training_client_from_state(path).result()) as again:
+            update(again, 7).result()
+            again.load_state_with_optimizer(path).result()
+            found.append(log_probs(again))
+            rest = tinker.RestClient(base_url=served_whole.url, api_key=served_whole.key)
+            rest.delete_checkpoint_from_tinker_path(path).result()  # which a recovery can do without
+            pending = update(again, 9)
+            if kills_at is not None:
+                kill_a_rank(served_whole)
+            pending.result()
+            return [*found, log_probs(again)]
+
+    expected, before = life(None), len(served_whole.group.recoveries)
+    for kills_at in (1, 4):  # before the first checkpoint of its updates, and behind it
+        found = life(kills_at)
+        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert len(served_whole.group.recoveries) == before + 4
+
+
+def test_what_a_server_of_all_weights_does_not_train_is_refused_by_name(served_whole: Served) -> None:
+    client = served_whole.client()
+    for how, words in (
+        ({"rank": 8}, "rank=8, and this server trains all weights"),
+        ({"rank": -1}, "rank=-1"),
+        ({"rank": 0, "train_mlp": False}, "train_mlp=False"),
+    ):
+        with pytest.raises(tinker.BadRequestError, match=words):
+            served_whole.training_client(client, **how)
+    training = served_whole.training_client(client, rank=0)
+    with pytest.raises(Exception, match="vocabulary"):
+        training.forward_backward([datum([3, 4, 10**6])], "cross_entropy").result()
+    with pytest.raises(Exception, match="no update was made"):
+        training.optim_step(ADAM).result()
+    assert update(training, 3).result().metrics["grad_norm"] > 0
+    client.close("success").result()
