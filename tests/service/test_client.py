@@ -141,7 +141,7 @@ def test_what_is_not_supported_fails_by_name_and_the_next_update_is_refused_once
         (good, "stable_reinforce", "stable_reinforce"),
         ([datum([3, 4, 10**6])], "cross_entropy", "vocabulary"),
         ([datum(tokens_of(0), weights=[float("nan")] * 11)], "cross_entropy", "weights"),
-        ([types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [9, 9]})],
+        ([types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [9]})],
          "cross_entropy", "target"),
     ):  # fmt: skip
         with pytest.raises(Exception, match=word):

@@ -17,6 +17,7 @@ from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
+from tests.support.service import message
 from tests.support.tiny_models import plain_model
 
 CPU = torch.device("cpu")
@@ -29,17 +30,22 @@ CONFIG: dict[str, dict[str, float]] = {
 VOCABULARY = 96
 
 
-def request(loss: str, count: int, seed: int = 0) -> bytes:
-    """Of ragged datums, of one token and more, whose log-probs are near those of a random model."""
+def request(loss: str, count: int, seed: int = 0, *, targets: tuple[int, ...] | None = None, longest: int = 9) -> bytes:
+    """Of ragged datums, of one token and more, whose log-probs are near those of a random model.
+
+    Args:
+        targets: K of random targets [N, K], of which some are 0; () of random ones [N]; None: the next tokens.
+    """
     rng = np.random.default_rng(seed)
     made = schema.ForwardBackwardRequest(model_id="s:train:0", seq_id=1, loss_fn=loss)
     made.loss_fn_config.update(CONFIG.get(loss, {}))
     for number in range(count):
-        size = 1 + (number * 3) % 9
+        size = 1 + (number * 3) % longest
         tokens = rng.integers(0, VOCABULARY, size + 1)
+        shape = (size, *(targets or ()))
         inputs = {
-            "target_tokens": tokens[1:],
-            "weights": rng.normal(size=size),
+            "target_tokens": tokens[1:] if targets is None else rng.integers(0, VOCABULARY, shape) * rng.integers(2),
+            "weights": rng.normal(size=shape),
             "logprobs": -np.log(VOCABULARY) + rng.normal(0, 0.15, size),
             "advantages": rng.normal(size=size) * (rng.random(size) < 0.8),
             "sequence_ratio_mask": np.ones(size),
@@ -53,7 +59,7 @@ def request(loss: str, count: int, seed: int = 0) -> bytes:
             is_tokens = name == "target_tokens"
             tensor.dense = inputs[name].astype("<i8" if is_tokens else "<f4").tobytes()
             tensor.dtype = schema.DTYPE_INT64 if is_tokens else schema.DTYPE_FLOAT32
-            tensor.shape.append(size)
+            tensor.shape.extend(inputs[name].shape)
     return bytes(made.SerializeToString())
 
 
@@ -93,8 +99,9 @@ def plain(folder: Path, data: bytes) -> tuple[dict[str, torch.Tensor], list[floa
             name: torch.tensor(np.frombuffer(one.dense, "<f4" if one.dtype == schema.DTYPE_FLOAT32 else "<i8"))
             for name, one in datum.loss_fn_inputs.items()
         }
-        now = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(-1, given.pop("target_tokens")[:, None])
-        now, given = now[:, 0], {name: value.double() for name, value in given.items()}
+        targets = given.pop("target_tokens").reshape(len(tokens), -1)
+        now = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(-1, targets).flatten()
+        given = {name: value.double() for name, value in given.items()}
         if loss == "cross_entropy":
             each = -given["weights"] * now
         else:
@@ -139,6 +146,53 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_api_in_float64(
     assert np.diff(offsets).tolist() == work.batch.response_lengths.tolist() and record.num_datums == 12
     assert np.array_equal(np.frombuffer(record.fields["logprobs"].data, "<f4"), said.astype(np.float32))
     assert output.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("share", ["never", "always"])
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [("importance_sampling", ()), ("cross_entropy", ()), ("cross_entropy", (1,)), ("cross_entropy", (3,))],
+)
+def test_targets_may_be_others_than_the_next_token_and_several_a_token(
+    folder: Path, ranks: RankPool, loss: str, targets: tuple[int, ...], share: str
+) -> None:
+    data = request(loss, 12, targets=targets, longest=40)
+    alone = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    batch = {"max_tokens_per_rank": 256, "share_prefixes": share}
+    config = settings(folder, loss=alone, rollout={"temperature": 1.0}, batch=batch)
+    with KeepFloat64():
+        expected, losses, now = plain(folder, data)
+    found, (said,) = ranks.run(1, gradients, config, [data])[0]
+    assert largest_difference(found, expected) <= 1e-12 * max(1.0, max(float(g.abs().max()) for g in expected.values()))
+    work = work_of(schema.ForwardBackwardRequest.FromString(data), vocab_size=VOCABULARY, max_tokens=64)
+    output = schema.ForwardBackwardOutput.FromString(output_of(work, said))
+    (record,) = output.loss_fn_outputs
+    for name, values in (("logprobs", now), ("elementwise_loss", losses)):
+        field = record.fields[name]
+        np.testing.assert_allclose(np.frombuffer(field.data, "<f4"), values, rtol=1e-5, atol=1e-6)
+        assert tuple(field.trailing_shape) == targets
+        sizes = np.diff(np.frombuffer(field.offsets, "<i8")) // 4
+        assert sizes.tolist() == [(1 + 3 * number % 40) * int(np.prod(targets)) for number in range(12)]
+    assert output.metrics["tokens:sum"] == sum(1 + 3 * number % 40 for number in range(12))
+    assert work.num_tokens == sum(2 + 3 * number % 40 for number in range(12))
+
+
+def test_a_sparse_tensor_is_the_dense_one() -> None:
+    dense = np.array([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 0.5, 0.0]])
+    sparse = schema.SparseCsr(
+        values=np.array([2.0, -1.0, 0.5], "<f4").tobytes(),
+        crow_indices=np.array([0, 1, 1, 3], "<i8").tobytes(),
+        col_indices=np.array([1, 0, 1], "<i8").tobytes(),
+    )
+    tokens = np.arange(9).reshape(3, 3)
+    works = [
+        work_of(message(target_tokens=tokens, weights=weights), vocab_size=VOCABULARY, max_tokens=64)
+        for weights in (dense, schema.Tensor(sparse_csr=sparse, dtype=schema.DTYPE_FLOAT32, shape=[3, 3]))
+    ]
+    assert works[0].batch.same_as(works[1].batch) and works[0].targets == works[1].targets == 3
+    assert works[0].batch.loss_weights is not None and works[0].batch.target_tokens is not None
+    assert works[0].batch.loss_weights.tolist() == dense.T.ravel().tolist()
+    assert works[0].batch.target_tokens.tolist() == tokens.T.ravel().tolist()
 
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])
