@@ -441,7 +441,8 @@ class Service:
             hint = "lower it, or raise batch.max_tokens_per_rank of the server"
             raise BatchError(problem, field="max_tokens", hint=hint)
         version = None if sampler.version is None else sampler.version.name
-        request = SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs))
+        top_k = body.topk_prompt_logprobs
+        request = SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs or top_k), top_k)
         result = sampler.answers[body.seq_id] = self.results.new()
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
