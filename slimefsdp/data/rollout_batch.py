@@ -237,9 +237,10 @@ class RolloutBatch:
         """One batch from one mapping or object per sample.
 
         Needed: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts as
-        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `rollout_log_probs`,
-        `advantages`, `returns`, `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each with one entry per
-        response token. Further keys of a mapping are refused, further attributes of an object are not looked at.
+        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `target_tokens`,
+        `rollout_log_probs`, `advantages`, `returns`, `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each
+        with one entry per response token. Further keys of a mapping are refused, further attributes of an object are
+        not looked at.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 
