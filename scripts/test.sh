@@ -6,6 +6,7 @@
 #                                lowest version that is supported, those of a real vLLM, where scripts/setup_vllm.sh can
 #                                install it (3 GB), and an audit of the packages (scripts/audit.sh)
 #   bash scripts/test.sh --engines   those of a real vLLM, runs that train with it included
+#   bash scripts/test.sh --cookbook  recipes of tinker-cookbook against the service (scripts/setup_cookbook.sh, 1.6 GB)
 #   bash scripts/test.sh ARGS    what these arguments for pytest choose, in one process
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,6 +23,11 @@ case "$*" in
     bash scripts/setup_vllm.sh
     export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
     exec .venv/bin/python -m pytest tests/engines
+    ;;
+  --cookbook)
+    bash scripts/setup_cookbook.sh
+    export SLIMEFSDP_COOKBOOK_PYTHON=$PWD/.venv-cookbook/bin/python
+    exec .venv/bin/python -m pytest tests/service/test_cookbook.py
     ;;
   *) exec .venv/bin/python -m pytest "$@" ;;
 esac

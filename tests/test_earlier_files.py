@@ -67,7 +67,7 @@ def about(metrics: dict[str, float]) -> Any:
     return pytest.approx(metrics, rel=1e-3, abs=1e-5)
 
 
-FIELDS_SINCE = {"loss_weights", "weight_versions"}
+FIELDS_SINCE = {"loss_weights", "target_tokens", "weight_versions"}
 
 
 def test_a_batch_has_every_field_as_it_was_written(written: Path) -> None:

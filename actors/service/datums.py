@@ -1,7 +1,8 @@
 """What clients send to be trained on, as a batch of this project, and what they get of it.
 
-A datum is N input tokens and N targets, the input one further; its loss is a plain sum over tokens and datums, so that
-gradients do not depend on how a request was cut. The batch has each datum as a prompt of one token and a response of N.
+A datum is N input tokens and N targets, most often the input one further; its loss is a plain sum over tokens and
+datums, so that gradients do not depend on how a request was cut. The batch has each datum as a prompt of one token and
+a response of N. With K targets a token it is there K times, and shared beginnings make that cheap.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ LOSSES: dict[str, tuple[str, ...]] = {
 }
 """Loss of a request -> what its datums have beside their tokens."""
 _OPTIONAL = ("weights", "sequence_ratio_mask")  # all 1 where they are missing
+_MOST_TARGETS = 256  # of a token: a sparse tensor may have any shape
 _BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 _CONFIG: dict[str, dict[str, float | None]] = {
     "ppo": dict(_BOUNDS), "cispo": dict(_BOUNDS), "gspo": dict(_BOUNDS), "dro": {"beta": None},
@@ -49,6 +51,7 @@ class Work:
         name: of the loss, as the client calls it.
         config: its numbers.
         forward_only: no gradient is wanted.
+        targets: K of datums with [N, K] targets, which the batch has K times each; None: they are [N].
     """
 
     batch: RolloutBatch
@@ -57,6 +60,12 @@ class Work:
     name: str
     config: dict[str, float]
     forward_only: bool
+    targets: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all datums, the last targets included."""
+        return self.batch.num_tokens // (self.targets or 1)
 
 
 def work_of(message: Any, *, vocab_size: int, max_tokens: int) -> Work:
@@ -72,32 +81,32 @@ def work_of(message: Any, *, vocab_size: int, max_tokens: int) -> Work:
     if not message.data:
         _refuse("data", "the request has no datums", "send at least one")
     tokens: list[npt.NDArray[np.int64]] = []
-    columns: dict[str, list[npt.NDArray[Any]]] = {key: [] for key in LOSSES[name][1:]}
+    columns: dict[str, list[npt.NDArray[Any]]] = {key: [] for key in LOSSES[name]}
+    shapes: set[tuple[int, ...]] = set()
     for number, datum in enumerate(message.data):
         inputs, given = _inputs_of(datum, number, name)
-        targets = given.pop("target_tokens").astype(np.int64)
-        wrong = np.flatnonzero(targets[:-1] != inputs[1:])
-        if wrong.size:
-            at = int(wrong[0])
-            _refuse(
-                f"data[{number}].loss_fn_inputs.target_tokens",
-                f"target {at} is {targets[at]}, and the input goes on with {inputs[at + 1]}",
-                "give the input moved by one: other targets are not supported",
-            )
-        whole = np.append(inputs, targets[-1:])
-        if whole.min() < 0 or whole.max() >= vocab_size:
-            bad = whole[(whole < 0) | (whole >= vocab_size)][0]
-            _refuse(f"data[{number}]", f"token {bad} is not in the vocabulary of {vocab_size}", "tokenize anew")
+        targets = given["target_tokens"]
+        shapes.add(targets.shape[1:])
+        if len(shapes) > 1:
+            problem = "its targets a token are not as many as those of the datums before"
+            _refuse(f"data[{number}].loss_fn_inputs.target_tokens", problem, "send them in requests of their own")
+        whole = np.append(inputs, targets[-1:].flat[0])  # nothing is predicted behind the last one
+        for ids in (whole, targets):
+            if ids.min() < 0 or ids.max() >= vocab_size:
+                bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+                _refuse(f"data[{number}]", f"token {bad} is not in the vocabulary of {vocab_size}", "tokenize anew")
         if whole.size > max_tokens:
             _refuse(
                 f"data[{number}]",
                 f"{whole.size} tokens, and this server trains on at most {max_tokens} in one",
                 "cut it, or raise batch.max_tokens_per_rank of the server",
             )
-        tokens.append(whole)
+        copies = 1 if targets.ndim == 1 else targets.shape[1]
+        tokens += [whole] * copies
         for key, values in columns.items():
-            values.append(given[key])
-    return _as_work(message, name, config, tokens, columns)
+            values.extend(given[key].reshape(inputs.size, copies).T)
+    (shape,) = shapes
+    return _as_work(message, name, config, tokens, columns, shape[0] if shape else None)
 
 
 def _as_work(
@@ -106,14 +115,18 @@ def _as_work(
     config: dict[str, float],
     tokens: Sequence[npt.NDArray[np.int64]],
     columns: Mapping[str, Sequence[npt.NDArray[Any]]],
+    targets: int | None,
 ) -> Work:
     lengths = np.array([one.size for one in tokens])
     flat = {key: np.concatenate(values) for key, values in columns.items()}
     fields: dict[str, Any] = {"tokens": np.concatenate(tokens), "lengths": lengths, "response_lengths": lengths - 1}
+    following = np.concatenate([one[1:] for one in tokens])
+    if not np.array_equal(flat["target_tokens"], following):
+        fields["target_tokens"] = flat["target_tokens"].astype(np.int64)
     settings: dict[str, Any] = {"reduction": "token_mean"}
     if name == "cross_entropy":
         fields["loss_weights"] = flat["weights"]
-        return Work(RolloutBatch(**fields), "sft", settings, name, config, message.forward_only)
+        return Work(RolloutBatch(**fields), "sft", settings, name, config, message.forward_only, targets)
     fields |= {"old_log_probs": flat["logprobs"], "advantages": flat["advantages"]}
     settings["policy"] = "gspo_token" if name == "gspo" else name
     if name == "gspo":
@@ -125,7 +138,7 @@ def _as_work(
         settings["dro_beta"] = config["beta"]
     elif name in _CONFIG:
         settings |= {"clip_low": 1 - config["clip_low_threshold"], "clip_high": config["clip_high_threshold"] - 1}
-    return Work(RolloutBatch(**fields), "policy", settings, name, config, message.forward_only)
+    return Work(RolloutBatch(**fields), "policy", settings, name, config, message.forward_only, targets)
 
 
 def _config_of(message: Any) -> dict[str, float]:
@@ -158,7 +171,7 @@ def _config_of(message: Any) -> dict[str, float]:
 
 
 def _inputs_of(datum: Any, number: int, loss: str) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
-    """Tokens of a datum [N], and what its loss reads, each [N]."""
+    """Tokens of a datum [N], and what its loss reads: each [N], or each [N, K]."""
     chunks = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
@@ -178,28 +191,55 @@ def _inputs_of(datum: Any, number: int, loss: str) -> tuple[npt.NDArray[np.int64
             _refuse(place, f"loss_fn={loss} has no input {short_repr(key)}", f"send {', '.join(wanted)}")
         found[key] = _array_of(tensor, place, inputs.size, of_tokens=key == "target_tokens")
     for key in wanted:
+        place = f"data[{number}].loss_fn_inputs"
         if key not in found and key not in _OPTIONAL:
-            _refuse(f"data[{number}].loss_fn_inputs", f"{key} is missing, and loss_fn={loss} reads it", "send it")
-        found.setdefault(key, np.ones(inputs.size, np.float32))
+            _refuse(place, f"{key} is missing, and loss_fn={loss} reads it", "send it")
+        shape = found["target_tokens"].shape
+        found.setdefault(key, np.ones(shape, np.float32))
+        if found[key].shape != shape:
+            _refuse(f"{place}.{key}", f"its shape is {list(found[key].shape)}, and that of target_tokens {list(shape)}",
+                    "send one for each target")  # fmt: skip
+        if len(shape) > 1 and loss != "cross_entropy":
+            _refuse(f"{place}.{key}", f"its shape is {list(shape)}, and loss_fn={loss}",
+                    "several targets a token are for cross_entropy")  # fmt: skip
     return inputs, found
 
 
 def _array_of(tensor: Any, place: str, size: int, *, of_tokens: bool) -> npt.NDArray[Any]:
-    """The values of a dense tensor [size]."""
-    shape = tuple(tensor.shape)
-    if tensor.WhichOneof("encoding") == "sparse_csr" or len(shape) > 1:
-        _refuse(place, f"its shape is {list(shape)}", f"one value for each of the {size} tokens is supported alone")
+    """The values of a tensor [size] or [size, K]."""
+    shape = tuple(tensor.shape) or (size,)
     if tensor.dtype not in _DTYPES:
         _refuse(place, f"its dtype is number {tensor.dtype}", "send float32, int64 or int32")
     dtype = np.dtype(_DTYPES[tensor.dtype]).newbyteorder("<")
-    if len(tensor.dense) != size * dtype.itemsize or (shape and shape != (size,)):
-        _refuse(place, f"{len(tensor.dense)} bytes of {dtype.name} and the shape {list(shape)}", f"send {size} values")
-    values = np.frombuffer(tensor.dense, dtype)
     if of_tokens and dtype.kind != "i":
         _refuse(place, f"tokens of {dtype.name}", "send integers")
+    if shape[0] != size or len(shape) > 2 or not 1 <= int(np.prod(shape[1:])) <= _MOST_TARGETS:
+        hint = f"send [{size}], or [{size}, K] with K from 1 to {_MOST_TARGETS}"
+        _refuse(place, f"its shape is {list(shape)}", hint)
+    if tensor.WhichOneof("encoding") == "sparse_csr":
+        values = _from_sparse(tensor.sparse_csr, dtype, shape, place)
+    elif len(tensor.dense) != int(np.prod(shape)) * dtype.itemsize:
+        _refuse(place, f"{len(tensor.dense)} bytes of {dtype.name} and the shape {list(shape)}", "send as many values")
+    else:
+        values = np.frombuffer(tensor.dense, dtype).reshape(shape)
     if not np.isfinite(values).all():
         _refuse(place, f"value {int(np.flatnonzero(~np.isfinite(values))[0])} is not finite", "leave it out")
     return values
+
+
+def _from_sparse(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -> npt.NDArray[Any]:
+    """A matrix of compressed rows: the values that are not 0, their columns, and where each row's values begin."""
+    parts = (sparse.values, dtype), (sparse.col_indices, np.dtype("<i8")), (sparse.crow_indices, np.dtype("<i8"))
+    if len(shape) != 2 or any(len(data) % kind.itemsize for data, kind in parts):
+        _refuse(place, f"a sparse tensor of the shape {list(shape)} that is no array", "send it dense")
+    values, columns, starts = (np.frombuffer(data, kind) for data, kind in parts)
+    sizes = np.diff(starts)
+    fits = starts.size == shape[0] + 1 and starts[0] == 0 and starts[-1] == values.size == columns.size
+    if not fits or (sizes < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
+        _refuse(place, f"a sparse tensor whose indices do not fit the shape {list(shape)}", "send it dense")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), sizes), columns] = values
+    return dense
 
 
 def losses_of(work: Work, log_probs: npt.NDArray[Any]) -> Floats:
@@ -238,14 +278,21 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
     """
     losses = losses_of(work, log_probs)
     output = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=work.batch.num_samples)
-    offsets = 4 * np.concatenate([[0], np.cumsum(work.batch.response_lengths)])
+    copies = work.targets or 1
+    lengths = work.batch.response_lengths[::copies]
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=lengths.size)
+    offsets = 4 * copies * np.concatenate([[0], np.cumsum(lengths)])
+    ends = copies * np.cumsum(lengths)[:-1]
     for name, values in (("logprobs", log_probs), ("elementwise_loss", losses)):
+        if copies > 1:  # the batch has a datum's columns one behind the other
+            values = np.concatenate([one.reshape(copies, -1).T.ravel() for one in np.split(values, ends)])
         field = record.fields[name]
         field.dtype = schema.DTYPE_FLOAT32
         field.data, field.offsets = values.astype("<f4").tobytes(), offsets.astype("<i8").tobytes()
+        if work.targets is not None:
+            field.trailing_shape.append(work.targets)
     output.metrics["loss:sum"] = float(losses.sum())
-    output.metrics["tokens:sum"] = float(work.batch.num_response_tokens)
+    output.metrics["tokens:sum"] = float(lengths.sum())
     return bytes(output.SerializeToString())
 
 

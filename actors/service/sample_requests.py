@@ -10,6 +10,8 @@ from actors.service import schema, wire
 from slimefsdp.errors import BatchError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
+_NO_LOG_PROB = -99999.0  # beside token 0: a place without likeliest tokens
+
 
 def sample_request(
     body: wire.Sample, version: str | None, end_token_ids: frozenset[int], most_tokens: int
@@ -37,7 +39,8 @@ def sample_request(
         problem = f"max_tokens={params.max_new_tokens} behind {len(prompt)} tokens, and there is room for {left}"
         hint = "lower it, or raise batch.max_tokens_per_rank of the server"
         raise BatchError(problem, field="max_tokens", hint=hint)
-    return SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs))
+    top_k = body.topk_prompt_logprobs
+    return SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs or top_k), top_k)
 
 
 def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
@@ -52,6 +55,14 @@ def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
         if last_n is not None:
             values[: max(0, values.size - last_n)] = np.nan
         response.prompt_logprobs = values.tobytes()
+    if (top := answer.prompt_top_tokens) is not None:
+        # nothing is said of the first token, and of those that are not asked for
+        nothing = max(1, 0 if last_n is None else len(top.tokens) + 1 - last_n)
+        k = top.tokens.shape[1]
+        tokens = np.concatenate([np.zeros((nothing, k)), top.tokens[nothing - 1 :]]).astype("<i4")
+        log_probs = np.concatenate([np.full((nothing, k), _NO_LOG_PROB), top.log_probs[nothing - 1 :]]).astype("<f4")
+        said = schema.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=log_probs.tobytes(), k=k, length=len(tokens))
+        response.topk_prompt_logprobs.CopyFrom(said)
     for sample in answer.samples:
         response.sequences.add(
             stop_reason=schema.STOP_REASON_LENGTH if sample.finish_reason == "length" else schema.STOP_REASON_STOP,

@@ -137,5 +137,7 @@ ForwardBackwardOutput = _message("ForwardBackwardOutput")
 SampleResponse = _message("SampleResponse")
 Datum = _message("Datum")
 Tensor = _message("Tensor")
+SparseCsr = _message("SparseCsr")
+TopkLogprobs = _message("TopkLogprobs")
 DTYPE_FLOAT32, DTYPE_INT64, DTYPE_INT32 = 1, 2, 3
 STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1

@@ -262,8 +262,8 @@ class Service:
 
         def do(calls: GroupCalls) -> Answer:
             work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
-            run.tokens += work.batch.num_tokens
-            self.metrics.count_trained(work.batch.num_tokens)
+            run.tokens += work.num_tokens
+            self.metrics.count_trained(work.num_tokens)
             return output_of(work, _log_probs(calls, work))
 
         kind: RequestKind = "forward" if message.forward_only else "forward_backward"

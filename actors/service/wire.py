@@ -182,7 +182,7 @@ class Sample(Body):
     sampling_params: AskedParams
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(None, ge=0)
-    topk_prompt_logprobs: Literal[0] = 0
+    topk_prompt_logprobs: int = Field(0, ge=0, le=256)
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None

@@ -1,8 +1,9 @@
 """Packing: samples laid end to end without padding, and one context-parallel rank's share of such a pack.
 
 What is predicted is decided here, on the whole pack, before any split: pair i says that packed row `rows[i]` predicts
-token `targets[i]`, which is response token `response_index[i]` of the batch. Per-token quantities (weights, advantages,
-old log-probs) stay in the batch's order and are looked up through `response_index`, so they are never shifted twice.
+token `targets[i]`, which is response token `response_index[i]` of the batch, or what its `target_tokens` have there.
+Per-token quantities (weights, advantages, old log-probs) stay in the batch's order and are looked up through
+`response_index`, so they are never shifted twice.
 
 Samples that begin alike may lie in a pack as a forest: what they share is one node, which is computed once, and their
 own tokens follow it. A response token that several samples share is then one pair, and `fan_out` gives it to each.
@@ -98,7 +99,9 @@ def pack(
         positions=torch.from_numpy(positions),
         cu_seqlens=tuple(int(offset) for offset in cu_seqlens),
         rows=torch.from_numpy(rows),
-        targets=torch.from_numpy(tokens[rows + 1]),
+        targets=torch.from_numpy(
+            tokens[rows + 1] if batch.target_tokens is None else batch.target_tokens[response_index]
+        ),
         response_index=torch.from_numpy(response_index),
     )
     return _filled_up(packed, multiple_of)
@@ -138,14 +141,21 @@ def _shared_pack(batch: RolloutBatch, samples: np.ndarray, shared: np.ndarray, *
     predictor = np.arange(len(tokens)) - 1
     for node, parent in enumerate(forest.parents):
         predictor[starts[node]] = -1 if parent is None else ends[parent] - 1
-    predicted, fan_out = np.unique(response_rows, return_inverse=True)
-    is_one_to_one = len(predicted) == len(response_rows) and bool((np.diff(response_rows) > 0).all())
+    if batch.target_tokens is None:
+        predicted, fan_out = np.unique(response_rows, return_inverse=True)
+        rows, targets = predictor[predicted], tokens[predicted]
+    else:  # one pair for each target of a row
+        asked = batch.target_tokens[response_index]
+        base = int(asked.max(initial=0)) + 1
+        both, fan_out = np.unique(predictor[response_rows] * base + asked, return_inverse=True)
+        rows, targets = both // base, both % base
+    is_one_to_one = bool((fan_out == np.arange(len(response_rows))).all())
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         positions=torch.from_numpy(_ranges(depths, sizes)),
         cu_seqlens=(0, *ends.tolist()),
-        rows=torch.from_numpy(predictor[predicted]),
-        targets=torch.from_numpy(tokens[predicted]),
+        rows=torch.from_numpy(rows),
+        targets=torch.from_numpy(targets),
         response_index=torch.from_numpy(response_index),
         fan_out=None if is_one_to_one else torch.from_numpy(fan_out),
         forest=forest if any(parent is not None for parent in forest.parents) else None,

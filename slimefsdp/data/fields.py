@@ -16,11 +16,12 @@ import numpy.typing as npt
 from slimefsdp.errors import BatchError, short_repr
 
 REQUIRED = ("tokens", "lengths", "response_lengths")
-INTEGERS = ("tokens", "lengths", "response_lengths", "group_ids", "weight_versions")
+INTEGERS = ("tokens", "lengths", "response_lengths", "group_ids", "weight_versions", "target_tokens")
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 PER_SAMPLE = ("lengths", "response_lengths", "rewards", "group_ids", "baseline_rewards")
 PER_RESPONSE_TOKEN = (
     *("loss_mask", "loss_weights", *LOG_PROBS, "advantages", "returns", "values", "token_rewards", "weight_versions"),
+    "target_tokens",
 )
 ARRAYS = ("tokens", *PER_SAMPLE, *PER_RESPONSE_TOKEN)
 FLOATS = tuple(name for name in ARRAYS if name not in (*INTEGERS, "loss_mask"))

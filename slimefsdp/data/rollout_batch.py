@@ -81,6 +81,7 @@ class RolloutBatch:
     baseline_rewards: Float32 | None = None  # [B] what each reward is measured against, e.g. a greedy response's
     weight_versions: Int64 | None = None  # [R] which weights drew each token, where they are not all the same
     loss_weights: Float32 | None = None  # [R] what the loss of a token is multiplied by, of any sign; None is all 1
+    target_tokens: Int64 | None = None  # [R] whose log-prob is taken in each token's place; None: the token's own
     temperature: float | None = None  # the sampling temperature
     weight_version: int | None = None  # which weights sampled it; the oldest, where tokens are of several
 
@@ -137,6 +138,8 @@ class RolloutBatch:
             lambda _: "must not be negative",
             "pass token ids, and unpad instead of marking padding",
         )
+        if (targets := self.target_tokens) is not None:
+            self._require("target_tokens", targets >= 0, lambda _: "must not be negative", "pass token ids")
         if self.weight_versions is not None:
             self._require("weight_versions", self.weight_versions >= 0, lambda i: "must be 0 or more", "pass versions")
         for name in FLOATS:
@@ -214,12 +217,14 @@ class RolloutBatch:
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise BatchError naming sample, position and value of the first token id that is not below `vocab_size`."""
-        self._require(
-            "tokens",
-            self.tokens < vocab_size,
-            lambda _: f"must be below the model's vocabulary size, {vocab_size}",
-            "sample with the tokenizer of the model that is trained",
-        )
+        for name in ("tokens", "target_tokens"):
+            if (ids := getattr(self, name)) is not None:
+                self._require(
+                    name,
+                    ids < vocab_size,
+                    lambda _: f"must be below the model's vocabulary size, {vocab_size}",
+                    "sample with the tokenizer of the model that is trained",
+                )
 
     @classmethod
     def from_samples(
@@ -232,9 +237,10 @@ class RolloutBatch:
         """One batch from one mapping or object per sample.
 
         Needed: `tokens` (prompt + response) and `response_length`. Optional, on all samples or on none (None counts as
-        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `rollout_log_probs`,
-        `advantages`, `returns`, `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each with one entry per
-        response token. Further keys of a mapping are refused, further attributes of an object are not looked at.
+        absent): `reward`, `group_id`, `baseline_reward`, and `loss_mask`, `loss_weights`, `target_tokens`,
+        `rollout_log_probs`, `advantages`, `returns`, `values`, `old_log_probs`, `ref_log_probs`, `token_rewards`, each
+        with one entry per response token. Further keys of a mapping are refused, further attributes of an object are
+        not looked at.
         """
         return cls(**fields_from_samples(samples), temperature=temperature, weight_version=weight_version)
 

@@ -19,6 +19,7 @@ class SampleRequest:
     num_samples: int  # from 1, or from 0 with prompt_log_probs
     params: SamplingParams  # params.seed and a sample's number decide what is drawn for it
     prompt_log_probs: bool = False
+    prompt_top_k: int = 0  # of so many of the likeliest tokens in each place too; with prompt_log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,14 @@ class SampledTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The likeliest tokens in the place of each prompt token but the first, given those before it; likeliest first."""
+
+    tokens: np.ndarray  # int64 [prompt tokens - 1, k]
+    log_probs: np.ndarray  # [prompt tokens - 1, k] log_softmax(logits), as the prompt's
+
+
+@dataclass(frozen=True, slots=True)
 class SampleAnswer:
     """All that was asked for."""
 
@@ -38,6 +47,7 @@ class SampleAnswer:
     # [prompt tokens] log_softmax(logits) of each token given those before it, NaN for the first; float32, or float64
     # where the model is; None: not asked for
     prompt_log_probs: np.ndarray | None
+    prompt_top_tokens: TopTokens | None = None  # None: not asked for
 
 
 @dataclass(frozen=True, slots=True)

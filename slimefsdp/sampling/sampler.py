@@ -21,8 +21,10 @@ from slimefsdp.models.decoder import PolicyModel
 from slimefsdp.models.fused_log_probs import token_log_probs
 from slimefsdp.sampling.kv_cache import KeysValues, PromptAttention, RowCache, require_layers
 from slimefsdp.sampling.params import FinishReason, SamplingParams, VersionSpan
+from slimefsdp.sampling.requests import TopTokens
 
 _DRAWS = 64  # random numbers of a row that are made at once
+_TOP_ROWS = 128  # of logits that are held at once for their largest
 _BELOW_ONE = 1 - 2.0**-40
 _LARGEST_WORD = 2**32 - 1
 
@@ -48,6 +50,7 @@ class _Request:
     context: Sequence[int]  # the prompt, and of a sample that goes on after an update what it has drawn
     samples: list[_Sample]
     wants_prompt_log_probs: bool = False
+    prompt_top_k: int = 0
     cached: list[KeysValues] = field(default_factory=list)  # of the context, a pair a layer
     logits: torch.Tensor | None = None  # [vocab], after the context
 
@@ -124,6 +127,7 @@ class Sampler:
         self.tokens_drawn = 0  # so far, of all samples
         self._version = 0  # of the weights
         self._prompt_log_probs: list[tuple[int, np.ndarray]] = []  # that nobody has taken yet
+        self._prompt_top_tokens: dict[int, TopTokens] = {}  # by request
 
     @property
     def is_idle(self) -> bool:
@@ -151,13 +155,20 @@ class Sampler:
         return self._cache.nbytes
 
     def add(
-        self, prompt: Sequence[int], samples: int, params: SamplingParams, *, prompt_log_probs: bool = False
+        self,
+        prompt: Sequence[int],
+        samples: int,
+        params: SamplingParams,
+        *,
+        prompt_log_probs: bool = False,
+        prompt_top_k: int = 0,
     ) -> int:
         """Has samples of a prompt drawn in the steps to come, after those that wait already.
 
         Args:
             samples: from 1, or from 0 where the prompt's log-probs are asked for.
             prompt_log_probs: have `take_prompt_log_probs` return those of this prompt, once it is read.
+            prompt_top_k: and `take_prompt_top_tokens` so many of the likeliest tokens of each place; 0: none.
 
         Returns:
             the request's number, from 0.
@@ -177,7 +188,7 @@ class Sampler:
         number = self._next_request
         self._next_request += 1
         drawn = [_Sample((number, index), prompt, params, _generator(params.seed, index)) for index in range(samples)]
-        self._waiting.append(_Request(number, prompt, drawn, prompt_log_probs))
+        self._waiting.append(_Request(number, prompt, drawn, prompt_log_probs, prompt_top_k))
         return number
 
     def take_prompt_log_probs(self) -> list[tuple[int, np.ndarray]]:
@@ -188,6 +199,11 @@ class Sampler:
             the first; float32, or float64 where the model is. They are of the weights that read the prompt first.
         """
         taken, self._prompt_log_probs = self._prompt_log_probs, []
+        return taken
+
+    def take_prompt_top_tokens(self) -> dict[int, TopTokens]:
+        """The likeliest tokens of these prompts, by number of the request, for those that want them."""
+        taken, self._prompt_top_tokens = self._prompt_top_tokens, {}
         return taken
 
     def take_new_weights(self, version: int) -> None:
@@ -303,6 +319,9 @@ class Sampler:
             if request.wants_prompt_log_probs:
                 request.wants_prompt_log_probs = False
                 self._prompt_log_probs.append((request.number, self._prompt_log_probs_of(request, hidden[start:end])))
+                if request.prompt_top_k:
+                    top = self._top_tokens(hidden[start : end - 1], request.prompt_top_k)
+                    self._prompt_top_tokens[request.number] = top
 
     def _prompt_log_probs_of(self, request: _Request, hidden: torch.Tensor) -> np.ndarray:
         """[prompt tokens] from the prompt's [prompt tokens, hidden_dim], the bits that the trainer has of them."""
@@ -313,6 +332,14 @@ class Sampler:
         )
         _require_finite(int(found.isnan().sum()), len(found))
         return torch.cat([found.new_full((1,), torch.nan), found]).cpu().numpy()
+
+    def _top_tokens(self, hidden: torch.Tensor, k: int) -> TopTokens:
+        """The k likeliest tokens after each of [rows, hidden_dim]; logits are made of a few rows at a time."""
+        tops = [self._logits(rows).log_softmax(-1).topk(k) for rows in hidden.split(_TOP_ROWS)]
+        if not tops:
+            return TopTokens(np.zeros((0, k), np.int64), np.zeros((0, k), np.float32))
+        tokens, log_probs = torch.cat([top.indices for top in tops]), torch.cat([top.values for top in tops])
+        return TopTokens(tokens.cpu().numpy(), log_probs.cpu().numpy())
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] from [rows, hidden_dim], at least float32."""

@@ -19,7 +19,7 @@ import numpy as np
 from slimefsdp.distributed.torch_errors import is_out_of_memory
 from slimefsdp.errors import BatchError, ResourceError, StateError, byte_text
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
+from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats, TopTokens
 from slimefsdp.sampling.sampler import Completion, Sampler
 
 
@@ -49,6 +49,7 @@ class _Pending:
     samples: list[SampledTokens | None]
     left: int  # samples, and log-probs of the prompt
     prompt_log_probs: np.ndarray | None = None
+    prompt_top_tokens: TopTokens | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -170,9 +171,21 @@ class VersionedSampler:
                 field="num_samples",
                 hint="ask for as many in several requests, or for at least one",
             )
+        most = self._policy.hf.config.get_text_config().vocab_size if request.prompt_log_probs else 0
+        if type(request.prompt_top_k) is not int or not 0 <= request.prompt_top_k <= most:
+            raise BatchError(
+                f"prompt_top_k={request.prompt_top_k!r}; it must be from 0 to {most}, the vocabulary, and 0 without "
+                "prompt_log_probs",
+                field="prompt_top_k",
+                hint="ask for fewer tokens",
+            )
         was_idle = lane.sampler.is_idle
         inside = lane.sampler.add(
-            prompt, request.num_samples, request.params, prompt_log_probs=request.prompt_log_probs
+            prompt,
+            request.num_samples,
+            request.params,
+            prompt_log_probs=request.prompt_log_probs,
+            prompt_top_k=request.prompt_top_k,
         )
         number, self._next_number = self._next_number, self._next_number + 1
         left = request.num_samples + request.prompt_log_probs
@@ -213,6 +226,7 @@ class VersionedSampler:
         except Exception as error:  # the sampler holds nothing of this version any more; others go on
             meant = _meant(error)
             lane.sampler.take_prompt_log_probs()
+            lane.sampler.take_prompt_top_tokens()
             for pending in lane.pending.values():
                 del self._lane_of[pending.number]
                 answers.append((pending.number, meant))
@@ -260,9 +274,11 @@ class VersionedSampler:
     def _taken(self, lane: _Lane, ended: Sequence[tuple[int, int, Completion]]) -> list[tuple[int, SampleAnswer]]:
         """Puts what has come to its requests; returns those that are complete."""
         came: list[int] = []
+        tops = lane.sampler.take_prompt_top_tokens()
         for inside, log_probs in lane.sampler.take_prompt_log_probs():
             if inside in lane.pending:
                 lane.pending[inside].prompt_log_probs = log_probs
+                lane.pending[inside].prompt_top_tokens = tops.get(inside)
                 came.append(inside)
         for inside, place, one in ended:
             lane.pending[inside].samples[place] = SampledTokens(one.tokens, one.log_probs, one.finish_reason)
@@ -274,7 +290,9 @@ class VersionedSampler:
             if pending.left == 0:
                 del lane.pending[inside], self._lane_of[pending.number]
                 samples = [sample for sample in pending.samples if sample is not None]
-                answers.append((pending.number, SampleAnswer(samples, pending.prompt_log_probs)))
+                answers.append(
+                    (pending.number, SampleAnswer(samples, pending.prompt_log_probs, pending.prompt_top_tokens))
+                )
         return answers
 
     def _checked_prompt(self, request: SampleRequest) -> list[int]:

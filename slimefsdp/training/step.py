@@ -156,7 +156,7 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
         advantages = _penalized_advantages(state, batch, _kl_penalty(config, old, reference, coefficient))
     return replace(
         inputs,
-        advantages=torch.from_numpy(advantages),
+        advantages=_tensor(advantages),
         old_log_probs=old,
         old_is_rollout=is_rollout,
         ref_log_probs=reference,

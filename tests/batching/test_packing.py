@@ -32,7 +32,11 @@ def batches(draw: st.DrawFn) -> tuple[RolloutBatch, np.ndarray]:
     samples[0]["loss_mask"][0] = True  # a batch must train on something
     order = draw(st.permutations(range(len(samples))))
     chosen = order[: draw(st.integers(1, len(order)))]
-    return RolloutBatch.from_samples(samples), np.array(chosen, dtype=np.int64)
+    batch = RolloutBatch.from_samples(samples)
+    if draw(st.booleans()):
+        count = batch.num_response_tokens
+        batch = batch.replace(target_tokens=draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)))
+    return batch, np.array(chosen, dtype=np.int64)
 
 
 def packed_by_hand(batch: RolloutBatch, chosen: Sequence[int], *, trained_only: bool) -> dict[str, list[int]]:
@@ -49,7 +53,7 @@ def packed_by_hand(batch: RolloutBatch, chosen: Sequence[int], *, trained_only: 
                 continue
             place = len(tokens) - response + i
             result["rows"].append(base + place - 1)
-            result["targets"].append(tokens[place])
+            result["targets"].append(samples[index].get("target_tokens", tokens[len(tokens) - response :])[i])
             result["response_index"].append(before + i)
         result["tokens"] += tokens
         result["positions"] += range(len(tokens))

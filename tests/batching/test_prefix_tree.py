@@ -76,10 +76,14 @@ def test_no_shared_node_is_shorter_than_asked(samples, least, random):
             assert packed.cu_seqlens[node + 1] - packed.cu_seqlens[node] >= least
 
 
-@given(related_samples(), st.integers(1, 6), st.booleans(), st.randoms())
+@given(related_samples(), st.integers(1, 6), st.booleans(), st.booleans(), st.randoms())
 @examples(300)
-def test_every_predicted_token_of_a_forest_is_predicted_from_its_own_sample(samples, least, trained_only, random):
+def test_every_predicted_token_of_a_forest_is_predicted_from_its_own_sample(
+    samples, least, trained_only, has_targets, random
+):
     batch = batch_of(samples)
+    if has_targets:
+        batch = batch.replace(target_tokens=[random.randint(0, 3) for _ in range(batch.num_response_tokens)])
     shared = find_prefixes(batch.tokens, batch.lengths, least)
     if shared is None:
         return
@@ -93,7 +97,11 @@ def test_every_predicted_token_of_a_forest_is_predicted_from_its_own_sample(samp
         seen = [row for row in paths[int(packed.rows[pair])] if row <= packed.rows[pair]]
         assert packed.tokens[seen].tolist() == tokens_of(batch, sample)[:place].tolist()
         assert packed.positions[seen].tolist() == list(range(place))
-        assert packed.targets[pair] == tokens_of(batch, sample)[place]
+        wanted = batch.target_tokens[response] if has_targets else tokens_of(batch, sample)[place]
+        assert packed.targets[pair] == wanted
+    if has_targets:  # what several samples ask of one row is one pair
+        of_pairs = list(zip(packed.rows.tolist(), packed.targets.tolist(), strict=True))
+        assert len(set(of_pairs)) == len(of_pairs)
     wanted = np.isin(batch.sample_ids, chosen) & (batch.mask if trained_only else True)
     assert sorted(packed.response_index.tolist()) == np.flatnonzero(wanted).tolist()
 

@@ -52,6 +52,8 @@ from tests.support.rollouts import LOG_PROB_KEYS, as_lists, batches, sample_list
         ({"weight_version": -1}, "weight_version", [-1]),
         ({"weight_version": 1.0}, "weight_version", [1.0]),
         ({"weight_versions": [0, 1, -2, 3, 4]}, "weight_versions", ["sample 1, response token 1", -2]),
+        ({"target_tokens": [0, 1, 2, -3, 4]}, "target_tokens", ["sample 1, response token 2", -3]),
+        ({"target_tokens": [0.5, 1, 2, 3, 4]}, "target_tokens", ["0.5", "int64"]),
         ({"weight_version": 2**63}, "weight_version", [2**63]),
     ],
 )
@@ -92,6 +94,8 @@ def test_token_ids_outside_the_vocabulary_are_named():
     batch.check_token_ids(100)
     with refused(BatchError, "tokens", "sample 1, token 1", 50):
         batch.check_token_ids(50)
+    with refused(BatchError, "target_tokens", "sample 2, response token 0", 100):
+        batch.replace(target_tokens=[0, 1, 2, 3, 100]).check_token_ids(100)
 
 
 # ---- what construction makes of its arguments
@@ -251,7 +255,7 @@ def test_unpickling_over_shared_read_only_memory_neither_copies_nor_validates(mo
         ((), {}, "tokens"),
         (([1, 2],), {"lengths": [2]}, "response_lengths"),
         (([1, 2],), {"tokens": [1, 2], "lengths": [2], "response_lengths": [1]}, "RolloutBatch"),
-        (([1],) * 19, {}, "RolloutBatch"),
+        (([1],) * 20, {}, "RolloutBatch"),
     ],
 )
 def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field):

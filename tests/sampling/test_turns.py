@@ -88,6 +88,32 @@ def test_log_probs_of_samples_and_prompts_are_those_of_peft_in_float64(
     assert firsts[None] != firsts["small"] != firsts["large"]
 
 
+def test_the_likeliest_tokens_of_a_prompts_places_are_those_of_a_plain_model(
+    base: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slimefsdp.sampling.sampler._TOP_ROWS", 2)
+    requests = [
+        asked(version, prompt, int(k == 5), prompt_log_probs=True, prompt_top_k=k)
+        for version in (None, "v2")
+        for prompt in PROMPTS
+        for k in (0, 1, 5, 97)
+    ]
+    with KeepFloat64():
+        answers = answers_of(holding(base, folders, dtype=torch.float64), requests)
+    models = {None: opened(base, None), "v2": opened(base, folders["v2"])}
+    for request, answer in zip(requests, answers, strict=True):
+        assert isinstance(answer, SampleAnswer) and len(answer.samples) == request.num_samples
+        top = answer.prompt_top_tokens
+        assert (top is None) == (request.prompt_top_k == 0)
+        if top is None:
+            continue
+        with torch.no_grad(), KeepFloat64():
+            logits = models[request.version](input_ids=torch.tensor([list(request.prompt)])).logits[0, :-1]
+        expected = logits.log_softmax(-1).topk(request.prompt_top_k)
+        assert top.tokens.tolist() == expected.indices.tolist()
+        assert np.abs(top.log_probs - expected.values.numpy()).max(initial=0.0) <= 1e-12
+
+
 def test_versions_that_are_sampled_together_get_what_each_gets_alone(base: Path, folders: dict[str, Path]) -> None:
     requests = [
         asked(version, prompt, 1 + seed, seed, max_new_tokens=4 + seed, temperature=1.2, prompt_log_probs=seed == 1)
@@ -279,6 +305,8 @@ def test_requests_that_cannot_be_are_refused_by_field(base: Path, folders: dict[
         (asked(None, [1], 1.0), "num_samples", [1.0]),  # type: ignore[arg-type]
         (asked(None, [1] * 500, max_new_tokens=13), "max_new_tokens", [500, 13, 512]),
         (asked(None, [1] * 513, 0, prompt_log_probs=True), "prompt", [513, 512]),
+        (asked(None, [1], prompt_log_probs=True, prompt_top_k=98), "prompt_top_k", [98, 97]),
+        (asked(None, [1], prompt_top_k=1), "prompt_top_k", [1]),
         (asked(None, [1], stop=("x",)), "stop", []),
     ]:
         with refused(BatchError, field, *named):

@@ -20,12 +20,25 @@ from actors.service.datums import work_of
 from slimefsdp.errors import BatchError, SlimeError
 from tests.support.service import Served, datum, log_probs_of, message, tokens_of
 
-ONE = np.ones(3)
+ONE, TWO = np.ones(3), np.ones((3, 2))
 RL = {"logprobs": -ONE, "advantages": ONE}
+SPARSE = schema.Tensor(
+    sparse_csr={
+        "values": np.ones(1, "<f4").tobytes(), "col_indices": np.array([2], "<i8").tobytes(),
+        "crow_indices": np.array([0, 1, 1, 1], "<i8").tobytes(),
+    },
+    dtype=1, shape=[3, 2],
+)  # fmt: skip
 BAD: dict[str, tuple[Any, str]] = {
-    "another target": (message(target_tokens=np.array([4, 9, 6])), "target 1 is 9"),
-    "two targets a token": (message(target_tokens=np.ones((3, 2), int)), r"\[3, 2\]"),
-    "too few": (message(weights=np.ones(2)), "send 3 values"),
+    "too many targets a token": (message(target_tokens=np.ones((3, 257), int)), r"\[3, 257\]"),
+    "no targets a token": (message(target_tokens=np.ones((3, 0), int)), r"\[3, 0\]"),
+    "three axes": (message(target_tokens=np.ones((3, 1, 1), int)), r"\[3, 1, 1\]"),
+    "two targets a token and one weight": (message(target_tokens=np.ones((3, 2), int), weights=ONE), r"\[3, 2\]"),
+    "two targets a token of ppo": (
+        message(loss="ppo", target_tokens=np.ones((3, 2), int), logprobs=-TWO, advantages=TWO), "cross_entropy"
+    ),
+    "too few": (message(weights=np.ones(2)), r"\[2\]"),
+    "too few bytes": (message(weights=schema.Tensor(dense=b"1234", dtype=1, shape=[3])), "4 bytes"),
     "no number": (message(weights=np.array([1.0, math.nan, 1.0])), "value 1 is not finite"),
     "tokens of floats": (message(target_tokens=np.array([4.0, 5.0, 6.0])), "send integers"),
     "no targets": (message(target_tokens=None), "target_tokens is missing"),
@@ -34,7 +47,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "out of the vocabulary": (message(target_tokens=np.array([4, 5, 10**6])), "vocabulary"),
     "another loss": (message(loss="stable_reinforce"), "cross_entropy, importance_sampling"),
     "a dtype": (message(weights=schema.Tensor(dense=b"0" * 6, dtype=4, shape=[3])), "number 4"),
-    "sparse": (message(weights=schema.Tensor(sparse_csr={}, dtype=1, shape=[3])), "supported alone"),
+    "sparse without rows": (message(weights=schema.Tensor(sparse_csr={}, dtype=1, shape=[3])), "sparse"),
+    "sparse beyond its shape": (message(target_tokens=np.ones((3, 2), int), weights=SPARSE), "sparse"),
     "no beta": (message(loss="dro", **RL), "needs beta"),
     "an advantage outside": (
         message(loss="gspo", sequence_ratio_mask=np.array([0.0, 1.0, 1.0]), **RL), "outside of it"

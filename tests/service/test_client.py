@@ -132,6 +132,37 @@ def test_a_loss_is_its_formula_and_its_update_lowers_it(served: Served, client: 
     assert training.forward(data, loss, loss_fn_config=LOSSES[loss]).result().metrics["loss:sum"] < expected
 
 
+def test_a_teachers_likeliest_tokens_are_targets_of_which_a_student_learns(served: Served, client: Any) -> None:
+    teacher = served.training_client(client)
+    prompt = types.ModelInput.from_ints(tokens_of(0))
+    teacher.forward_backward([weighted(1)], "cross_entropy")
+    teacher.optim_step(ADAM).result()
+    sampler = teacher.save_weights_and_get_sampling_client().result()
+    asked = types.SamplingParams(max_tokens=1)
+    said = sampler.sample(prompt, 1, asked, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+    assert said.topk_prompt_logprobs[0] is None and len(said.topk_prompt_logprobs) == prompt.length
+    likeliest = [[token for token, _ in place] for place in said.topk_prompt_logprobs[1:]]
+    log_probs = np.array([[log_prob for _, log_prob in place] for place in said.topk_prompt_logprobs[1:]])
+    assert (np.diff(log_probs) <= 0).all()
+    few = sampler.sample(
+        prompt, 1, asked, include_prompt_logprobs=True, topk_prompt_logprobs=3, prompt_logprobs_last_n=4
+    ).result()
+    assert few.topk_prompt_logprobs == [None] * (prompt.length - 4) + said.topk_prompt_logprobs[-4:]
+    targets = types.TensorData.from_numpy(np.array(likeliest, np.int64))
+    weights = np.exp(log_probs).astype(np.float32)
+    weights[::2] = 0  # which the client sends as a sparse tensor
+    inputs = {"target_tokens": targets, "weights": types.TensorData.from_numpy(weights)}
+    data = [types.Datum(model_input=types.ModelInput.from_ints(tokens_of(0)[:-1]), loss_fn_inputs=inputs)]
+    (found,) = log_probs_of(teacher.forward(data, "cross_entropy").result())
+    assert found.shape == log_probs.shape and np.abs(found - log_probs).max() < 5e-5
+    student = served.training_client(client, seed=7)
+    losses = []
+    for _ in range(4):
+        losses.append(student.forward_backward(data, "cross_entropy").result().metrics["loss:sum"])
+        student.optim_step(types.AdamParams(learning_rate=5e-3, eps=1e-8)).result()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.5
+
+
 def test_a_loss_of_the_clients_own_is_differentiated_by_it(served: Served, client: Any) -> None:
     training = served.training_client(client)
     data = [datum(tokens_of(seed)) for seed in range(3)]
@@ -152,7 +183,7 @@ def test_what_is_not_supported_fails_by_name_and_the_next_update_is_refused_once
         (good, "stable_reinforce", "stable_reinforce"),
         ([datum([3, 4, 10**6])], "cross_entropy", "vocabulary"),
         ([datum(tokens_of(0), weights=[float("nan")] * 11)], "cross_entropy", "weights"),
-        ([types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [9, 9]})],
+        ([types.Datum(model_input=types.ModelInput.from_ints([3, 4]), loss_fn_inputs={"target_tokens": [9]})],
          "cross_entropy", "target"),
     ):  # fmt: skip
         with pytest.raises(Exception, match=word):

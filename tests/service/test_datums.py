@@ -18,6 +18,7 @@ from tests.support.datums import VOCABULARY, parts_of, plain, request
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
+from tests.support.service import message
 
 CPU = torch.device("cpu")
 
@@ -54,6 +55,53 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_api_in_float64(
     assert np.diff(offsets).tolist() == work.batch.response_lengths.tolist() and record.num_datums == 12
     assert np.array_equal(np.frombuffer(record.fields["logprobs"].data, "<f4"), said.astype(np.float32))
     assert output.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("share", ["never", "always"])
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [("importance_sampling", ()), ("cross_entropy", ()), ("cross_entropy", (1,)), ("cross_entropy", (3,))],
+)
+def test_targets_may_be_others_than_the_next_token_and_several_a_token(
+    folder: Path, ranks: RankPool, loss: str, targets: tuple[int, ...], share: str
+) -> None:
+    data = request(loss, 12, targets=targets, longest=40)
+    alone = {"kl_coefficient": 0.0, "entropy_coefficient": 0.0}
+    batch = {"max_tokens_per_rank": 256, "share_prefixes": share}
+    config = settings(folder, loss=alone, rollout={"temperature": 1.0}, batch=batch)
+    with KeepFloat64():
+        expected, losses, now = plain(folder, data)
+    found, (said,) = ranks.run(1, gradients, config, [data])[0]
+    assert largest_difference(found, expected) <= 1e-12 * max(1.0, max(float(g.abs().max()) for g in expected.values()))
+    work = work_of(schema.ForwardBackwardRequest.FromString(data), vocab_size=VOCABULARY, max_tokens=64)
+    output = schema.ForwardBackwardOutput.FromString(output_of(work, said))
+    (record,) = output.loss_fn_outputs
+    for name, values in (("logprobs", now), ("elementwise_loss", losses)):
+        field = record.fields[name]
+        np.testing.assert_allclose(np.frombuffer(field.data, "<f4"), values, rtol=1e-5, atol=1e-6)
+        assert tuple(field.trailing_shape) == targets
+        sizes = np.diff(np.frombuffer(field.offsets, "<i8")) // 4
+        assert sizes.tolist() == [(1 + 3 * number % 40) * int(np.prod(targets)) for number in range(12)]
+    assert output.metrics["tokens:sum"] == sum(1 + 3 * number % 40 for number in range(12))
+    assert work.num_tokens == sum(2 + 3 * number % 40 for number in range(12))
+
+
+def test_a_sparse_tensor_is_the_dense_one() -> None:
+    dense = np.array([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 0.5, 0.0]])
+    sparse = schema.SparseCsr(
+        values=np.array([2.0, -1.0, 0.5], "<f4").tobytes(),
+        crow_indices=np.array([0, 1, 1, 3], "<i8").tobytes(),
+        col_indices=np.array([1, 0, 1], "<i8").tobytes(),
+    )
+    tokens = np.arange(9).reshape(3, 3)
+    works = [
+        work_of(message(target_tokens=tokens, weights=weights), vocab_size=VOCABULARY, max_tokens=64)
+        for weights in (dense, schema.Tensor(sparse_csr=sparse, dtype=schema.DTYPE_FLOAT32, shape=[3, 3]))
+    ]
+    assert works[0].batch.same_as(works[1].batch) and works[0].targets == works[1].targets == 3
+    assert works[0].batch.loss_weights is not None and works[0].batch.target_tokens is not None
+    assert works[0].batch.loss_weights.tolist() == dense.T.ravel().tolist()
+    assert works[0].batch.target_tokens.tolist() == tokens.T.ravel().tolist()
 
 
 @pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +22,7 @@ from actors.service.serve import listening
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError
-from tests.support.service import datum, log_probs_of, service_tree, tokens_of
+from tests.support.service import Server, datum, log_probs_of, service_tree, tokens_of
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -88,27 +86,6 @@ def test_a_server_of_all_weights_needs_room_for_one_more_model(
     file.write_text(yaml.safe_dump(tree | {"lora": {"rank": 8}}))
     assert main(["serve", str(file), "lora.rank=null"]) == ConfigError.exit_code
     assert "service.max_version_bytes=100000 holds no version" in capsys.readouterr().err
-
-
-class Server:
-    """`slimefsdp serve` in a process group of its own."""
-
-    def __init__(self, file: Path, *overrides: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "actors.cli", "serve", str(file), *overrides],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=file.parent, start_new_session=True,
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert self.process.stdout is not None
-        (self.url,) = re.findall(r"serving .+ at (http://\S+)", self.process.stdout.readline())
-
-    def end(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(PATIENCE_S)
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @pytest.mark.slow  # starts Ray, ranks and an engine twice, and two clients

@@ -20,17 +20,30 @@ CONFIG: dict[str, dict[str, float]] = {
 VOCABULARY = 96
 
 
-def request(loss: str, count: int, seed: int = 0, vocabulary: int = VOCABULARY) -> bytes:
-    """Of ragged datums, of one token and more, whose log-probs are near those of a random model."""
+def request(
+    loss: str,
+    count: int,
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+    *,
+    targets: tuple[int, ...] | None = None,
+    longest: int = 9,
+) -> bytes:
+    """Of ragged datums, of one token and more, whose log-probs are near those of a random model.
+
+    Args:
+        targets: K of random targets [N, K], of which some are 0; () of random ones [N]; None: the next tokens.
+    """
     rng = np.random.default_rng(seed)
     made = schema.ForwardBackwardRequest(model_id="s:train:0", seq_id=1, loss_fn=loss)
     made.loss_fn_config.update(CONFIG.get(loss, {}))
     for number in range(count):
-        size = 1 + (number * 3) % 9
+        size = 1 + (number * 3) % longest
         tokens = rng.integers(0, vocabulary, size + 1)
+        shape = (size, *(targets or ()))
         inputs = {
-            "target_tokens": tokens[1:],
-            "weights": rng.normal(size=size),
+            "target_tokens": tokens[1:] if targets is None else rng.integers(0, vocabulary, shape) * rng.integers(2),
+            "weights": rng.normal(size=shape),
             "logprobs": -np.log(vocabulary) + rng.normal(0, 0.15, size),
             "advantages": rng.normal(size=size) * (rng.random(size) < 0.8),
             "sequence_ratio_mask": np.ones(size),
@@ -44,7 +57,7 @@ def request(loss: str, count: int, seed: int = 0, vocabulary: int = VOCABULARY) 
             is_tokens = name == "target_tokens"
             tensor.dense = inputs[name].astype("<i8" if is_tokens else "<f4").tobytes()
             tensor.dtype = schema.DTYPE_INT64 if is_tokens else schema.DTYPE_FLOAT32
-            tensor.shape.append(size)
+            tensor.shape.extend(inputs[name].shape)
     return bytes(made.SerializeToString())
 
 
@@ -72,8 +85,9 @@ def plain(folder: Path, data: bytes) -> tuple[dict[str, torch.Tensor], list[floa
             name: torch.tensor(np.frombuffer(one.dense, "<f4" if one.dtype == schema.DTYPE_FLOAT32 else "<i8"))
             for name, one in datum.loss_fn_inputs.items()
         }
-        now = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(-1, given.pop("target_tokens")[:, None])
-        now, given = now[:, 0], {name: value.double() for name, value in given.items()}
+        targets = given.pop("target_tokens").reshape(len(tokens), -1)
+        now = model(input_ids=tokens[None]).logits[0].log_softmax(-1).gather(-1, targets).flatten()
+        given = {name: value.double() for name, value in given.items()}
         if loss == "cross_entropy":
             each = -given["weights"] * now
         else:

@@ -18,6 +18,7 @@ VALUES = {
     **dict.fromkeys(LOG_PROB_KEYS, st.floats(-1024, 0, width=32)),
     "group_id": INT64,
     "weight_versions": st.integers(0, 2**63 - 1),
+    "target_tokens": st.integers(0, 2**63 - 1),
     "loss_mask": st.booleans(),
 }
 

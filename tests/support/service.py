@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +21,9 @@ from tinker import types
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.service import schema
 from slimefsdp.config import RunConfig
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -114,3 +122,24 @@ def service_tree(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[
     for name, values in sections.items():
         settings[name] = {**settings.get(name, {}), **values}
     return settings
+
+
+class Server:
+    """`slimefsdp serve` in a process group of its own."""
+
+    def __init__(self, file: Path, *overrides: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "actors.cli", "serve", str(file), *overrides],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=file.parent, start_new_session=True,
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        (self.url,) = re.findall(r"serving .+ at (http://\S+)", self.process.stdout.readline())
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)

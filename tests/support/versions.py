@@ -79,8 +79,8 @@ def holding(base: Path, folders: dict[str, Path], **others: Any) -> VersionedSam
 
 def asked(version: str | None, prompt: Sequence[int], samples: int = 1, seed: int = 0, **changes: Any) -> SampleRequest:
     params: dict[str, Any] = {"max_new_tokens": 6, "tempered": False, "seed": (seed,), **changes}
-    with_prompt = params.pop("prompt_log_probs", False)
-    return SampleRequest(version, prompt, samples, SamplingParams(**params), with_prompt)
+    with_prompt, top_k = params.pop("prompt_log_probs", False), params.pop("prompt_top_k", 0)
+    return SampleRequest(version, prompt, samples, SamplingParams(**params), with_prompt, top_k)
 
 
 def answers_of(sampler: VersionedSampler, requests: Sequence[SampleRequest]) -> list[SampleAnswer | Exception]:
