@@ -11,13 +11,14 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from actors.service import wire
 from actors.service.catalogue import Catalogue, Saved, adapter_of, whole_name
 from actors.workers.group_calls import Future, GroupCalls, RankRequest
-from slimefsdp.checkpoint.store import NAMED, CheckpointStore
+from slimefsdp.checkpoint.store import NAMED, CheckpointStore, remove
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, StateError
 
@@ -74,7 +75,7 @@ class RunWeights(Protocol):
         ...
 
     def end(self, run: str) -> None:
-        """Forgets a run, but for what it left on the disk."""
+        """Forgets a run, but for what it saved under a name."""
         ...
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
@@ -105,7 +106,8 @@ class AdapterPerRun:
     """
 
     def __init__(self, config: RunConfig, group: GroupCalls, catalogue: Catalogue) -> None:
-        assert config.lora.rank is not None
+        assert config.lora.rank is not None and config.run.dir is not None
+        self._run_dir = config.run.dir
         self._most, self._settings = config.lora.rank, config.lora
         self._group, self._catalogue = group, catalogue
 
@@ -156,8 +158,16 @@ class AdapterPerRun:
         self._group.create_adapter(adapter_of(run), rank=rank, alpha=self._settings.alpha)
 
     def end(self, run: str) -> None:
-        """Deletes its adapter."""
-        self._group.delete_adapter(adapter_of(run))
+        """Deletes its adapter, and what nobody can ask for any more: checkpoints without a name, and copies."""
+        try:
+            self._group.delete_adapter(adapter_of(run))
+        finally:
+            store = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run))
+            copies = (store.root / NAMED).glob(f"{_LOADED}*")
+            unnamed = (path for path in store.root.glob("*") if path.name != NAMED)
+            for path in [*copies, *unnamed]:
+                with suppress(OSError):
+                    remove(path)
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
         """Another run's checkpoint is copied first: that run may delete it."""

@@ -176,6 +176,22 @@ def test_runs_without_a_checkpoint_and_those_that_have_ended_do_not_come_back(st
     assert [one.run for one in again.catalogue.kept_runs()] == [runs[3]]
 
 
+def test_of_a_run_that_has_ended_the_disk_has_what_it_saved_under_a_name(start: Start) -> None:
+    service = start()
+    http = client(service)
+    other, run = new_run(http), new_run(http)
+    path = posted(http, "save_weights", model_id=other, seq_id=1, path="mine")["path"]
+    train(http, run, 1, 3)
+    posted(http, "load_weights", model_id=run, seq_id=5, path=path, optimizer=True)
+    posted(http, "save_weights", model_id=run, seq_id=6, path="kept")
+    folder = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run)).root
+    names = {one.name for one in folder.iterdir()}, {one.name for one in (folder / "named").iterdir()}
+    assert "step_00000002" in names[0] and len(names[1]) == 2 and "kept" in names[1]
+    posted(http, "unload_model", model_id=run)
+    assert [one.name for one in folder.iterdir()] == ["named"]
+    assert [one.name for one in (folder / "named").iterdir()] == ["kept"]
+
+
 def test_what_was_done_after_an_end_in_order_is_missed_after_one_without_warning(start: Start) -> None:
     first = start()
     with TestClient(make_app(first)) as http:
