@@ -39,6 +39,8 @@ def launch_named(config: RunConfig, name: str) -> NamedGroup:
     config = with_model_folders(config)
     connect(config)
     require_lasting_cluster()
+    # of this program's folder, which its process and ranks do not share
+    config = config.with_model_paths({field: path.absolute() for field, path in config.model_paths.items()})
     if config.run.dir is not None:
         run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
         config = config.model_copy(update={"run": run})
@@ -90,9 +92,11 @@ class GroupHost:
     def __init__(self, name: str, config: RunConfig) -> None:
         self._name, self._config = name, config
         self._group: SupervisedGroup | None = None
+        self._launch_failure: Exception | None = None
         self._launched = time.time()
         self._lock = threading.Lock()
         self._clients: dict[str, tuple[Client, float]] = {}  # with when it was last heard of, of `time.monotonic`
+        self._left: set[str] = set()
         self._writer: str | None = None
         self._is_stopping = False
         self._tickets = itertools.count()
@@ -105,6 +109,7 @@ class GroupHost:
         try:
             self._group = SupervisedGroup.launch(self._config)
         except Exception as error:
+            self._launch_failure = error  # also for whoever asks when the program that launched it is gone
             raise portable(error) from None
         self._config = self._group.config
 
@@ -154,6 +159,8 @@ class GroupHost:
             StateError: it wants to write, and another one does; or the group is not there yet, or not any more.
         """
         group = self._of_role("actor")
+        if group.failure is not None:
+            raise self._ended(group.failure)
         with self._lock:
             self._require_going_on()
             writer = self._present_writer()
@@ -174,16 +181,17 @@ class GroupHost:
     def renew(self, client: Client) -> None:
         """A program is there."""
         with self._lock:
-            self._clients[client.id] = client, time.monotonic()
+            if client.id not in self._left:  # which it may have since it said so
+                self._clients[client.id] = client, time.monotonic()
 
     @ray.method(concurrency_group="control")
     def detach(self, client: str) -> None:
         """A program has left."""
         with self._lock:
             self._clients.pop(client, None)
+            self._left.add(client)
             if self._writer == client:
                 self._writer = None
-        self._forget_answers({client})
 
     @ray.method(concurrency_group="control")
     def receivers(self, role: Role) -> list[Any]:
@@ -199,12 +207,15 @@ class GroupHost:
     def status(self) -> GroupStatus:
         """What is known of the group, without asking more of its ranks than whether they are there."""
         first = None
-        if self._group is not None and not self._is_stopping:
+        failure = self._launch_failure if self._group is None else self._group.failure
+        if self._group is not None and failure is None and not self._is_stopping:
             first = self._group.health(timeout_s=2.0)[0]
         with self._lock:
             writer = self._present_writer()
             readers = [client.program for client in self._present() if client is not writer]
         state = "launching" if self._group is None else "ending" if self._is_stopping else "ready"
+        if failure is not None:
+            state = f"ended by {type(failure).__name__}: {failure}"
         return GroupStatus(
             self._name,
             state,
@@ -243,12 +254,21 @@ class GroupHost:
 
     def _of_role(self, role: Role) -> SupervisedGroup:
         group = self._group
+        if self._launch_failure is not None:
+            raise self._ended(self._launch_failure)
         if group is None:
             problem = f"the group {self._name} is being launched"
             raise StateError(problem, field="name", hint="try again when `slimefsdp status` says that it is ready")
         found = {"actor": group, "critic": group.critic, "ref": group.reference_group}[role]
         assert found is not None
         return found
+
+    def _ended(self, failure: Exception) -> StateError:
+        return StateError(
+            f"the group {self._name} has ended by {type(failure).__name__}: {failure}",
+            field="name",
+            hint=f"remove it by `slimefsdp stop {self._name}`, and launch it again",
+        )
 
     def _require_going_on(self) -> None:
         if self._is_stopping:

@@ -97,6 +97,11 @@ class SupervisedGroup(GroupCalls):
         return tuple(self._supervisor.recoveries)
 
     @property
+    def failure(self) -> Exception | None:
+        """What the job has ended with, which every call raises; None: it goes on."""
+        return self._supervisor.failure
+
+    @property
     def places(self) -> PlacementGroups:
         """As of `WorkerGroup`; they are kept when the group is replaced."""
         return self._group.places
@@ -166,6 +171,11 @@ class Supervisor:
         found = {"actor": self._actor, "critic": self._actor.critic, "ref": self._actor.reference_group}[role]
         assert found is not None
         return found
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why there is no group any more."""
+        return self._final
 
     def submit(self, role: Role, request: RankRequest) -> QueuedCall:
         """Takes a call, which begins when those before it have begun.

@@ -14,12 +14,13 @@ import threading
 import time
 import uuid
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from actors.cluster.connect import join
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
@@ -57,7 +58,7 @@ class GroupStatus:
     """A named group, as `slimefsdp status` shows it."""
 
     name: str
-    state: str  # launching, ready, or ended by: an error
+    state: str  # launching, ready, ending, or `ended by` an error
     model: str
     ranks: int
     launched: float  # seconds since the epoch
@@ -158,12 +159,15 @@ class NamedGroup(GroupCalls):
         Raises:
             StateError: this program is not its writer.
         """
-        if not self._membership.has_left:
+        if self.role == "actor" and not self._membership.has_left:
             end_host(self._membership.host, self.name, self._membership.client.id)
-            self._membership.leave()
+            self._membership.forget()
 
     def _start(self, request: RankRequest) -> HostCall:
         member = self._membership
+        if request.name in ("export_hf", "export_adapter"):  # in this program's folder, which ranks do not share
+            path, *others = request.args
+            request = replace(request, args=(Path(path).absolute(), *others))
         ticket = member.ask("begin", member.client.id, self.role, request, within_s=None)
         return HostCall(member.name, request.name, member.host.result.remote(ticket))
 
@@ -198,6 +202,11 @@ class Membership:
     def leave(self) -> None:
         """Gives the place up; idempotent."""
         self._finalizer()
+
+    def forget(self) -> None:
+        """There is no place any more."""
+        self._over.set()
+        self._finalizer.detach()
 
 
 def _renew(host: Any, client: Client, over: threading.Event) -> None:
@@ -244,7 +253,7 @@ def ask(host: Any, name: str, method: str, *args: Any, within_s: float | None = 
         within_s: None: it answers when ranks have.
 
     Raises:
-        WorkerDied: it has ended. StateError: it does not answer. SlimeError: what it raised.
+        WorkerDied: it has ended. StateError: it does not answer, or cannot be reached. SlimeError: what it raised.
     """
     require_cluster()
     return _answer_of(getattr(host, method).remote(*args), name, method, within_s)
@@ -282,6 +291,12 @@ def _answer_of(reference: Any, group: str, call: str, within_s: float | None = N
         if isinstance(error.cause, SlimeError):
             raise error.cause from None
         raise
+    except ActorUnavailableError as error:  # by a connection that broke; Ray says so of a process that may be there
+        raise StateError(
+            f"the process of the group {group} cannot be reached, and whether it did {call} is not known: {error}",
+            field="name",
+            hint="look at the network; `slimefsdp status` says how far the group is",
+        ) from None
     except RayActorError as error:
         said = next(iter(str(error).splitlines()), "")
         raise WorkerDied(

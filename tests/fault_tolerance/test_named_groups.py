@@ -32,7 +32,7 @@ from tests.support.waiting import is_alive, wait_until
 class Calls:
     """A group whose calls end when they are told to, or with what they are given."""
 
-    critic = reference_group = None
+    critic = reference_group = failure = None
     recoveries = ()
 
     def __init__(self) -> None:
@@ -160,9 +160,35 @@ def test_a_group_ends_by_its_writer_or_where_nobody_writes(host: GroupHost) -> N
         host.attach(Client("d", "four:4", False))
 
 
-def test_a_group_that_is_being_launched_lets_nobody_in() -> None:
+def test_a_group_that_is_not_there_yet_or_not_any_more_lets_nobody_in_and_says_why(
+    host: GroupHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = GroupHost("policy", settings())
+    assert new.status().state == "launching"
     with refused(StateError, "name", "policy"):
-        GroupHost("policy", settings()).attach(Client("a", "one:1", True))
+        new.attach(Client("a", "one:1", True))
+
+    def fails(_: RunConfig) -> Any:
+        raise ResourceError("too small", field="mesh.dp", hint="use fewer")
+
+    monkeypatch.setattr(group_host.SupervisedGroup, "launch", fails)
+    with refused(ResourceError, "mesh.dp"):
+        new.launch()
+    host._group.failure = WorkerDied("gone", hint="look")  # type: ignore[union-attr, misc]
+    for ended, why in ((new, "too small"), (host, "gone")):
+        assert ended.status().state.startswith("ended by") and why in ended.status().state
+        with refused(StateError, "name", "policy", why):
+            ended.attach(Client("a", "one:1", False))
+
+
+def test_who_has_left_is_not_heard_of_again_and_its_calls_keep_their_answers(host: GroupHost) -> None:
+    writer = Client("a", "one:1", True)
+    host.attach(writer)
+    ticket = host.begin("a", "actor", request("train_step"))
+    host.detach("a")
+    host.renew(writer)  # sent before, and late
+    assert (host.status().writer, host.status().readers) == (None, ())
+    assert host.result(ticket) == "done"
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b", "-a", "x" * 101, 7, None])
@@ -198,6 +224,9 @@ def launched(config: RunConfig, name: str) -> NamedGroup:
 def named(cluster: None, config: RunConfig) -> Iterator[NamedGroup]:
     group = launched(config, "policy")
     yield group
+    assert group.critic is not None
+    group.critic.shutdown()  # which is the actor's
+    assert group.status().state == "ready"
     group.shutdown()
     with refused(StateError, "name", "policy"):
         group.memory_async()
@@ -276,6 +305,7 @@ def test_a_group_outlives_its_program_and_who_goes_on_has_the_same_bits(tmp_path
     assert status["writer"] is not None and len(status["readers"]) == 1
     assert found["lines"].startswith("policy: ready, 2 ranks") and status["writer"] in found["lines"]
     assert "error [state]" in found["stopped while written"] and status["writer"] in found["stopped while written"]
+    assert found["behind one that ended"] == "at once"
     assert found["stopped"] == "policy has ended\n" and found["ended"]
     assert found["status of none"] == "no named groups in this cluster\n"
     assert "there is no group 'policy'" in found["stopped again"]

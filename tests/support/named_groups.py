@@ -29,6 +29,7 @@ from tests.support.waiting import PATIENCE_S, is_alive, wait_until
 
 ROOT = Path(__file__).parents[2]
 NAME, STEPS = "policy", 4
+SCRIPT = [sys.executable, "-m", "tests.support.named_groups"]
 
 
 def config_of(address: str, folder: Path) -> RunConfig:
@@ -70,7 +71,7 @@ def command(*words: str) -> str:
 def found(address: str, folder: Path) -> dict[str, Any]:
     save_tiny_model(folder / "model", vocab_size=97)
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.support.named_groups", "launch", address, str(folder)],
+        [*SCRIPT, "launch", address, str(folder)],
         cwd=ROOT, stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         first = process.communicate(timeout=PATIENCE_S)[0].splitlines()
@@ -93,6 +94,9 @@ def found(address: str, folder: Path) -> dict[str, Any]:
     results["stopped while written"] = command("stop", NAME, "--address", address)
     pids = [one.pid for one in group.health()]  # type: ignore[union-attr]
     group.detach()
+    subprocess.run([*SCRIPT, "write", address], cwd=ROOT, check=True, timeout=PATIENCE_S)
+    with WorkerGroup.attach(NAME, write=True, address=address):
+        results["behind one that ended"] = "at once"
     results["stopped"] = command("stop", NAME, "--address", address)
     results["ended"] = wait_until(lambda: not any(map(is_alive, pids)))
     results["status of none"] = command("status", "--address", address)
@@ -129,5 +133,7 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
         launcher(sys.argv[2], Path(sys.argv[3]))
+    elif sys.argv[1] == "write":
+        group = WorkerGroup.attach(NAME, write=True, address=sys.argv[2])  # and ends without a word
     else:
         main(Path(sys.argv[1]))
