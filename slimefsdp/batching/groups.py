@@ -17,7 +17,7 @@ class Groups(NamedTuple):
 
     samples: np.ndarray  # int64 [samples]
     sizes: np.ndarray  # int64 [items], samples of each
-    tokens: np.ndarray  # int64 [items], what it takes in a pack
+    tokens: np.ndarray  # int64 [items], what it takes in a pack, or its pairs where they are more
     costs: np.ndarray  # float64 [items]
 
 
@@ -30,6 +30,7 @@ class SampleCosts:
     cp: int  # ranks that share each pack
     max_pack_tokens: int
     shared: SharedPrefixes | None = None  # what is shared is computed once
+    pairs: np.ndarray | None = None  # int64 [B], predictions that a sample shares with none; None: as tokens are
     is_cut: np.ndarray = field(init=False)  # bool [B], whether its tokens travel between the cp ranks
     each: np.ndarray = field(init=False)  # float64 [B], the cost of every sample alone
 
@@ -78,7 +79,7 @@ def groups(costs: SampleCosts, samples: np.ndarray, together: np.ndarray) -> Gro
 
 
 def prefix_groups(costs: SampleCosts, samples: np.ndarray, limit: int) -> Groups:
-    """Samples with a common beginning, as many as make at most `limit` tokens, or one sample.
+    """Samples with a common beginning, as many as make at most `limit` tokens and pairs, or one sample.
 
     What shares more stays together longer: a range of samples that is too large is parted where neighbours have least
     in common, and what that leaves is joined again up to about equally large prefix groups.
@@ -87,11 +88,15 @@ def prefix_groups(costs: SampleCosts, samples: np.ndarray, limit: int) -> Groups
     samples, shared = costs.shared.among(samples)
     own = costs.lengths[samples] - shared  # tokens that each adds to those before it
     new = np.concatenate([[0], np.cumsum(own)])
+    pairs = np.zeros_like(new) if costs.pairs is None else np.concatenate([[0], np.cumsum(costs.pairs[samples])])
     spent = np.concatenate([[0.0], np.cumsum(costs.each[samples] - costs.saved(samples, shared))])
     starts: list[int] = []
 
-    def size(low: int, high: int) -> int:
+    def tokens_in(low: int, high: int) -> int:
         return int(new[high] - new[low] + shared[low])
+
+    def size(low: int, high: int) -> int:
+        return max(tokens_in(low, high), int(pairs[high] - pairs[low]))
 
     ranges = [(0, len(samples))]
     while ranges:
@@ -102,7 +107,7 @@ def prefix_groups(costs: SampleCosts, samples: np.ndarray, limit: int) -> Groups
             continue
         cuts = [low, *(low + 1 + np.flatnonzero(shared[low + 1 : high] == least)).tolist(), high]
         parts = list(pairwise(cuts))
-        ranges += parts if least == 0 else _joined(parts, [size(*part) for part in parts], least, limit)
+        ranges += parts if least == 0 else _joined(parts, [tokens_in(*part) for part in parts], pairs, least, limit)
     bounds = [*sorted(starts), len(samples)]
     first = np.array(bounds[:-1])
     return Groups(
@@ -113,26 +118,30 @@ def prefix_groups(costs: SampleCosts, samples: np.ndarray, limit: int) -> Groups
     )
 
 
-def _joined(parts: list[tuple[int, int]], sizes: list[int], common: int, limit: int) -> list[tuple[int, int]]:
+def _joined(
+    parts: list[tuple[int, int]], sizes: list[int], pairs: np.ndarray, common: int, limit: int
+) -> list[tuple[int, int]]:
     """Neighbouring parts joined while they stay within the limit, about equally large.
 
     Args:
         sizes: tokens of every part.
+        pairs: of all samples before each place.
         common: tokens that all parts begin with; they count once where parts are joined.
     """
     to_join = sum(size - common for size in sizes if size <= limit)
-    runs_needed = -(-to_join // max(1, limit - common))
-    enough = common + -(-to_join // max(1, runs_needed))
+    all_pairs = int(pairs[parts[-1][1]] - pairs[parts[0][0]])
+    runs_needed = max(1, -(-to_join // max(1, limit - common)), -(-all_pairs // limit))
+    enough, enough_pairs = common + -(-to_join // runs_needed), -(-all_pairs // runs_needed)
     joined: list[tuple[int, int]] = []
     held = 0  # tokens of the last run; 0: nothing joins it
     for (low, high), size in zip(parts, sizes, strict=True):
         together = held + size - common
-        if held and together <= limit:
+        if held and together <= limit and pairs[high] - pairs[joined[-1][0]] <= limit:
             joined[-1] = (joined[-1][0], high)
             held = together
         else:
             joined.append((low, high))
             held = size
-        if held >= enough:
+        if held >= enough and pairs[high] - pairs[joined[-1][0]] >= enough_pairs:
             held = 0
     return joined

@@ -98,6 +98,7 @@ def plan_batch(
     drop: bool = True,
     together: np.ndarray | None = None,
     shared: SharedPrefixes | None = None,
+    pairs: np.ndarray | None = None,
     min_gain: float = MIN_GAIN,
     cost_model: CostModel = DEFAULT_COST_MODEL,
     cp: int = 1,
@@ -120,6 +121,8 @@ def plan_batch(
         together: int64 [B], samples of equal number stay in one pack, for losses that compare them; an update then
             holds as many of these groups as fill `samples_per_update`, at least one. None: every sample by itself.
         shared: what samples have in common at their beginning; None: nothing, or it is computed for each.
+        pairs: int64 [B], predictions that each sample makes, where those of shared tokens are not shared: a pack has no
+            more of them than it may have tokens, unless samples stay together. None: they are shared as tokens are.
         min_gain: share only where that saves this part of the estimated time; minus infinity: share in any case.
         cp: context-parallel ranks that share each pack; a sample's cost is its time on all of them.
 
@@ -139,7 +142,7 @@ def plan_batch(
     counted = None if all_computed else tuple(cut.counted)
 
     def planned(shared: SharedPrefixes | None) -> tuple[Plan, float]:
-        costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared)
+        costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared, pairs)
         _refuse_over_the_cap(costs, planned_samples, together)  # all updates, before any is planned
         updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in cut.contents)
         time = sum(_time_of(update, costs) for update in updates)

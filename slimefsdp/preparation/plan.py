@@ -144,6 +144,7 @@ def _sharing(config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
         return {}
     return {
         "shared": find_prefixes(batch.tokens, batch.lengths),
+        "pairs": None if batch.target_tokens is None else batch.response_lengths,
         "min_gain": -math.inf if config.batch.share_prefixes == "always" else MIN_GAIN,
     }
 

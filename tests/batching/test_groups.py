@@ -51,6 +51,27 @@ def test_a_group_that_is_too_large_for_a_pack_is_parted_evenly():
     assert sorted(prefix_groups(costs, np.arange(16), 420).sizes.tolist()) == [16]
 
 
+@pytest.mark.parametrize("limit", [60, 250, 400, 1000, 3000, 10**6])
+def test_prefix_groups_have_no_more_pairs_than_the_limit_either(limit):
+    tokens, lengths = grouped(5, 8, 100, 0, system=30)
+    shared, pairs = find_prefixes(tokens, lengths), lengths - 1
+    items = prefix_groups(SampleCosts(lengths, COST, 1, 10**6, shared, pairs), np.arange(40), limit)
+    assert np.array_equal(np.sort(items.samples), np.arange(40))
+    members = np.split(items.samples, np.cumsum(items.sizes)[:-1])
+    assert all(pairs[some].sum() <= limit or len(some) == 1 for some in members)
+
+
+def test_a_sample_with_many_predictions_a_token_is_parted_evenly_among_packs():
+    lengths = np.full(20, 101)
+    tokens = np.tile(np.arange(101), 20)
+    settings = {"dp": 1, "max_pack_tokens": 1024, "shared": find_prefixes(tokens, lengths)}
+    (whole,) = packs_of(plan_batch(lengths, **settings))
+    assert len(whole) == 20
+    plan = plan_batch(lengths, **settings, pairs=lengths - 1)
+    assert [len(pack) for pack in packs_of(plan)] == [10, 10]
+    assert plan.computed_tokens(lengths) == 2 * 101
+
+
 def test_packs_of_shared_samples_hold_a_cap_that_counts_what_is_shared_once():
     tokens, lengths = grouped(4, 16, 1024, 128)
     shared = find_prefixes(tokens, lengths)
