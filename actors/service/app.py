@@ -157,28 +157,38 @@ class _Api:
     @contextlib.asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Tidies up while the application runs, and ends what clients have when it ends."""
-        tidying = asyncio.create_task(self._tidy())
+        # each by itself: what ends samplers may wait for a version that waits for room
+        tidying = [asyncio.create_task(self._repeat(one)) for one in (self._tidy, self._forget, self._end_overdue)]
         try:
             yield
         finally:
-            tidying.cancel()
+            for one in tidying:
+                one.cancel()
             self._service.is_ending = True
             await asyncio.to_thread(self._service.close)
 
-    async def _tidy(self) -> None:
+    async def _repeat(self, tidy: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(_TIDY_S)
             try:
-                self._service.results.forget_old()
-                self._service.samplers.forget_answers()
-                self._service.refuse_behind_lost()
-                await asyncio.to_thread(self._service.catalogue.remove_expired)
-                await self._service.samplers.forget_oldest()
-                for session in self._service.overdue_sessions():
-                    print(f"{session}: its client is gone", file=sys.stderr, flush=True)
-                    await self._service.end_session(session)
+                await tidy()
             except Exception as error:  # of a disk, or of an engine that is lost: the next round is another one
                 print(f"tidying up: {error!r}", file=sys.stderr, flush=True)
+
+    async def _tidy(self) -> None:
+        self._service.results.forget_old()
+        self._service.samplers.forget_answers()
+        self._service.refuse_behind_lost()
+        await asyncio.to_thread(self._service.catalogue.remove_expired)
+
+    async def _forget(self) -> None:
+        await self._service.samplers.forget_oldest()
+
+    async def _end_overdue(self) -> None:
+        overdue = self._service.overdue_sessions()
+        for session in overdue:
+            print(f"{session}: its client is gone", file=sys.stderr, flush=True)
+        await asyncio.gather(*map(self._service.end_session, overdue))
 
     # ------------------------------------------------------------------ bodies
 
@@ -341,6 +351,7 @@ class _Api:
 
     async def create_sampler(self, request: Request) -> Response:
         sampler = self._service.create_sampler(await self._json(request, wire.CreateSamplingSession), _user(request))
+        await asyncio.to_thread(self._service.keep_sampler, sampler)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
 
     async def get_sampler(self, request: Request) -> Response:

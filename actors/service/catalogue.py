@@ -17,6 +17,7 @@ from slimefsdp.io.checksummed_files import write_synced
 
 Kind = Literal["weights", "sampler_weights"]
 _FOLDER = "service"
+COPY = "loaded-"  # what copies of checkpoints that runs have loaded are called, before a sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,9 @@ class Saved:
         adapter: the run's name in the group and on the disk.
         owner: the id of the user whose run wrote it.
         rank: 0: all weights of the model.
-        time: when, in seconds since 1970.
+        time: when its writing began, in seconds since 1970.
         expires: the same of when it may go; None: never.
+        request: the number of the run's request that it is of.
     """
 
     run: str
@@ -41,6 +43,7 @@ class Saved:
     expires: float | None = None
     user_metadata: dict[str, Any] | None = None
     owner: str = ""
+    request: int = 0
 
     @property
     def path(self) -> str:
@@ -63,6 +66,23 @@ class RunRecord:
     rank: int
     user_metadata: dict[str, Any]
     is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRecord:
+    """A sampling client whose session has not ended, for the next start.
+
+    Args:
+        path: of the weights that were saved under a name; None: the base.
+        version: what they are called in the engine; the path may come to be that of others.
+    """
+
+    id: str
+    session: str
+    owner: str
+    sdk_version: str
+    path: str | None
+    version: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,11 @@ def adapter_of(run: str) -> str:
     return run.replace(":", ".")
 
 
+def is_copy(name: str) -> bool:
+    """Whether a checkpoint is the copy of one that was loaded; what a client can give as a name is shorter."""
+    return name.startswith(COPY) and len(name) == len(COPY) + 64
+
+
 def whole_name(run: str, name: str) -> str:
     """Of a checkpoint of all weights: those of all runs lie side by side."""
     return f"{adapter_of(run)}.{name}"
@@ -117,23 +142,36 @@ class Catalogue:
             if self.folder(one).exists():
                 self._saved[one.path] = one
 
-    def folder(self, one: Saved) -> Path:
-        """Where it lies."""
-        return self.folder_of(one.run, one.rank, one.kind, one.name)
+    def remove_unknown(self) -> None:
+        """Removes weights to sample from that nobody can ask for, as a start finds them.
 
-    def folder_of(self, run: str, rank: int, kind: Kind, name: str) -> Path:
-        """Where one of this name lies, or will."""
-        if kind == "sampler_weights":
-            return self._run_dir / _FOLDER / "sampler_weights" / adapter_of(run) / name
+        They had no name, or the service ended before it was written down.
+        """
+        known = {self.folder(one) for one in self._saved.values()}
+        for folder in (self._run_dir / _FOLDER / "sampler_weights").glob("*/*@*"):
+            if folder not in known:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def folder(self, one: Saved) -> Path:
+        """Where it lies, or will; weights to sample from each have a folder that nothing else ever had."""
+        if one.kind == "sampler_weights":
+            return self._run_dir / _FOLDER / "sampler_weights" / one.adapter / f"{one.name}@{one.time!r}"
+        return self.folder_of(one.run, one.rank, one.name)
+
+    def folder_of(self, run: str, rank: int, name: str) -> Path:
+        """Where a run's checkpoint of this name lies, or will."""
         if rank == 0:
             return CheckpointStore.of_run(self._run_dir).named(whole_name(run, name)).root
         return CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)).named(name).root
 
     def add(self, one: Saved) -> None:
-        """Remembers it; its folder is there."""
-        _write(self._file(one), asdict(one))
+        """Remembers it, in place of what had its path before; its folder is there."""
         with self._lock:
+            before = self._saved.get(one.path)
+            _write(self._file(one), asdict(one))
             self._saved[one.path] = one
+        if before is not None and self.folder(before) != self.folder(one):
+            shutil.rmtree(self.folder(before), ignore_errors=True)
 
     def get(self, path: str, user: User) -> Saved:
         """
@@ -146,13 +184,10 @@ class Catalogue:
             raise CheckpointError(f"there is no checkpoint {path}", field="path", hint="list those of the run")
         return found
 
-    def path_of(self, run: str, name: str) -> str | None:
-        """Of a run's checkpoint of this name; None: the catalogue has none."""
+    def find(self, path: str) -> Saved | None:
+        """What has this path, whosever it is; None: nothing."""
         with self._lock:
-            found = [
-                one.path for one in self._saved.values() if (one.run, one.kind, one.name) == (run, "weights", name)
-            ]
-        return found[0] if found else None
+            return self._saved.get(path)
 
     def listed(self, user: User, run: str | None = None) -> list[Saved]:
         """Those of a user, or of one run of theirs, oldest first."""
@@ -170,8 +205,10 @@ class Catalogue:
 
     def _remove(self, one: Saved) -> None:
         with self._lock:
-            self._saved.pop(one.path, None)
-        self._file(one).unlink(missing_ok=True)
+            if self._saved.get(one.path) is not one:  # a newer one has its path, and of a checkpoint its folder
+                return
+            del self._saved[one.path]
+            self._file(one).unlink(missing_ok=True)
         shutil.rmtree(self.folder(one), ignore_errors=True)
 
     def remove_expired(self) -> None:
@@ -195,12 +232,30 @@ class Catalogue:
         """It has ended; its checkpoints stay."""
         self._record(run).unlink(missing_ok=True)
 
+    def keep_sampler(self, record: SamplerRecord) -> None:
+        """For the next start."""
+        _write(self._run_dir / _FOLDER / "samplers" / f"{adapter_of(record.id)}.json", asdict(record))
+
+    def kept_samplers(self) -> list[SamplerRecord]:
+        """Those whose sessions had not ended when the service did."""
+        files = sorted((self._run_dir / _FOLDER / "samplers").glob("*.json"))
+        return [SamplerRecord(**json.loads(file.read_text())) for file in files]
+
+    def forget_samplers(self, session: str) -> None:
+        """Their session has ended."""
+        for file in (self._run_dir / _FOLDER / "samplers").glob(f"{session}.*.json"):
+            file.unlink(missing_ok=True)
+
     def checkpoints_of(self, run: str, rank: int) -> list[Checkpoint]:
-        """Those that the run has written and whose files are there, newest first; none of them is verified."""
+        """Those that the run has written and whose files are there; none of them is verified.
+
+        The newest are first, and of equal ones that without a name, which no client deletes.
+        """
         store, prefix = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run)), ""
         if rank == 0:
             store, prefix = CheckpointStore.of_run(self._run_dir), whole_name(run, "")
-        names = [None, *(folder.name for folder in (store.root / NAMED).glob(f"{prefix}[!.]*"))]
+        folders = (store.root / NAMED).glob(f"{prefix}[!.]*")
+        names = [None, *(folder.name for folder in folders if not is_copy(folder.name))]
         found = []
         for name in names:
             one = store if name is None else store.named(name)
@@ -209,9 +264,9 @@ class Catalogue:
                     state = one.manifest_of(one.path_of(step)).info["loop_state"]
                 except CheckpointError:
                     continue  # torn or altered: as if it were not there
-                if state.get("run") == run:  # one that was loaded from another run is that one's
+                if state.get("run") == run:
                     found.append(Checkpoint(Progress(**state), name and name.removeprefix(prefix), step))
-        return sorted(found, key=lambda one: (one.progress.next_number, one.name or ""), reverse=True)
+        return sorted(found, key=lambda one: (one.progress.next_number, one.name is None, one.name or ""), reverse=True)
 
     def _record(self, run: str) -> Path:
         return self._run_dir / _FOLDER / "runs" / f"{adapter_of(run)}.json"

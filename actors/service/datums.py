@@ -68,11 +68,12 @@ class Work:
         return self.batch.num_tokens // (self.targets or 1)
 
 
-def work_of(message: Any, *, vocab_size: int, max_tokens: int) -> Work:
+def work_of(message: Any, *, vocab_size: int, max_tokens: int, max_targets: int) -> Work:
     """The work of a ForwardBackwardRequest.
 
     Args:
         max_tokens: the most that one datum may have, its last target included.
+        max_targets: the most that all may have together; on the wire sparse ones take next to nothing.
 
     Raises:
         BatchError: naming the datum and the input that cannot be honoured.
@@ -83,9 +84,24 @@ def work_of(message: Any, *, vocab_size: int, max_tokens: int) -> Work:
     tokens: list[npt.NDArray[np.int64]] = []
     columns: dict[str, list[npt.NDArray[Any]]] = {key: [] for key in LOSSES[name]}
     shapes: set[tuple[int, ...]] = set()
+    num_targets = 0
     for number, datum in enumerate(message.data):
-        inputs, given = _inputs_of(datum, number, name)
+        inputs = _tokens_of(datum, number)
+        if inputs.size >= max_tokens:
+            _refuse(
+                f"data[{number}]",
+                f"{inputs.size + 1} tokens, and this server trains on at most {max_tokens} in one",
+                "cut it, or raise batch.max_tokens_per_rank of the server",
+            )
+        given = _inputs_of(datum, inputs.size, number, name)
         targets = given["target_tokens"]
+        num_targets += targets.size
+        if num_targets > max_targets:
+            _refuse(
+                f"data[{number}].loss_fn_inputs.target_tokens",
+                f"{num_targets} targets with those of the datums before, and a request has at most {max_targets}",
+                "send fewer datums at once, or raise service.max_body_bytes of the server",
+            )
         shapes.add(targets.shape[1:])
         if len(shapes) > 1:
             problem = "its targets a token are not as many as those of the datums before"
@@ -95,12 +111,6 @@ def work_of(message: Any, *, vocab_size: int, max_tokens: int) -> Work:
             if ids.min() < 0 or ids.max() >= vocab_size:
                 bad = ids[(ids < 0) | (ids >= vocab_size)][0]
                 _refuse(f"data[{number}]", f"token {bad} is not in the vocabulary of {vocab_size}", "tokenize anew")
-        if whole.size > max_tokens:
-            _refuse(
-                f"data[{number}]",
-                f"{whole.size} tokens, and this server trains on at most {max_tokens} in one",
-                "cut it, or raise batch.max_tokens_per_rank of the server",
-            )
         copies = 1 if targets.ndim == 1 else targets.shape[1]
         tokens += [whole] * copies
         for key, values in columns.items():
@@ -170,8 +180,8 @@ def _config_of(message: Any) -> dict[str, float]:
     return config
 
 
-def _inputs_of(datum: Any, number: int, loss: str) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[Any]]]:
-    """Tokens of a datum [N], and what its loss reads: each [N], or each [N, K]."""
+def _tokens_of(datum: Any, number: int) -> npt.NDArray[np.int64]:
+    """Tokens of a datum [N]."""
     chunks = []
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
@@ -183,13 +193,18 @@ def _inputs_of(datum: Any, number: int, loss: str) -> tuple[npt.NDArray[np.int64
     inputs = np.concatenate(chunks).astype(np.int64) if chunks else np.empty(0, np.int64)
     if inputs.size == 0:
         _refuse(f"data[{number}].model_input", "it has no tokens", "send at least one")
+    return inputs
+
+
+def _inputs_of(datum: Any, size: int, number: int, loss: str) -> dict[str, npt.NDArray[Any]]:
+    """What the loss of a datum of `size` tokens reads: each [N], or each [N, K]."""
     wanted = LOSSES[loss]
     found: dict[str, npt.NDArray[Any]] = {}
     for key, tensor in datum.loss_fn_inputs.items():
         place = f"data[{number}].loss_fn_inputs.{key}"
         if key not in wanted:
             _refuse(place, f"loss_fn={loss} has no input {short_repr(key)}", f"send {', '.join(wanted)}")
-        found[key] = _array_of(tensor, place, inputs.size, of_tokens=key == "target_tokens")
+        found[key] = _array_of(tensor, place, size, of_tokens=key == "target_tokens")
     for key in wanted:
         place = f"data[{number}].loss_fn_inputs"
         if key not in found and key not in _OPTIONAL:
@@ -202,7 +217,7 @@ def _inputs_of(datum: Any, number: int, loss: str) -> tuple[npt.NDArray[np.int64
         if len(shape) > 1 and loss != "cross_entropy":
             _refuse(f"{place}.{key}", f"its shape is {list(shape)}, and loss_fn={loss}",
                     "several targets a token are for cross_entropy")  # fmt: skip
-    return inputs, found
+    return found
 
 
 def _array_of(tensor: Any, place: str, size: int, *, of_tokens: bool) -> npt.NDArray[Any]:

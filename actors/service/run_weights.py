@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from actors.service import wire
-from actors.service.catalogue import Catalogue, Saved, adapter_of, whole_name
+from actors.service.catalogue import COPY, Catalogue, Saved, adapter_of, is_copy, whole_name
 from actors.workers.group_calls import Future, GroupCalls, RankRequest
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore, remove
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, StateError
 
-_BEGINNING, _LOADED = "beginning", "loaded-"  # which no run's checkpoints are called
+_BEGINNING = "beginning"  # which no run's checkpoints are called
 _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head"))
 
 
@@ -71,7 +71,11 @@ class RunWeights(Protocol):
         ...
 
     def reopen(self, run: str, rank: int) -> None:
-        """Has a run of an earlier start, which is about to load one of its checkpoints."""
+        """Has a run of an earlier start, which is about to load one of its checkpoints.
+
+        Raises:
+            StateError: there can be no further one.
+        """
         ...
 
     def end(self, run: str) -> None:
@@ -163,21 +167,18 @@ class AdapterPerRun:
             self._group.delete_adapter(adapter_of(run))
         finally:
             store = CheckpointStore.of_run(self._run_dir, "actor", adapter_of(run))
-            copies = (store.root / NAMED).glob(f"{_LOADED}*")
+            copies = (path for path in (store.root / NAMED).glob("*") if is_copy(path.name))
             unnamed = (path for path in store.root.glob("*") if path.name != NAMED)
             for path in [*copies, *unnamed]:
                 with suppress(OSError):
                     remove(path)
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """Another run's checkpoint is copied first: that run may delete it."""
-        name = saved.name
-        if saved.run != run:
-            name = _copy_name(saved)
-            target = self._catalogue.folder_of(run, saved.rank, "weights", name)
-            if not target.exists():
-                _copied(self._catalogue.folder(saved), target, shutil.copy2)
-        self.calls(run).load(name=name, weights_only=not with_optimizer)
+        """A copy of it, of hard links: a recovery may have to load it again, and a client may have deleted it."""
+        target = self._catalogue.folder_of(run, saved.rank, _copy_name(saved))
+        if not target.exists():
+            _copied(self._catalogue.folder(saved), target)
+        self.calls(run).load(name=target.name, weights_only=not with_optimizer)
 
     def export(self, run: str, folder: Path) -> None:
         """A PEFT folder."""
@@ -250,7 +251,13 @@ class ModelByTurns:
         self._mark_beginning(_copy_name(saved))
 
     def reopen(self, run: str, rank: int) -> None:
-        """It has the group."""
+        """It has the group, unless another one has."""
+        if self._holder is not None:
+            raise StateError(
+                f"{self._holder} and {run} had not ended, and all weights of a model are one run's at a time",
+                field="run.dir",
+                hint="move the file of one of them out of service/runs there",
+            )
         self._take(run)
 
     def end(self, run: str) -> None:
@@ -261,10 +268,10 @@ class ModelByTurns:
                 self._changed.notify_all()
 
     def load(self, run: str, saved: Saved, *, with_optimizer: bool) -> None:
-        """A copy of it, of hard links: a recovery may have to load it again, and the client may have deleted it."""
+        """A copy of it, as of adapters."""
         target = self._store.named(_copy_name(saved)).root
         if not target.exists():
-            _copied(self._catalogue.folder(saved), target, _linked)
+            _copied(self._catalogue.folder(saved), target)
         self._group.load(name=target.name, weights_only=not with_optimizer)
 
     def export(self, run: str, folder: Path) -> None:
@@ -287,7 +294,7 @@ class ModelByTurns:
         self._remove_copies(loaded)
 
     def _remove_copies(self, but: str | None = None) -> None:
-        for folder in (self._store.root / NAMED).glob(f"{_LOADED}*"):
+        for folder in (self._store.root / NAMED).glob(f"{COPY}*"):
             if folder.name != but:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -325,15 +332,14 @@ class _WholeCalls(GroupCalls):
 
 
 def _copy_name(saved: Saved) -> str:
-    """Longer than a name that a client can give: the run may have one of its own of that name."""
-    return f"{_LOADED}{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
+    return f"{COPY}{hashlib.sha256(f'{saved.path}@{saved.time}'.encode()).hexdigest()}"
 
 
-def _copied(source: Path, target: Path, copy: Callable[[str, str], object]) -> None:
+def _copied(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part, copy_function=copy, ignore=shutil.ignore_patterns(".lock"))
+    shutil.copytree(source, part, copy_function=_linked, ignore=shutil.ignore_patterns(".lock"))
     part.replace(target)
 
 

@@ -149,19 +149,27 @@ class Samplers:
 
     def forget_answers(self) -> None:
         """To be called now and then: requests whose answers are kept no more are not known by their numbers either."""
-        for sampler in self.sessions.values():
+        for sampler in list(self.sessions.values()):  # runs add to them
             for number, _ in list(takewhile(lambda item: item[1].is_forgotten, sampler.answers.items())):
                 del sampler.answers[number]
 
     async def end(self, session: str) -> None:
         """Forgets the clients of a session, and weights that were theirs alone."""
-        for sampler in [one for one in self.sessions.values() if one.session == session]:
+        for sampler in [one for one in list(self.sessions.values()) if one.session == session]:
             await self._forget(sampler)
+
+    def discard(self, key: str) -> None:
+        """Forgets one that nobody knows of yet, where it is still there."""
+        sampler = self.sessions.pop(key, None)
+        if sampler is not None and sampler.version is not None:
+            shutil.rmtree(sampler.version.folder, ignore_errors=True)
 
     async def _forget(self, sampler: SamplerSession) -> None:
         self.sessions.pop(sampler.id, None)
         if sampler.version is not None and sampler.version.is_ephemeral:
-            async with self._loading:
-                if sampler.version.name in self._used:
-                    await self._drop(sampler.version.name)
-            shutil.rmtree(sampler.version.folder, ignore_errors=True)
+            try:
+                async with self._loading:
+                    if sampler.version.name in self._used:
+                        await self._drop(sampler.version.name)
+            finally:  # also where the engine is lost
+                shutil.rmtree(sampler.version.folder, ignore_errors=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from actors.service import wire
 from actors.service.catalogue import Catalogue, Checkpoint, Kind, Saved, adapter_of, bytes_below
@@ -23,32 +24,37 @@ def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue)
         CheckpointError: there is one of this name, or it cannot be written.
     """
     name = body.path or f"checkpoint-{body.seq_id}"
+    one = _begun(run, "weights", name, body.user_metadata)
+    if body.overwrite and (known := catalogue.find(one.path)) is not None:
+        catalogue.add(replace(known, expires=None))  # or it might go, and with it what takes its place
     run.save(name, overwrite=body.overwrite)
-    path = _catalogued(run, "weights", name, catalogue, body.ttl_seconds, body.user_metadata)
-    return {"type": "save_weights", "path": path}
+    return {"type": "save_weights", "path": _catalogued(one, catalogue, body.ttl_seconds)}
 
 
 def save_for_sampler(
     run: TrainingRun, body: wire.SaveForSampler, weights: RunWeights, catalogue: Catalogue, samplers: Samplers
-) -> Answer:
+) -> dict[str, Any]:
     """Writes weights to sample from; without a name they are those of a new sampler.
 
     Raises:
         ConfigError: there is a sampler of this number.
+        CheckpointError: there are weights of this name, or they cannot be written.
     """
     sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
     if body.path is None and sampler_id in samplers.sessions:
         problem = f"there is a sampler {sampler_id}, which keeps its weights"
         raise ConfigError(problem, field="sampling_session_seq_id", hint="number samplers 0, 1, 2, ..")
     name = body.path or f"_session-{body.sampling_session_seq_id}"  # which no path can be
-    folder = catalogue.folder_of(run.id, run.rank, "sampler_weights", name)
-    if body.path is None:
-        shutil.rmtree(folder, ignore_errors=True)
+    one = _begun(run, "sampler_weights", name, body.user_metadata)
+    known = catalogue.find(one.path)
+    if known is not None and not run.was_lost(known):
+        problem = f"there are weights to sample from of the name {name!r}"
+        raise CheckpointError(problem, field="path", hint="choose another name, or delete them")
+    folder = catalogue.folder(one)
     folder.parent.mkdir(parents=True, exist_ok=True)
     weights.export(run.id, folder)
     if body.path is not None:
-        path = _catalogued(run, "sampler_weights", name, catalogue, body.ttl_seconds, body.user_metadata)
-        return {"type": "save_weights_for_sampler", "path": path}
+        return {"type": "save_weights_for_sampler", "path": _catalogued(one, catalogue, body.ttl_seconds)}
     version = Version(f"{run.id}/{name}", folder, is_ephemeral=True)
     samplers.sessions[sampler_id] = SamplerSession(sampler_id, run.session, run.owner, version)
     return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
@@ -68,32 +74,28 @@ def load_newest(run: TrainingRun, checkpoints: Sequence[Checkpoint]) -> Checkpoi
     return None
 
 
-def save_named_and_numbered(run: TrainingRun, checkpoint: Checkpoint, catalogue: Catalogue) -> str:
-    """Has the checkpoint that a run stands at by its step, for recoveries of ranks, and under a name; gives its path.
+def save_under_a_name(run: TrainingRun, checkpoint: Checkpoint, catalogue: Catalogue) -> str:
+    """Has the checkpoint that a run stands at under a name, too; gives its path.
 
     Raises:
         CheckpointError: it cannot be written.
     """
-    if checkpoint.name is not None:
-        run.save()
-        name = checkpoint.name
-    else:
+    name = checkpoint.name
+    if name is None:
         name = f"update-{run.updates}-request-{run.begun}"
         run.save(name, overwrite=True)
-    return catalogue.path_of(run.id, name) or _catalogued(run, "weights", name, catalogue)
+    one = _begun(run, "weights", name)
+    return _catalogued(one, catalogue) if catalogue.find(one.path) is None else one.path
 
 
-def _catalogued(
-    run: TrainingRun,
-    kind: Kind,
-    name: str,
-    catalogue: Catalogue,
-    ttl_seconds: int | None = None,
-    user_metadata: dict[str, str] | None = None,
-) -> str:
-    folder, now = catalogue.folder_of(run.id, run.rank, kind, name), time.time()
-    expires = None if ttl_seconds is None else now + ttl_seconds
-    size = bytes_below(folder)
-    one = Saved(run.id, adapter_of(run.id), kind, name, run.rank, now, size, expires, user_metadata, run.owner)
-    catalogue.add(one)
+def _begun(run: TrainingRun, kind: Kind, name: str, user_metadata: dict[str, str] | None = None) -> Saved:
+    return Saved(
+        run.id, adapter_of(run.id), kind, name, run.rank, time.time(), 0, None, user_metadata, run.owner, run.begun
+    )
+
+
+def _catalogued(one: Saved, catalogue: Catalogue, ttl_seconds: int | None = None) -> str:
+    """The path of what has been written."""
+    expires = None if ttl_seconds is None else time.time() + ttl_seconds
+    catalogue.add(replace(one, size=bytes_below(catalogue.folder(one)), expires=expires))
     return one.path

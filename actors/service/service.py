@@ -13,14 +13,14 @@ from typing import Any
 
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, RunRecord
+from actors.service.catalogue import Catalogue, RunRecord, SamplerRecord, Saved
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results, typed
 from actors.service.run_weights import run_weights_of
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.saving import load_newest, save_for_sampler, save_named_and_numbered, save_weights
+from actors.service.saving import load_newest, save_for_sampler, save_under_a_name, save_weights
 from actors.service.sessions import NotFound, Session
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.service.users import User
@@ -54,6 +54,7 @@ class Service:
         self.tokenizer_id = str(config.model.path)  # a client on another machine finds it there as little as the model
         self.vocab_size = folder.vocab_size
         self.most_tokens = config.max_pack_tokens
+        self.most_targets = config.service.max_body_bytes // 8  # as a body has room for where they are dense
         limits = config.service
         self.results = Results(
             limits.result_kept_s, limits.max_result_bytes, limits.max_waiting, limits.max_waiting_bytes
@@ -75,11 +76,13 @@ class Service:
     def continue_runs(self) -> None:
         """Has the runs that had not ended when the last service in the same run.dir did, each at its newest checkpoint.
 
-        One without a whole checkpoint is not there, which is said.
+        One without a whole checkpoint is not there, which is said. Sampling clients are there, but for those with
+        weights without a name.
 
         Raises:
             SlimeError: one of them cannot be had with these settings.
         """
+        self.catalogue.remove_unknown()
         for record in self.catalogue.kept_runs():
             self.weights.check_rank(record.rank)
             if not (checkpoints := self.catalogue.checkpoints_of(record.run, record.rank)):
@@ -96,11 +99,23 @@ class Service:
                 continue
             run.resume(checkpoint.progress)
             run.is_made.set()
+            if checkpoint.name is not None:
+                run.save()  # what a recovery of ranks goes on from: the client may delete the other one
             if not record.is_finished:
-                run.resumed_at = save_named_and_numbered(run, checkpoint, self.catalogue)
+                run.resumed_at = save_under_a_name(run, checkpoint, self.catalogue)
             self.runs[run.id] = run
             self.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
             self._keep(run)  # behind this, its newest checkpoint is no longer all that it was asked for
+        for sampler in self.catalogue.kept_samplers():
+            saved = None if sampler.path is None else self.catalogue.find(sampler.path)
+            version = None if saved is None else _version_of(saved, self.catalogue)
+            if (None if version is None else version.name) != sampler.version:
+                continue  # its weights are there no more
+            self.samplers.sessions[sampler.id] = SamplerSession(
+                sampler.id, sampler.session, sampler.owner, version, sampler.path
+            )
+            session = Session(sampler.session, sampler.owner, sampler.sdk_version)
+            self.sessions.setdefault(session.id, session)
 
     def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
         session = self.sessions.get(run.session)
@@ -148,10 +163,11 @@ class Service:
         """Ends its runs and samplers; what it saved under a name stays."""
         if self.sessions.pop(key, None) is None:
             return
-        await self.samplers.end(key)
-        for run in [one for one in self.runs.values() if one.session == key]:
+        for run in [one for one in list(self.runs.values()) if one.session == key]:
             run.is_ending = True
             self._making.submit(self._end_run, run)
+        self.catalogue.forget_samplers(key)
+        await self.samplers.end(key)
 
     def _end_run(self, run: TrainingRun) -> None:
         run.is_made.wait()
@@ -204,7 +220,7 @@ class Service:
                     field="service.max_runs",
                     hint="end one, or raise it",
                 )
-            running = [one for one in self.runs.values() if not one.is_ending]
+            running = [one for one in list(self.runs.values()) if not one.is_ending]
             self.weights.check_free([one.id if one.owner == session.owner else "another user's run" for one in running])
             result = session.made["run", number] = self.results.new(session.owner)
             calls = self.weights.calls(run_id)
@@ -261,7 +277,9 @@ class Service:
         run = self.run(message.model_id, user)
 
         def do(calls: GroupCalls) -> Answer:
-            work = work_of(message, vocab_size=self.vocab_size, max_tokens=self.most_tokens)
+            work = work_of(
+                message, vocab_size=self.vocab_size, max_tokens=self.most_tokens, max_targets=self.most_targets
+            )
             run.tokens += work.num_tokens
             self.metrics.count_trained(work.num_tokens)
             return output_of(work, _log_probs(calls, work))
@@ -319,12 +337,14 @@ class Service:
             raise ConfigError("kind=inflight is not supported", field="kind", hint="use snapshot")
         if body.path is None and body.sampling_session_seq_id is None:
             raise ConfigError("neither path nor sampling_session_seq_id is given", field="path", hint="give a path")
-        return run.submit(
-            body.seq_id,
-            "save",
-            lambda _: save_for_sampler(run, body, self.weights, self.catalogue, self.samplers),
-            body.size,
-        )
+
+        def do(_: GroupCalls) -> dict[str, Any]:
+            answer = save_for_sampler(run, body, self.weights, self.catalogue, self.samplers)
+            if run.session not in self.sessions and body.path is None:
+                self.samplers.discard(answer["sampling_session_id"])  # which may have come behind the end of the others
+            return answer
+
+        return run.submit(body.seq_id, "save", do, body.size)
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
@@ -379,7 +399,7 @@ class Service:
                     hint="name weights of save_weights_for_sampler",
                 )
             self.weights.check_rank(saved.rank)
-            version = Version(f"{saved.path}@{saved.time}", self.catalogue.folder(saved), is_ephemeral=False)
+            version = _version_of(saved, self.catalogue)
         elif body.base_model is not None:
             self._check_base(body.base_model)
         else:
@@ -387,6 +407,16 @@ class Service:
         key = f"{session.id}:sample:{body.sampling_session_seq_id}"
         sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
         return self.samplers.sessions.setdefault(key, sampler)
+
+    def keep_sampler(self, sampler: SamplerSession) -> None:
+        """Has a sampling client go on at the next start, unless its weights have no name; writes to the disk."""
+        session, version = self.sessions.get(sampler.session), sampler.version
+        if session is None or (version is not None and version.is_ephemeral):
+            return
+        name = None if version is None else version.name
+        self.catalogue.keep_sampler(
+            SamplerRecord(sampler.id, session.id, session.owner, session.sdk_version, sampler.path, name)
+        )
 
     def sampler(self, key: str, user: User) -> SamplerSession:
         """
@@ -456,6 +486,10 @@ class Service:
         if name not in known:
             problem = f"base_model={name!r}, and this server has {self.model_name}"
             raise ConfigError(problem, field="base_model", hint="name that one")
+
+
+def _version_of(saved: Saved, catalogue: Catalogue) -> Version:
+    return Version(f"{saved.path}@{saved.time}", catalogue.folder(saved), is_ephemeral=False)
 
 
 def _log_probs(calls: GroupCalls, work: Work) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from actors.service.catalogue import Progress
+from actors.service.catalogue import Progress, Saved
 from actors.service.results import Answer, Result, Results
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import SlimeError, StateError
@@ -43,6 +43,7 @@ class TrainingRun:
         begun: number of the request that was begun last.
         incomplete: why the gradients gathered so far are not what was asked for.
         has_gradients: that no update was made of.
+        redone: since when, and from which request on, the run does again what it may have done in an earlier start.
         resumed_at: after a start that went on from a checkpoint, and until it is known whether requests were lost:
             that checkpoint's path.
         is_ending: as soon as that is known; `close` may have to wait.
@@ -64,6 +65,7 @@ class TrainingRun:
     begun: int = 0
     incomplete: Exception | None = None
     has_gradients: bool = False
+    redone: tuple[float, int] | None = None
     resumed_at: str | None = None
     lost: tuple[int, int, str] | None = None
     is_ending: bool = False
@@ -115,8 +117,13 @@ class TrainingRun:
         """Goes on behind a checkpoint, which is loaded."""
         self.next_number, self.begun = progress.next_number, progress.next_number - 1
         self.updates, self.tokens = progress.updates, progress.tokens
+        self.redone = time.time(), progress.next_number
         if progress.has_gradients:
             self.incomplete = StateError("the server was started anew", field="forward_backward")
+
+    def was_lost(self, saved: Saved) -> bool:
+        """Whether the request that saved it was lost with an earlier start, so that it may come again."""
+        return self.redone is not None and saved.time < self.redone[0] and saved.request >= self.redone[1]
 
     def save(self, name: str | None = None, *, overwrite: bool = False) -> None:
         """Writes a checkpoint, with how far the run is behind the request that was begun last.

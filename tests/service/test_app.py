@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
 
+import actors.service.catalogue
 from actors.service import schema, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
@@ -27,7 +31,7 @@ from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ADAM, ASKED, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, ASKED, Calls, Engine, Group, answer, new_run
 from tests.support.waiting import wait_until
 
 HEAD = {"X-API-Key": "tml-x"}
@@ -407,3 +411,135 @@ def test_what_was_saved_is_known_to_the_next_start_until_it_expires(tmp_path: Pa
         again.get("tinker://s:train:0/sampler_weights/goes", ALL)
     again.remove_expired()
     assert [one.name for one in again.listed(ALL)] == ["stays"] == [one.name for one in Catalogue(tmp_path).listed(ALL)]
+
+
+def test_expiry_takes_nothing_that_was_saved_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalogue = Catalogue(tmp_path)
+    one = Saved("s:train:0", "s.train.0", "weights", "a", 4, 1.0, 10, expires=2.0)
+    catalogue.folder(one).mkdir(parents=True)
+    catalogue.add(one)
+
+    def now() -> float:
+        catalogue.add(replace(one, time=3.0, expires=None))
+        return 4.0
+
+    monkeypatch.setattr(actors.service.catalogue, "time", SimpleNamespace(time=now))
+    catalogue.remove_expired()
+    assert [saved.time for saved in catalogue.listed(ALL)] == [3.0] and catalogue.folder(one).is_dir()
+    assert [saved.time for saved in Catalogue(tmp_path).listed(ALL)] == [3.0]
+
+
+def test_a_checkpoint_that_takes_the_place_of_an_expired_one_stays(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, save = new_run(http), Calls.save
+    body = {"model_id": run, "seq_id": 1, "path": "a"}
+    path = answer(http, http.post("/api/v1/save_weights", json=body))["path"]
+
+    def saved(calls: Calls, *args: Any, **how: Any) -> None:
+        save(calls, *args, **how)
+        service.catalogue.remove_expired()
+
+    monkeypatch.setattr(Calls, "save", saved)
+    first = service.catalogue.get(path, ALL)
+    service.catalogue.add(replace(first, expires=time.time() + 3600))
+    monkeypatch.setattr(actors.service.catalogue, "time", SimpleNamespace(time=lambda: time.time() + 7200))
+    answer(http, http.post("/api/v1/save_weights", json={**body, "seq_id": 2, "overwrite": True}))
+    assert service.catalogue.folder(service.catalogue.get(path, ALL)).is_dir()
+
+
+def test_runs_end_with_their_session_though_the_engine_is_lost(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    asked = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
+    sampler = answer(http, http.post("/api/v1/save_weights_for_sampler", json=asked))["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    assert isinstance(answer(http, http.post("/api/v1/asample", json=asked)), bytes)
+    version = service.samplers.sessions[sampler].version
+
+    async def lost(version: str) -> None:
+        raise RuntimeError("the engine is lost")
+
+    service._engine.drop.remote = lost
+    http.post(f"/api/v1/sessions/{session}/finish", json={})
+    assert wait_until(lambda: not service.runs)
+    assert version is not None and not version.folder.exists()
+
+
+def test_a_save_for_a_sampler_that_its_session_does_not_see_the_end_of_leaves_nothing(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, export = new_run(http), Calls.export_adapter
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def exported(calls: Calls, folder: Path) -> None:
+        began.set()
+        assert may_go_on.wait(60)
+        export(calls, folder)
+
+    monkeypatch.setattr(Calls, "export_adapter", exported)
+    http.post("/api/v1/save_weights_for_sampler", json={"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0})
+    assert began.wait(60)
+    http.post(f"/api/v1/sessions/{service.runs[run].session}/finish", json={})
+    may_go_on.set()
+    assert wait_until(lambda: not service.runs)
+    assert service.samplers.sessions == {}
+    assert list((service._run_dir / "service" / "sampler_weights").rglob("_session-*")) == []
+
+
+def test_silent_clients_are_noticed_while_samplers_wait(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    async def waits() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(service.samplers, "forget_oldest", waits)
+    run = new_run(http)
+    assert wait_until(began.is_set)
+    service.sessions[service.runs[run].session].seen = time.monotonic() - service.config.service.session_timeout_s - 1
+    assert wait_until(lambda: not service.runs and not service.sessions)
+
+
+def test_a_sampler_gets_no_other_weights_that_were_saved_under_its_name(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    engine = service._engine
+
+    def saved(number: int) -> str:
+        body = {"model_id": run, "seq_id": number, "path": "x"}
+        path = answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))["path"]
+        asked = {"session_id": session, "sampling_session_seq_id": number, "model_path": path}
+        return str(http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"])
+
+    def sampled(sampler: str, number: int) -> Any:
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+        how = {"prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        asked = {"sampling_session_id": sampler, "seq_id": number, **how}
+        return answer(http, http.post("/api/v1/asample", json=asked))
+
+    first = saved(1)
+    assert isinstance(sampled(first, 1), bytes)
+    http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/x")
+    second = saved(2)
+    assert isinstance(sampled(first, 2), bytes)  # of what the engine holds
+    service.samplers._used.clear()
+    engine.held.clear()  # as if others had needed the room
+    assert "not there any more" in sampled(first, 3)["error"] and isinstance(sampled(second, 1), bytes)
+    body = {"model_id": run, "seq_id": 3, "path": "x"}
+    assert "there are weights" in answer(http, http.post("/api/v1/save_weights_for_sampler", json=body))["error"]
+
+
+def test_targets_that_take_nothing_on_the_wire_are_bounded_too(http: TestClient, service: Service) -> None:
+    run = new_run(http)
+    for number, (targets, words) in enumerate(((170, None), (171, "513 targets")), 1):
+        none = {"values": b"", "col_indices": b"", "crow_indices": bytes(4 * 8)}
+        sparse = schema.Tensor(sparse_csr=none, dtype=schema.DTYPE_INT64, shape=[3, targets])
+        body = message(run, number, target_tokens=sparse).SerializeToString()
+        assert len(body) < 300 and service.config.service.max_body_bytes == 8 * 512
+        sent = http.post("/api/v1/forward_backward", content=body, headers={"content-type": "application/x-protobuf"})
+        found = answer(http, sent)
+        assert isinstance(found, bytes) if words is None else words in found["error"]

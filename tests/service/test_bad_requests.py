@@ -60,7 +60,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_a_datum_that_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     made, words = BAD[name]
     with pytest.raises(BatchError, match=words) as caught:
-        work_of(made, vocab_size=100, max_tokens=64)
+        work_of(made, vocab_size=100, max_tokens=64, max_targets=10**6)
     assert caught.value.field and caught.value.hint
 
 
@@ -73,16 +73,18 @@ def test_numbers_of_a_loss_are_those_it_has_and_in_their_ranges() -> None:
         made = message(loss="ppo", **RL)
         made.loss_fn_config.update(config)
         with pytest.raises(BatchError, match=words):
-            work_of(made, vocab_size=100, max_tokens=64)
+            work_of(made, vocab_size=100, max_tokens=64, max_targets=10**6)
     made = message(loss="ppo", **RL)
     made.loss_fn_config["clip_low_threshold"] = 0.5
     made.loss_fn_config_v2["clip_low_threshold"].number = 0.75
-    assert work_of(made, vocab_size=100, max_tokens=64).settings["clip_low"] == 0.25
+    assert work_of(made, vocab_size=100, max_tokens=64, max_targets=10**6).settings["clip_low"] == 0.25
     made.loss_fn_config_v2["clip_low_threshold"].text = "low"
     with pytest.raises(BatchError, match="no number"):
-        work_of(made, vocab_size=100, max_tokens=64)
+        work_of(made, vocab_size=100, max_tokens=64, max_targets=10**6)
     with pytest.raises(BatchError, match="at most 3"):
-        work_of(message(), vocab_size=100, max_tokens=3)
+        work_of(message(), vocab_size=100, max_tokens=3, max_targets=10**6)
+    with pytest.raises(BatchError, match="at most 3"):  # before a tensor is made dense
+        work_of(message(target_tokens=SPARSE), vocab_size=100, max_tokens=3, max_targets=1)
 
 
 @given(st.data())
@@ -107,7 +109,7 @@ def test_whatever_bytes_come_a_request_is_work_or_a_typed_error(data: st.DataObj
         assert type(error).__name__ == "DecodeError"
         return
     try:
-        work = work_of(made, vocab_size=100, max_tokens=64)
+        work = work_of(made, vocab_size=100, max_tokens=64, max_targets=10**6)
     except SlimeError as error:
         assert error.field
     else:

@@ -219,6 +219,29 @@ def test_a_killed_rank_costs_two_clients_a_wait_and_no_bit(served: Served, clien
     assert all(np.array_equal(one, two) for one, two in zip(found, expected, strict=True))
 
 
+def test_a_killed_rank_costs_no_bit_though_a_client_has_deleted_what_it_loaded(served: Served, client: Any) -> None:
+    def life(kills: bool) -> np.ndarray:
+        training = served.training_client(client)
+        training.forward_backward([weighted(1)], "cross_entropy")
+        training.optim_step(ADAM).result()
+        path = training.save_state("a").result().path
+        training.forward_backward([weighted(2)], "cross_entropy")
+        training.optim_step(ADAM).result()
+        training.load_state_with_optimizer(path).result()
+        rest = tinker.RestClient(base_url=served.url, api_key=served.key)
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        training.forward_backward([weighted(3)], "cross_entropy").result()
+        if kills:
+            (health, *_) = served.group.health()
+            assert isinstance(health, Health)
+            os.kill(health.pid, signal.SIGKILL)
+        training.optim_step(ADAM).result()
+        return log_probs_of(training.forward([weighted(99)], "cross_entropy").result())[0]
+
+    expected, before = life(False), len(served.group.recoveries)
+    assert np.array_equal(life(True), expected) and len(served.group.recoveries) == before + 1
+
+
 def test_an_rl_loop_learns_a_dense_reward(served: Served, client: Any) -> None:
     training = served.training_client(client, rank=8, seed=0)
     prompt, rewards = [5, 6, 7], []

@@ -109,7 +109,7 @@ def test_a_load_that_fails_makes_up_for_nothing_that_was_lost(start: Start) -> N
     train(http, run, 2, 4, 6)
     service = start()
     http = client(service)
-    shutil.rmtree(service.catalogue.folder_of(run, 4, "weights", "first"))
+    shutil.rmtree(service.catalogue.folder_of(run, 4, "first"))
     assert "error" in posted(http, "load_weights", model_id=run, seq_id=8, path=saved, optimizer=True)
     assert "were lost" in cast(Any, answer(http, gradient(http, run, 9)))["error"]
 
@@ -142,7 +142,7 @@ def test_what_a_client_saved_is_a_checkpoint_too_and_gradients_are_in_none(start
     assert "no update was made" in cast(Any, answer(http, update(http, run, 7)))["error"]
     train(http, run, 8)
     assert service.runs[run].updates == 3
-    shutil.rmtree(service.catalogue.folder_of(run, 4, "weights", "mine"))
+    shutil.rmtree(service.catalogue.folder_of(run, 4, "mine"))
     store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
     (store.path_of(2) / "manifest.json").write_text("torn")
     assert run not in start().runs  # of step 2 there was this one alone
@@ -219,3 +219,100 @@ def test_an_update_counts_though_its_checkpoint_fails_and_one_that_is_skipped_le
     assert not service.runs[run].has_gradients and service.runs[run].updates == 2
     again = http.post("/api/v1/create_model", json={"session_id": service.runs[run].session, **ASKED})
     assert answer(http, again)["model_id"] == run
+
+
+def test_what_a_run_has_loaded_a_recovery_can_load_again_though_its_client_has_deleted_it(start: Start) -> None:
+    service = start()
+    http, group = client(service), cast(Any, service._group)
+    run = new_run(http)
+    path = posted(http, "save_weights", model_id=run, seq_id=1, path="a")["path"]
+    posted(http, "load_weights", model_id=run, seq_id=2, path=path, optimizer=True)
+    assert http.delete(f"/api/v1/training_runs/{run}/checkpoints/weights/a").status_code == 200
+    group.adapter(adapter_of(run)).load(name=group.loaded_names[0])  # as the log of calls has it
+    assert group.loaded == [adapter_of(run)] * 2
+    posted(http, "save_weights", model_id=run, seq_id=3, path="b")
+    again = start()
+    assert cast(Any, again._group).loaded_names == ["b"]  # a copy is none of those that the run wrote
+    (listed,) = client(again).get("/api/v1/checkpoints").json()["checkpoints"]
+    assert listed["checkpoint_id"] == "weights/b"
+
+
+def test_behind_a_start_no_recovery_needs_what_a_client_can_delete(start: Start) -> None:
+    first = start()
+    with TestClient(make_app(first)) as http:
+        run = new_run(http)
+        train(http, run, 1)
+        posted(http, "save_weights", model_id=run, seq_id=3, path="a")
+    second = start()
+    assert cast(Any, second._group).loaded_names == [None] and second.runs[run].resumed_at is None
+    second.close()
+    store = CheckpointStore.of_run(second._run_dir, "actor", adapter_of(run))
+    (store.path_of(1) / "manifest.json").write_text("torn")
+    third = start()
+    assert cast(Any, third._group).loaded_names == ["a"] and third.runs[run].resumed_at is None
+    assert third.catalogue.checkpoints_of(run, 4)[0].name is None  # which was written anew
+
+
+def test_weights_to_sample_from_that_were_lost_with_a_start_are_saved_again_under_their_name(start: Start) -> None:
+    service = start()
+    http = client(service)
+    run = new_run(http)
+    train(http, run, 1, 3)  # with a checkpoint
+    sampled = {"model_id": run, "path": "x"}
+    path = posted(http, "save_weights_for_sampler", seq_id=5, **sampled)["path"]
+    posted(http, "save_weights_for_sampler", seq_id=6, model_id=run, path="uncatalogued")
+    posted(http, "save_weights_for_sampler", seq_id=7, model_id=run, sampling_session_seq_id=0)
+    folders = service._run_dir / "service" / "sampler_weights" / adapter_of(run)
+    (file,) = (service._run_dir / "service" / "saved").glob("*.uncatalogued.json")
+    file.unlink()  # as if the service had ended before it was written
+    assert len(list(folders.iterdir())) == 3
+    service = start()
+    http = client(service)
+    (kept,) = folders.iterdir()
+    assert kept.name.startswith("x@")
+    (state,) = [one["tinker_path"] for one in http.get("/api/v1/checkpoints").json()["checkpoints"]
+                if one["checkpoint_type"] == "training"]  # fmt: skip
+    assert "error" not in posted(http, "load_weights", model_id=run, seq_id=8, path=state, optimizer=True)
+    assert posted(http, "save_weights_for_sampler", seq_id=9, **sampled)["path"] == path
+    (again,) = folders.iterdir()
+    assert again != kept and again.name.startswith("x@")
+    assert "there are weights" in posted(http, "save_weights_for_sampler", seq_id=10, **sampled)["error"]
+    assert "path" in posted(http, "save_weights_for_sampler", seq_id=11, model_id=run, path="uncatalogued")
+
+
+def test_sampling_clients_go_on_but_for_those_whose_weights_are_gone(start: Start) -> None:
+    service = start()
+    http = client(service)
+    run = new_run(http)
+    session = service.runs[run].session
+    paths = {}
+    for number, name in enumerate(("stays", "goes"), 1):
+        paths[name] = posted(http, "save_weights_for_sampler", model_id=run, seq_id=number, path=name)["path"]
+    unnamed = posted(http, "save_weights_for_sampler", model_id=run, seq_id=3, sampling_session_seq_id=0)
+    made = {"unnamed": unnamed["sampling_session_id"]}
+
+    def sampler(http: TestClient, number: int, **of: str) -> str:
+        asked = {"session_id": session, "sampling_session_seq_id": number, **of}
+        return str(http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"])
+
+    def sampled(http: TestClient, sampler: str) -> Any:
+        how = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "sampling_params": {"max_tokens": 1}}
+        return http.post("/api/v1/asample", json={"sampling_session_id": sampler, "seq_id": 0, **how})
+
+    assert sampler(http, 0, base_model="tiny/model") == made["unnamed"]  # as the client numbered it
+    made["base"] = sampler(http, 1, base_model="tiny/model")
+    for number, (name, path) in enumerate(paths.items(), 2):
+        made[name] = sampler(http, number, model_path=path)
+    http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/goes")
+    posted(http, "save_weights_for_sampler", model_id=run, seq_id=4, path="goes")
+    service = start()
+    assert run not in service.runs and list(service.sessions) == [session]
+    with TestClient(make_app(service)) as http:
+        for name in ("base", "stays"):
+            assert isinstance(answer(http, sampled(http, made[name])), bytes)
+            assert http.get(f"/api/v1/samplers/{made[name]}").json()["model_path"] == paths.get(name)
+        for name in ("unnamed", "goes"):
+            assert sampled(http, made[name]).status_code == 404
+        http.post(f"/api/v1/sessions/{session}/finish", json={})
+    again = start()
+    assert again.samplers.sessions == {} == again.sessions

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actors.service import schema
-from actors.service.datums import LOSSES, losses_of, output_of, work_of
+from actors.service.datums import LOSSES, Work, losses_of, output_of, work_of
 from slimefsdp.config import RunConfig
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
@@ -23,13 +23,18 @@ from tests.support.service import message
 CPU = torch.device("cpu")
 
 
+def made_of(data: bytes) -> Work:
+    message = schema.ForwardBackwardRequest.FromString(data)
+    return work_of(message, vocab_size=VOCABULARY, max_tokens=64, max_targets=10**6)
+
+
 def gradients(rank: int, config: RunConfig, requests: list[bytes]) -> tuple[dict[str, torch.Tensor], list[Any]]:
     """Of requests that follow one another, and the log-probs that each said."""
     said = []
     with KeepFloat64():
         trainer = Trainer(config, device=CPU)
         for data in requests:
-            work = work_of(schema.ForwardBackwardRequest.FromString(data), vocab_size=VOCABULARY, max_tokens=64)
+            work = made_of(data)
             found = trainer.forward_backward(work.batch, work.loss, 1.0, settings=work.settings, with_log_probs=True)
             said.append(found.log_probs.log_probs)
     return {name: p.grad.full_tensor() for name, p in trainer.policy.named_weights()}, said
@@ -45,7 +50,7 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_api_in_float64(
         expected, losses, now = plain(folder, data)
     found, (said,) = ranks.run(1, gradients, config, [data])[0]
     assert largest_difference(found, expected) <= 1e-12
-    work = work_of(schema.ForwardBackwardRequest.FromString(data), vocab_size=VOCABULARY, max_tokens=64)
+    work = made_of(data)
     trained = work.batch.mask
     assert np.abs(said - now)[trained].max() < 1e-6  # which are float32
     np.testing.assert_allclose(losses_of(work, np.array(now)), losses, rtol=1e-12, atol=1e-12)
@@ -73,7 +78,7 @@ def test_targets_may_be_others_than_the_next_token_and_several_a_token(
         expected, losses, now = plain(folder, data)
     found, (said,) = ranks.run(1, gradients, config, [data])[0]
     assert largest_difference(found, expected) <= 1e-12 * max(1.0, max(float(g.abs().max()) for g in expected.values()))
-    work = work_of(schema.ForwardBackwardRequest.FromString(data), vocab_size=VOCABULARY, max_tokens=64)
+    work = made_of(data)
     output = schema.ForwardBackwardOutput.FromString(output_of(work, said))
     (record,) = output.loss_fn_outputs
     for name, values in (("logprobs", now), ("elementwise_loss", losses)):
@@ -95,7 +100,7 @@ def test_a_sparse_tensor_is_the_dense_one() -> None:
     )
     tokens = np.arange(9).reshape(3, 3)
     works = [
-        work_of(message(target_tokens=tokens, weights=weights), vocab_size=VOCABULARY, max_tokens=64)
+        work_of(message(target_tokens=tokens, weights=weights), vocab_size=VOCABULARY, max_tokens=64, max_targets=10**6)
         for weights in (dense, schema.Tensor(sparse_csr=sparse, dtype=schema.DTYPE_FLOAT32, shape=[3, 3]))
     ]
     assert works[0].batch.same_as(works[1].batch) and works[0].targets == works[1].targets == 3

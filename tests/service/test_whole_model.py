@@ -324,9 +324,9 @@ def test_what_is_no_run_of_all_weights_and_a_second_one_are_refused_by_name(
         service.create_run(body, other)
     assert run not in str(caught.value)
     for kind in ("weights", "sampler_weights"):
-        folder = service.catalogue.folder_of("s:train:0", 4, kind, "of-adapters")
-        folder.mkdir(parents=True)
-        service.catalogue.add(Saved("s:train:0", "s.train.0", kind, "of-adapters", 4, 1.0, 1))
+        saved = Saved("s:train:0", "s.train.0", kind, "of-adapters", 4, 1.0, 1)
+        service.catalogue.folder(saved).mkdir(parents=True)
+        service.catalogue.add(saved)
     load = wire.LoadWeights(path="tinker://s:train:0/weights/of-adapters", optimizer=True, model_id=run, seq_id=1)
     with refused(ConfigError, "lora_config.rank", 4):
         service.load_weights(load, USER)
@@ -355,6 +355,13 @@ def test_a_run_begins_when_the_one_that_is_ending_has_done_its_last_request(
     run = done(second)["model_id"]
     assert group.asked[-3:] == ["load", "save", "finish_save"]
     assert wait_until(lambda: list(service.runs) == [run])
+
+
+def test_a_second_run_of_an_earlier_start_is_refused_and_not_waited_for(recorded: tuple[Service, Recorder]) -> None:
+    service, _ = recorded
+    service.weights.reopen("s:train:0", 0)
+    with refused(StateError, "run.dir", "s:train:0", "s:train:1"):
+        service.weights.reopen("s:train:1", 0)
 
 
 def test_a_server_of_adapters_does_not_go_on_with_a_run_of_all_weights(untied: Path, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_a_named_version_is_a_folder_that_transformers_opens_and_goes_when_it_is
         assert run.is_lora is False and run.last_checkpoint.tinker_path == state
     run_dir = served_whole.config.run.dir
     assert run_dir is not None
-    (folder,) = (run_dir / "service" / "sampler_weights").glob("*/named")
+    (folder,) = (run_dir / "service" / "sampler_weights").glob("*/named@*")
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokens = model.dummy_inputs["input_ids"].new_tensor([tokens_of(99)])
     theirs = model(tokens).logits[0, :-1].log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].detach().numpy()

@@ -46,6 +46,7 @@ class Calls:
             (step,) = self.store(name).steps()
             folder = self.store(name).path_of(step)
         self.group.loaded.append((folder / "weights").read_text())
+        self.group.loaded_names.append(name)
 
     def store(self, name: str | None) -> CheckpointStore:
         whole = CheckpointStore.of_run(self.group.run_dir, "actor", self.name)
@@ -81,6 +82,7 @@ class Group:
         self.updates: list[Any] = []
         self.dropped = 0
         self.loaded: list[str] = []  # what was in the checkpoints
+        self.loaded_names: list[str | None] = []  # and what they were called; None: by its step
         self.broken: set[str] = set()  # adapters that cannot be saved
         self.skips = False  # gradients are not finite
 
