@@ -23,6 +23,7 @@ class SamplingFacts:
 
     max_model_len: int  # of a prompt and its response
     adapters: int  # that it has room for
+    prompt_top_k: int  # likeliest tokens of a place in a prompt that it tells of at most
     reads_prompts: bool  # and has log-probs of several at once: vLLM fails beside adapters of the head
 
 
@@ -77,7 +78,8 @@ def check_sampling_server(
             hint=f"start it with --max-loras 9 --lora-target-modules {' '.join(modules)}, to hold 8 versions at once",
         )  # fmt: skip
     reads_prompts = own is not None and "lm_head" not in own
-    return SamplingFacts(said["max_model_len"], said["max_loras"], reads_prompts)
+    top_k = said["vocab_size"] if said["max_logprobs"] == -1 else said["max_logprobs"]
+    return SamplingFacts(said["max_model_len"], said["max_loras"], top_k, reads_prompts)
 
 
 def _arguments(config: RunConfig) -> str:

@@ -76,6 +76,7 @@ def sampling_arguments(config: RunConfig, folder: ModelFolder, adapters: int, mo
     return [
         *_common_arguments(config, folder),
         *SAMPLING_NEEDED,
+        *("--max-logprobs", "256"),  # of the likeliest tokens: as many as clients of the service may ask for
         *("--enable-lora", *room, "--lora-target-modules", *modules),
         *config.rollout.engine_args,
     ]

@@ -8,23 +8,21 @@ from typing import Any
 import numpy as np
 
 from actors.rollout.served_samples import check_end, check_tokens, length_with_stop, not_finite, seed_of, wrong
+from actors.rollout.vllm_facts import SamplingFacts
 from slimefsdp.config.rollout import TEMPERATURES
 from slimefsdp.errors import BatchError
 from slimefsdp.sampling.params import SamplingParams
-from slimefsdp.sampling.requests import SampledTokens, SampleRequest
+from slimefsdp.sampling.requests import SampledTokens, SampleRequest, TopTokens
 
 Decode = Callable[[list[int]], str]
 _NO_NUMBER = -9999.0  # what vLLM writes for a log-prob that is not finite
 
 
-def check_request(
-    request: SampleRequest, *, vocab_size: int, most_tokens: int, most_samples: int, reads_prompts: bool
-) -> None:
+def check_request(request: SampleRequest, *, vocab_size: int, facts: SamplingFacts, most_samples: int) -> None:
     """Whether vLLM answers a request as it is asked.
 
     Args:
-        most_tokens: of a prompt and its response.
-        reads_prompts: whether it has log-probs of prompts.
+        facts: of the server.
 
     Raises:
         BatchError: naming what it does not.
@@ -43,15 +41,20 @@ def check_request(
     elif outside is not None:
         found = f"token {outside} of the prompt is {prompt[outside]}, and the vocabulary has {vocab_size}"
         problem = "prompt", found, "encode it with the model's tokenizer"
-    elif len(prompt) + params.max_new_tokens > most_tokens:
+    elif len(prompt) + params.max_new_tokens > facts.max_model_len:
         both = f"a prompt of {len(prompt)} tokens and max_new_tokens={params.max_new_tokens}"
-        problem = "max_new_tokens", f"{both} are more than the {most_tokens} that vLLM takes", "lower it"
+        problem = "max_new_tokens", f"{both} are more than the {facts.max_model_len} that vLLM takes", "lower it"
     elif not params.greedy and not low <= params.temperature <= high:
         given = f"temperature={params.temperature:g}: vLLM samples from {low:g} to {high:g}"
         problem = "temperature", given, f"choose one of these, {others}"
     elif params.tempered:
         problem = "tempered", "vLLM is asked for log-probs at temperature 1 alone", "set tempered=False"
-    elif request.prompt_log_probs and not reads_prompts:
+    elif not 0 <= request.prompt_top_k <= (most_top := min(facts.prompt_top_k, vocab_size)) or (
+        request.prompt_top_k and not request.prompt_log_probs
+    ):
+        of = f"prompt_top_k={request.prompt_top_k}; this server of vLLM tells of {most_top} at most (--max-logprobs)"
+        problem = "prompt_top_k", f"{of}, and of none without prompt_log_probs", "ask for fewer tokens"
+    elif request.prompt_log_probs and not facts.reads_prompts:
         why = "vLLM has no log-probs of prompts beside adapters of the head"
         problem = "prompt_log_probs", why, f"leave the head out of lora.targets, {others}"
     if problem is not None:
@@ -83,7 +86,7 @@ def bodies_of(request: SampleRequest) -> list[dict[str, Any]]:
     if request.prompt_log_probs and len(prompt) > 1:
         if not bodies:  # vLLM draws a token in any case
             bodies = [{"token_ids": prompt, "sampling_params": {**asked, "seed": 0, "max_tokens": 1}}]
-        bodies[0]["sampling_params"]["prompt_logprobs"] = 0
+        bodies[0]["sampling_params"]["prompt_logprobs"] = request.prompt_top_k
     return bodies
 
 
@@ -110,21 +113,33 @@ def read_sample(answer: Any, params: SamplingParams, decode: Decode | None, voca
     return SampledTokens(tokens, log_probs, check_end(reason, tokens, most, ends_itself=ends_itself))
 
 
-def read_prompt(answer: Any, prompt: list[int]) -> np.ndarray:
-    """Float32 [prompt tokens]: log-probs of a prompt, NaN for its first token.
+def read_prompt(answer: Any, prompt: list[int], k: int) -> tuple[np.ndarray, TopTokens | None]:
+    """Float32 [prompt tokens]: log-probs of a prompt, NaN for its first token; and the k likeliest of each place.
+
+    Args:
+        answer: None, where the prompt has one token, of which there is nothing to say.
+        k: None of them where it is 0.
 
     Raises:
         EngineError, StateError: as `read_sample`.
     """
-    found = [float("nan")]
+    entries: list[dict[int, float]] = []
     try:
-        entries = answer["prompt_logprobs"]
-        if len(entries) != len(prompt):
-            raise ValueError(f"{len(entries)} log-probs of {len(prompt)} tokens")
-        for token, entry in zip(prompt[1:], entries[1:], strict=True):
-            found.append(float(entry[str(token)]["logprob"]))
-    except (KeyError, TypeError, ValueError) as error:
+        said = answer["prompt_logprobs"][1:] if answer is not None else []
+        if len(said) != len(prompt) - 1:
+            raise ValueError(f"{len(said)} log-probs of {len(prompt) - 1} tokens")
+        entries = [{int(token): float(one["logprob"]) for token, one in place.items()} for place in said]
+        own = [entry[token] for token, entry in zip(prompt[1:], entries, strict=True)]
+        likeliest = [sorted(entry.items(), key=lambda item: -item[1])[:k] for entry in entries]
+        if any(len(place) != k for place in likeliest):
+            raise ValueError(f"fewer than the {k} likeliest tokens")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise wrong(f"an answer without the prompt's log-probs: {type(error).__name__}: {error}") from error
-    if any(value == _NO_NUMBER or value != value for value in found[1:]):
+    if any(value == _NO_NUMBER or value != value for value in own):
         raise not_finite()
-    return np.array(found, np.float32)
+    log_probs = np.array([np.nan, *own], np.float32)
+    if not k:
+        return log_probs, None
+    tokens = np.array([[token for token, _ in place] for place in likeliest], np.int64).reshape(-1, k)
+    values = np.array([[value for _, value in place] for place in likeliest], np.float32).reshape(-1, k)
+    return log_probs, TopTokens(tokens, values)

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 from actors.cluster.allocator import ALLOCATOR
 from actors.cluster.connect import gpus_of_engines
 from actors.cluster.placement import gpus_per_rank
@@ -173,9 +171,8 @@ class VllmSamplingEngine(Watched):
         check_request(
             request,
             vocab_size=self._model.vocab_size,
-            most_tokens=self._facts.max_model_len,
+            facts=self._facts,
             most_samples=self._max_samples,
-            reads_prompts=self._facts.reads_prompts,
         )
         if request.params.stop and self._decode is None:
             raise StateError("the model has no tokenizer, which stop texts need", field="stop", hint="name token ids")
@@ -296,9 +293,9 @@ class VllmSamplingEngine(Watched):
 
     def _read(self, request: SampleRequest, answers: list[Any]) -> SampleAnswer:
         prompt = [int(token) for token in request.prompt]
-        log_probs: np.ndarray | None = None
+        log_probs, top = None, None
         if request.prompt_log_probs:
-            log_probs = read_prompt(answers[0], prompt) if answers else np.array([np.nan], np.float32)
+            log_probs, top = read_prompt(answers[0] if len(prompt) > 1 else None, prompt, request.prompt_top_k)
         read: Callable[[Any], SampledTokens] = partial(
             read_sample, params=request.params, decode=self._decode, vocab_size=self._model.vocab_size
         )
@@ -309,7 +306,7 @@ class VllmSamplingEngine(Watched):
                 field="engine", hint="let nobody else pause or abort what this server does",
             )  # fmt: skip
         self._drawn += sum(len(sample.tokens) for sample in samples)
-        return SampleAnswer(samples, log_probs)
+        return SampleAnswer(samples, log_probs, top)
 
     def _finish(self) -> None:
         if self._server is not None:

@@ -246,6 +246,7 @@ class WorkerExtension:
             "backend": None if transfer is None else transfer.backend,
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": str(model.logprobs_mode),
+            "max_logprobs": int(model.max_logprobs),
             "max_model_len": int(model.max_model_len),
             "vocab_size": int(model.hf_text_config.vocab_size),
             "model_type": str(model.hf_text_config.model_type),

@@ -1,10 +1,11 @@
-"""What a service asks a server of vLLM, which adapters it tells it of, and what it refuses; without vLLM, without Ray."""
+"""What a service asks a server of vLLM for, which adapters it tells it of, what it refuses; without vLLM and Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import shutil
 from collections.abc import Callable, Coroutine, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,7 @@ def lived(servers: Servers, make_config: Any, tmp_path: Path) -> Lived:
 def exact(server: ProtocolServer, tokens: list[int]) -> torch.Tensor:
     """Log-probs of the table, of each token but the first."""
     table = server.tensors[EMBEDDING]
-    both = zip(tokens, tokens[1:], strict=False)
-    return torch.stack([next_logits(table, before).log_softmax(-1)[token] for before, token in both])
+    return torch.stack([next_logits(table, before).log_softmax(-1)[token] for before, token in pairwise(tokens)])
 
 
 def test_each_version_is_an_adapter_of_its_own_and_the_base_one_of_zeros(
@@ -180,6 +180,12 @@ def test_log_probs_are_at_temperature_one_and_parameters_are_what_was_asked_for(
         assert again.samples == answer.samples, "the seed decides"
         read = await engine.sample(asked(None, prompt, 0, prompt_log_probs=True))
         assert read.samples == [] and np.array_equal(read.prompt_log_probs, answer.prompt_log_probs, equal_nan=True)
+        top = (await engine.sample(asked(None, prompt, 0, prompt_log_probs=True, prompt_top_k=5))).prompt_top_tokens
+        table = torch.stack([next_logits(server.tensors[EMBEDDING], token).log_softmax(-1) for token in prompt[:-1]])
+        assert top is not None and np.array_equal(top.tokens, table.topk(5).indices.numpy())
+        assert np.abs(top.log_probs - table.topk(5).values.numpy()).max() < 1e-6 and top.log_probs.dtype == np.float32
+        alone = (await engine.sample(asked(None, [3], 0, prompt_log_probs=True, prompt_top_k=5))).prompt_top_tokens
+        assert alone is not None and alone.tokens.shape == alone.log_probs.shape == (0, 5)
         one = await engine.sample(asked(None, [3], 0, prompt_log_probs=True))
         assert one.prompt_log_probs is not None and np.isnan(one.prompt_log_probs).tolist() == [True]
         greedy = (await engine.sample(asked(None, prompt, 1, greedy=True))).samples[0]
@@ -231,6 +237,8 @@ def test_samples_end_at_end_tokens_and_where_a_stop_text_is_whole(
         ({"prompt": []}, "prompt"),
         ({"samples": 17}, "num_samples"),
         ({"samples": 0}, "num_samples"),
+        ({"prompt_top_k": 21, "prompt_log_probs": True}, "prompt_top_k"),
+        ({"prompt_top_k": 2}, "prompt_top_k"),
     ],
 )
 def test_what_vllm_does_not_do_is_refused_by_name_and_never_sent(

@@ -6,6 +6,7 @@ It takes weights from a broadcast group, as vLLM's workers do. What real servers
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -57,6 +58,7 @@ class ProtocolServer(TableServer):
             "backend": "slimefsdp",
             "dtype": "float32",
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": 20,
             "max_model_len": max_model_len,
             "vocab_size": vocab_size,
             "model_type": model_type,
@@ -251,12 +253,15 @@ class ProtocolServer(TableServer):
         }
         answer: dict[str, Any] = {"choices": [{**choice, **self.faults.choice}]}
         if params.get("prompt_logprobs") is not None:
-            answer["prompt_logprobs"] = [None, *map(self._of_prompt, body["token_ids"], body["token_ids"][1:])]
+            pairs = pairwise(body["token_ids"])
+            answer["prompt_logprobs"] = [None, *(self._of_prompt(*pair, params["prompt_logprobs"]) for pair in pairs)]
         return answer
 
-    def _of_prompt(self, before: int, token: int) -> Any:
-        value = float(next_logits(self.tensors[EMBEDDING], before).log_softmax(-1)[token])
-        return {str(token): {"logprob": value, "rank": 1, "decoded_token": None}}
+    def _of_prompt(self, before: int, token: int, k: int) -> Any:
+        """The token's own log-prob first, then those of the k likeliest."""
+        log_probs = next_logits(self.tensors[EMBEDDING], before).log_softmax(-1)
+        chosen = dict.fromkeys([token, *log_probs.topk(k).indices.tolist()])
+        return {str(one): {"logprob": float(log_probs[one]), "rank": 1, "decoded_token": None} for one in chosen}
 
 
 DEV_ROUTES = (
