@@ -72,7 +72,7 @@ def trained(untied_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def _trained(client: tinker.ServiceClient, model: Path, run_dir: Path) -> Trained:
     training = client.create_lora_training_client(base_model=str(model), rank=4, seed=1, train_unembed=False).result()
     data = [datum(tokens_of(seed, vocab=320)) for seed in range(3)]
-    samplers = {"base": client.create_sampling_client(base_model=str(model))}
+    samplers = {"base": client.create_sampling_client(base_model=str(model)).result()}
     folders: dict[str, Path | None] = {"base": None}
     says: dict[str, list[np.ndarray]] = {}
     followed: dict[str, list[list[int]]] = {}
@@ -81,7 +81,7 @@ def _trained(client: tinker.ServiceClient, model: Path, run_dir: Path) -> Traine
             training.forward_backward(data, "cross_entropy")
             training.optim_step(ADAM).result()
         path = training.save_weights_for_sampler(name).result().path
-        samplers[name] = client.create_sampling_client(model_path=path)
+        samplers[name] = client.create_sampling_client(model_path=path).result()
         (folders[name],) = (run_dir / "service/sampler_weights").glob(f"**/{name}")
         drawn = drawn_by(samplers[name])
         followed[name] = [one.tokens for answer in drawn for one in answer.sequences]
