@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from actors.cli.preflight import check_installed, check_models
-from actors.cluster.connect import check_gpus, check_machine
+from actors.cli.preflight import check_installed, check_models, check_servers
+from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
 from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.config import RunConfig
@@ -39,7 +39,8 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
         _check_versions_fit(config)
     check_installed(config)
     check_machine(config)
-    check_gpus(config, engines=1)
+    check_gpus(config, engines=gpus_of_engines(config) if config.rollout.engine == "vllm" else 1)
+    check_servers(config)
     return config
 
 

@@ -120,6 +120,24 @@ def checked(
     Raises:
         EngineError: it cannot be. StateError: the logits were not finite.
     """
+    check_tokens(tokens, log_probs, of_tokens, most=most, vocab_size=vocab_size, no_number=no_number)
+    return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
+
+
+def check_tokens(
+    tokens: Any,
+    log_probs: Sequence[Any],
+    of_tokens: Sequence[Any],
+    *,
+    most: int,
+    vocab_size: int,
+    no_number: float | None,
+) -> None:
+    """As `checked`, of a server whose weights are those that it was started with.
+
+    Raises:
+        EngineError, StateError: as `checked`.
+    """
     if not isinstance(tokens, list):
         raise wrong(f"{short_repr(tokens)} in the place of tokens")
     if len(tokens) > most:
@@ -134,7 +152,6 @@ def checked(
             raise not_finite()
         if type(value) not in (float, int) or not _LOWEST <= value <= _ROUNDING:  # NaN is not either
             raise wrong(f"the log-prob {short_repr(value)}")
-    return PartialSample(tokens, list(log_probs), _versions(spans, len(tokens), versions))
 
 
 def check_end(reason: Any, tokens: Sequence[int], most: int, *, ends_itself: bool) -> FinishReason:

@@ -13,6 +13,9 @@ from typing import Any
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, ResourceError
 
+_BASE_S = 300.0  # for an engine beside a server to read the base, before it starts that
+_ENGINE_ENDS_S = 30.0  # a server of vLLM is told to end, and killed after a while
+
 
 def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]) -> None:
     """Serves until SIGTERM or SIGINT; then what was taken is finished, runs are saved, and all processes end.
@@ -141,14 +144,26 @@ def _launched(config: RunConfig) -> tuple[Any, Any]:
     import ray
 
     from actors.fault_tolerance.supervisor import SupervisedGroup
+    from actors.service.results import typed
     from actors.service.sampling_engine import start_sampling_engine
+    from actors.service.vllm_sampling_engine import start_vllm_sampling_engine
     from actors.startup import stage
 
     group = SupervisedGroup.launch(config)
     try:
-        engine = start_sampling_engine(group.config, memory_bytes=config.service.max_version_bytes)
-        with stage("starting the sampling engine"):
-            ray.get(engine.stats.remote(), timeout=config.cluster.launch_timeout_s)
+        start = start_vllm_sampling_engine if config.rollout.engine == "vllm" else start_sampling_engine
+        engine = start(group.config, memory_bytes=config.service.max_version_bytes)
+        try:
+            with stage("starting the sampling engine"):
+                if config.rollout.engine == "vllm":  # which looks at its server's time by itself
+                    ray.get(engine.begin.remote(), timeout=config.cluster.launch_timeout_s + _BASE_S)
+                ray.get(engine.stats.remote(), timeout=config.cluster.launch_timeout_s)
+        except BaseException:
+            ray.kill(engine)
+            raise
+    except Exception as error:
+        group.shutdown()
+        raise typed(error) from error
     except BaseException:
         group.shutdown()
         raise
@@ -159,7 +174,7 @@ def _end(group: Any, engine: Any) -> None:
     import ray
 
     try:
-        ray.get(engine.shutdown.remote(), timeout=10)
+        ray.get(engine.shutdown.remote(), timeout=_ENGINE_ENDS_S)
     except Exception as error:
         print(f"the sampling engine did not end by itself: {error}", file=sys.stderr, flush=True)
     ray.kill(engine)

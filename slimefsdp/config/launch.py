@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slimefsdp.algorithms.registry import GROUPED
+from slimefsdp.config.rollout import VLLM_RANKS
 from slimefsdp.config.tree import RunConfig
 from slimefsdp.errors import ConfigError, short_text
 
@@ -89,6 +90,8 @@ def check_ready_to_serve(config: RunConfig) -> None:
                 field=field,
                 hint=f"leave it at {short_text(value)}",
             )
+    if config.rollout.engine != "embedded":
+        _check_server_that_samples(config)
     is_loopback = config.service.host in ("127.0.0.1", "localhost", "::1")
     if not is_loopback and config.service.api_key_env is None:
         raise ConfigError(
@@ -96,6 +99,37 @@ def check_ready_to_serve(config: RunConfig) -> None:
             field="service.api_key_env",
             hint="name an environment variable that holds a key, or listen at 127.0.0.1",
         )
+
+
+def _check_server_that_samples(config: RunConfig) -> None:
+    """Whether a service can sample by the engine, which is not `embedded`."""
+    rollout, lora = config.rollout, config.lora
+    embedded = "set rollout.engine=embedded"
+    experts = [target for target in lora.targets if "experts" in target.split(".")]
+    field, problem, hint = "", "", ""
+    if rollout.engine != "vllm":
+        field, hint = "rollout.engine", f"{embedded}, or vllm"
+        problem = f"rollout.engine={rollout.engine} does not sample for a service"
+    elif lora.rank is None:
+        field, hint = "rollout.engine", f"set lora.rank=32, or {embedded}"
+        problem = "rollout.engine=vllm samples for a service from adapters alone, and lora.rank is null"
+    elif lora.rank > VLLM_RANKS[-1]:
+        field, hint = "lora.rank", f"lower it, or {embedded}"
+        problem = f"lora.rank={lora.rank}, and vLLM takes adapters of rank {VLLM_RANKS[-1]} at most"
+    elif experts:
+        field, hint = "lora.targets", f"leave experts out, or {embedded}"
+        problem = f"lora.targets has {experts[0]}, and rollout.engine=vllm is sent no adapters of experts"
+    elif config.model.init == "random":
+        field, hint = "model.init", f"write the model to a folder, or {embedded}"
+        problem = "model.init=random, and rollout.engine=vllm reads the model's folder by itself"
+    elif rollout.engines != 1:
+        field, hint = "rollout.engines", "set it to 1"
+        problem = f"rollout.engines={rollout.engines}, and a service samples by one"
+    elif rollout.placement != "own":
+        field, hint = "rollout.placement", "set it to own"
+        problem = f"rollout.placement={rollout.placement}, and a service trains and samples at the same time"
+    if field:
+        raise ConfigError(problem, field=field, hint=hint)
 
 
 def _check_demonstrations(config: RunConfig) -> None:

@@ -35,7 +35,7 @@ from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpa
 from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
 
 BACKEND = "slimefsdp"
-PROTOCOL = 3  # of the two classes below; both sides must have the same
+PROTOCOL = 4  # of the two classes below; both sides must have the same
 HELD_ADAPTER = "slimefsdp:adapter"  # in the place of an adapter's path: what updates brought
 ADAPTER_FOLDER = "adapter"  # in a folder of weights, one in peft's format
 _FILES = "*.safetensors"
@@ -246,10 +246,13 @@ class WorkerExtension:
             "backend": None if transfer is None else transfer.backend,
             "dtype": str(model.dtype).removeprefix("torch."),
             "logprobs_mode": str(model.logprobs_mode),
+            "max_logprobs": int(model.max_logprobs),
             "max_model_len": int(model.max_model_len),
             "vocab_size": int(model.hf_text_config.vocab_size),
             "model_type": str(model.hf_text_config.model_type),
             "max_lora_rank": None if lora is None else int(lora.max_lora_rank),
+            "max_loras": None if lora is None else min(int(lora.max_loras), int(lora.max_cpu_loras)),
+            "lora_modules": None if lora is None or lora.target_modules is None else list(lora.target_modules),
         }
 
 

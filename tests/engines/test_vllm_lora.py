@@ -240,7 +240,7 @@ def test_a_server_without_room_for_the_adapter_is_refused_by_the_argument_that_i
     port = server_launch.free_port()
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *arguments, "--port", str(port)]
     logs = server_launch.log_folder(started)
-    environment = vllm_launch._environment(started, logs)
+    environment = vllm_launch._environment(started, logs, takes_adapters=True)
     for change, rank, named in (
         ({}, 9, ["--enable-lora --max-lora-rank 16"]),
         ({vllm_launch.RUNTIME_LORA: "0"}, 8, [f"{vllm_launch.RUNTIME_LORA}=1"]),

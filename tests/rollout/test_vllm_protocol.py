@@ -53,7 +53,7 @@ def test_an_engine_says_what_its_server_is(engine: VllmEngine, tensors: dict[str
         (Faults(has_dev_mode=False), ["VLLM_SERVER_DEV_MODE=1"]),
         (Faults(has_plugin=False), ["slimefsdp_worker"]),
         (Faults(has_scale_out=False), [403]),
-        (Faults(said={"protocol": 7}), [7, 3]),
+        (Faults(said={"protocol": 7}), [7, 4]),
         (Faults(said={"backend": "nccl"}), ["nccl", "slimefsdp"]),
         (Faults(said={"logprobs_mode": "raw_logprobs"}), ["raw_logprobs", "processed_logprobs"]),
         (Faults(said={"dtype": "bfloat16"}), ["bfloat16", "float32"]),

@@ -30,12 +30,28 @@ from tests.support.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 
 
+VLLM = {"engine": "vllm", "engine_python": "python"}
 UNFIT: dict[str, tuple[dict[str, Any], str, str]] = {
     "no folder": ({"run": {"dir": None}}, "run.dir", "not set"),
     "adapters to begin with": ({"lora": {"rank": None, "path": "adapters"}}, "lora.path", "begin with none"),
     "sgd": ({"optim": {"name": "sgd"}}, "optim.name", "no place"),
     "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature", "no place"),
     "a KL": ({"loss": {"kl_coefficient": 0.1}}, "loss.kl_coefficient", "no place"),
+    "sglang": ({"rollout": {"engine": "sglang", "engine_python": "p"}}, "rollout.engine", "does not sample"),
+    "all weights by vllm": (
+        {"rollout": VLLM, "lora": {"rank": None, "targets": ["attention", "mlp"]}},
+        "rollout.engine",
+        "lora.rank is null",
+    ),
+    "a rank that vllm has not": ({"rollout": VLLM, "lora": {"rank": 513}}, "lora.rank", "of rank 512 at most"),
+    "experts by vllm": ({"rollout": VLLM, "lora": {"targets": ["experts"]}}, "lora.targets", "no adapters of experts"),
+    "random weights by vllm": (
+        {"rollout": VLLM, "model": {"init": "random"}},
+        "model.init",
+        "reads the model's folder",
+    ),
+    "two servers": ({"rollout": {**VLLM, "engines": 2}}, "rollout.engines", "samples by one"),
+    "turns": ({"rollout": {**VLLM, "placement": "colocated"}}, "rollout.placement", "at the same time"),
     "no key": ({"service": {"host": "0.0.0.0"}}, "service.api_key_env", "can be reached by others"),
 }
 
@@ -47,7 +63,7 @@ def test_settings_that_say_what_requests_say_are_refused_before_anything_starts(
         check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, **sections)))
     assert caught.value.field == field and caught.value.hint
     open_to_all = {"host": "0.0.0.0", "api_key_env": "KEY"}
-    check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, service=open_to_all)))
+    check_ready_to_serve(config_from_dict(service_tree(tmp_path, tmp_path, service=open_to_all, rollout=VLLM)))
 
 
 def test_a_key_that_is_named_and_not_set_is_an_error(

@@ -107,7 +107,7 @@ def tensor(values: np.ndarray) -> Any:
     return schema.Tensor(dense=data, dtype=kind, shape=values.shape)
 
 
-def service_tree(model: Path, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+def service_tree(model: Path, folder: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
     """Settings of a service on one rank, as a file holds them."""
     settings: dict[str, Any] = {
         "run": {"dir": str(folder / "run")},

@@ -86,6 +86,7 @@ class TableServer:
         self.asked: list[dict[str, Any]] = []  # to generate
         self.version = "default"
         self.when: dict[str, Callable[[], None]] = {}  # called after a route has done what it does
+        self.is_raw = False  # log-probs are at temperature 1, whatever a token is drawn at
         self._decode = decode
         self._state = threading.Condition()
         self._is_paused = False
@@ -185,6 +186,8 @@ class TableServer:
             else:
                 log_probs = (logits / temperature).log_softmax(-1)
                 token = int(torch.multinomial(log_probs.exp(), 1, generator=rng))
+            if self.is_raw:
+                log_probs = logits.log_softmax(-1)
             piece.tokens.append(token)
             piece.log_probs.append(float(log_probs[token]) if self.faults.log_prob is None else self.faults.log_prob)
             time.sleep(self.faults.token_s)

@@ -6,6 +6,7 @@ It takes weights from a broadcast group, as vLLM's workers do. What real servers
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
@@ -16,7 +17,15 @@ from safetensors.torch import load_file
 from slimefsdp.weight_sync.broadcast import BroadcastGroup
 from slimefsdp.weight_sync.packed_bucket import check_digest, packed_bytes, unpack
 from slimefsdp.weight_sync.shared_buffer import OpenedBuffers
-from tests.support.table_server import Adapter, CommonFaults, Refused, TableServer, adapter_of_folder
+from tests.support.table_server import (
+    EMBEDDING,
+    Adapter,
+    CommonFaults,
+    Refused,
+    TableServer,
+    adapter_of_folder,
+    next_logits,
+)
 
 
 @dataclass
@@ -28,6 +37,7 @@ class Faults(CommonFaults):
     has_plugin: bool = True
     has_scale_out: bool = True
     has_runtime_lora: bool = True
+    refuses_folders: bool = False  # of adapters
     said: dict[str, Any] = field(default_factory=dict)  # of itself, what is otherwise right
     choice: dict[str, Any] = field(default_factory=dict)  # of each sample, laid over what was drawn
 
@@ -44,15 +54,19 @@ class ProtocolServer(TableServer):
         self.faults = Faults()
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._said = {
-            "protocol": 3,
+            "protocol": 4,
             "backend": "slimefsdp",
             "dtype": "float32",
             "logprobs_mode": "processed_logprobs",
+            "max_logprobs": 20,
             "max_model_len": max_model_len,
             "vocab_size": vocab_size,
             "model_type": model_type,
             "max_lora_rank": 8,
+            "max_loras": 4,
+            "lora_modules": None,
         }
+        self.folders: dict[str, Path] = {}  # of adapters, by the names that they had
         self._held: Adapter | None = None  # that updates brought
         self._scale: float | None = None  # of the one that comes
         self._coming: dict[str, torch.Tensor] | None = None
@@ -162,11 +176,23 @@ class ProtocolServer(TableServer):
             raise Refused(404, "Not Found")
         if not body:
             raise Refused(400, "2 validation errors: lora_name, lora_path")
-        assert body["lora_path"] == "slimefsdp:adapter" and self._held is not None
         if body["lora_name"] in self.adapters:
             raise Refused(400, f"The lora adapter {body['lora_name']!r} has already been loaded.")
-        self.adapters[body["lora_name"]] = self._held
+        if body["lora_path"] == "slimefsdp:adapter":
+            assert self._held is not None
+            self.adapters[body["lora_name"]] = self._held
+        elif self.faults.refuses_folders:
+            raise Refused(500, "expected target modules, but received something else")
+        else:
+            self.adapters[body["lora_name"]] = adapter_of_folder(Path(body["lora_path"]))
+            self.folders[body["lora_name"]] = Path(body["lora_path"])
         return f"Success: LoRA adapter '{body['lora_name']}' added successfully."
+
+    def on_v1_unload_lora_adapter(self, query: str, body: Any) -> Any:
+        if body["lora_name"] not in self.adapters:
+            raise Refused(404, f"The lora adapter {body['lora_name']!r} cannot be found.")
+        del self.adapters[body["lora_name"]]
+        return f"Success: LoRA adapter '{body['lora_name']}' removed successfully."
 
     def on_reset_prefix_cache(self, query: str, body: Any) -> Any:
         return {"success": True}
@@ -225,7 +251,17 @@ class ProtocolServer(TableServer):
             "finish_reason": piece.reason,
             "weight_versions": spans,
         }
-        return {"choices": [{**choice, **self.faults.choice}]}
+        answer: dict[str, Any] = {"choices": [{**choice, **self.faults.choice}]}
+        if params.get("prompt_logprobs") is not None:
+            pairs = pairwise(body["token_ids"])
+            answer["prompt_logprobs"] = [None, *(self._of_prompt(*pair, params["prompt_logprobs"]) for pair in pairs)]
+        return answer
+
+    def _of_prompt(self, before: int, token: int, k: int) -> Any:
+        """The token's own log-prob first, then those of the k likeliest."""
+        log_probs = next_logits(self.tensors[EMBEDDING], before).log_softmax(-1)
+        chosen = dict.fromkeys([token, *log_probs.topk(k).indices.tolist()])
+        return {str(one): {"logprob": float(log_probs[one]), "rank": 1, "decoded_token": None} for one in chosen}
 
 
 DEV_ROUTES = (
