@@ -56,6 +56,8 @@ def run_alone(rank: int, config: RunConfig, asked_in: int | None = None) -> tupl
     interrupts = None if asked_in is None else AskedAfter(config.run.dir / "metrics.jsonl", asked_in)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(loop.SupervisedGroup, "launch", GroupOfOne)
+        # demonstrations are encoded by a task of Ray, which would else join whatever cluster is on the machine
+        patched.setenv("RAY_ADDRESS", "local")
         try:
             return loop.train(config, interrupts), 0
         except Interrupted as error:
