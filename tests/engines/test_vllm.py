@@ -350,7 +350,7 @@ def test_a_server_with_log_probs_of_another_kind_is_refused(make_config: Any) ->
 def test_a_server_without_dev_mode_is_refused(make_config: Any, tmp_path: Path) -> None:
     config = settings(make_config)
     folder, port = read_model_folder(config.model.path), server_launch.free_port()
-    environment = vllm_launch._environment(config, tmp_path)
+    environment = vllm_launch._environment(config, tmp_path, takes_adapters=False)
     del environment["VLLM_SERVER_DEV_MODE"]
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *vllm_launch.server_arguments(config, folder)]
     child = ChildServer([*command, "--port", str(port)], environment, tmp_path / "log", tmp_path)
