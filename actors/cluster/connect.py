@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import signal
+import socket
 import sys
 import uuid
 import warnings
@@ -19,6 +20,7 @@ from actors.cluster.ray_log import RayMessages
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
+_REACH_S = 10.0  # until the machine of a cluster is taken for one that does not answer
 STARTS = 5  # of a local Ray, whose own deadline of 30 s a busy machine may miss, several times running
 _cleanup: CleanupProcess | None = None  # of the local cluster that this process started, on Linux
 _messages: RayMessages | None = None  # where this process has Ray's put
@@ -269,6 +271,16 @@ def join(address: str = "auto") -> None:
     Raises:
         ResourceError: there is none, or one that is not safe to join.
     """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():  # Ray itself would try for minutes
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+        except (OSError, OverflowError) as error:
+            raise ResourceError(
+                f"cannot reach a Ray cluster at {address}: {error}",
+                field="cluster.address",
+                hint="start one with scripts/launch_cluster.sh or `ray start --head`, or name another",
+            ) from error
     _connect(address, 0, None)
 
 

@@ -41,6 +41,9 @@ _NEVER_SEEN = 410
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
+_JSON_BYTES, _BYTES_A_TOKEN = 1 << 20, 12
+
+
 class Refused(Exception):
     """Answered with this status, and not to be tried again."""
 
@@ -192,14 +195,15 @@ class _Api:
 
     # ------------------------------------------------------------------ bodies
 
-    async def _bytes(self, request: Request) -> bytes:
-        """The body, decompressed; never more of it than there may be."""
-        most = self._service.config.service.max_body_bytes
+    async def _bytes(self, request: Request, most: int | None = None) -> bytes:
+        """The body, decompressed; never more of it than there may be, or than `most` bytes."""
+        limit, named = self._service.config.service.max_body_bytes, "service.max_body_bytes"
+        most, named = (limit, named) if most is None or limit <= most else (most, "the longest JSON that is read here")
         parts, size = [], 0
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise Refused(413, f"the body is larger than service.max_body_bytes={most}")
+                raise Refused(413, f"the body is larger than {named}={most}")
             self._hold(request, len(part))
             parts.append(part)
         data = b"".join(parts)
@@ -222,7 +226,8 @@ class _Api:
         self._held += size
 
     async def _json(self, request: Request, kind: type[BodyT]) -> BodyT:
-        data = await self._bytes(request)
+        # nobody is answered while JSON is parsed; of what clients send the tokens of a prompt take the most
+        data = await self._bytes(request, _JSON_BYTES + _BYTES_A_TOKEN * self._service.most_tokens)
         try:
             body = kind.read(data)
         except ValidationError as error:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter
 
 from actors.service.users import User
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore
@@ -16,6 +19,7 @@ from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import write_synced
 
 Kind = Literal["weights", "sampler_weights"]
+RecordT = TypeVar("RecordT", "Saved", "RunRecord", "SamplerRecord")
 _FOLDER = "service"
 COPY = "loaded-"  # what copies of checkpoints that runs have loaded are called, before a sha256
 
@@ -46,6 +50,11 @@ class Saved:
     request: int = 0
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """That folders and files are called by."""
+        return self.run, self.adapter, self.name
+
+    @property
     def path(self) -> str:
         """As clients name it."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
@@ -67,6 +76,11 @@ class RunRecord:
     user_metadata: dict[str, Any]
     is_finished: bool = False
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As those of Saved."""
+        return self.run, self.session
+
 
 @dataclass(frozen=True, slots=True)
 class SamplerRecord:
@@ -83,6 +97,11 @@ class SamplerRecord:
     sdk_version: str
     path: str | None
     version: str | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As those of Saved."""
+        return self.id, self.session
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +156,7 @@ class Catalogue:
         self._run_dir = run_dir
         self._lock = threading.Lock()
         self._saved: dict[str, Saved] = {}
-        for file in sorted((run_dir / _FOLDER / "saved").glob("*.json")):
-            one = Saved(**json.loads(file.read_text()))
+        for one in _records(run_dir / _FOLDER / "saved", Saved):
             if self.folder(one).exists():
                 self._saved[one.path] = one
 
@@ -149,7 +167,7 @@ class Catalogue:
         """
         known = {self.folder(one) for one in self._saved.values()}
         for folder in (self._run_dir / _FOLDER / "sampler_weights").glob("*/*@*"):
-            if folder not in known:
+            if folder not in known and not folder.parent.is_symlink():
                 shutil.rmtree(folder, ignore_errors=True)
 
     def folder(self, one: Saved) -> Path:
@@ -225,8 +243,7 @@ class Catalogue:
 
     def kept_runs(self) -> list[RunRecord]:
         """Those that had not ended when the service did, however that was."""
-        files = sorted((self._run_dir / _FOLDER / "runs").glob("*.json"))
-        return [RunRecord(**json.loads(file.read_text())) for file in files]
+        return _records(self._run_dir / _FOLDER / "runs", RunRecord)
 
     def forget_run(self, run: str) -> None:
         """It has ended; its checkpoints stay."""
@@ -238,8 +255,7 @@ class Catalogue:
 
     def kept_samplers(self) -> list[SamplerRecord]:
         """Those whose sessions had not ended when the service did."""
-        files = sorted((self._run_dir / _FOLDER / "samplers").glob("*.json"))
-        return [SamplerRecord(**json.loads(file.read_text())) for file in files]
+        return _records(self._run_dir / _FOLDER / "samplers", SamplerRecord)
 
     def forget_samplers(self, session: str) -> None:
         """Their session has ended."""
@@ -273,6 +289,29 @@ class Catalogue:
 
     def _file(self, one: Saved) -> Path:
         return self._run_dir / _FOLDER / "saved" / f"{one.adapter}.{one.kind}.{one.name}.json"
+
+
+def _records(folder: Path, kind: type[RecordT]) -> list[RecordT]:
+    """All of a folder; a file that is none, or names another place than its own, is passed over and said."""
+    found = []
+    for file in sorted(folder.glob("*.json")):
+        try:
+            if not file.is_file():  # a pipe would be waited for
+                raise ValueError("it is no file")
+            one = TypeAdapter(kind).validate_json(file.read_bytes())
+            if not all(map(_is_name, one.names)):
+                raise ValueError("it names another folder")
+        except (OSError, ValueError, RecursionError) as error:
+            said = str(error).partition("\n")[0]
+            print(f"{file} is no record of a service, and passed over: {said}", file=sys.stderr, flush=True)
+            continue
+        found.append(one)
+    return found
+
+
+def _is_name(text: str) -> bool:
+    """Whether it is the name of something in a folder, and leads nowhere else."""
+    return "/" not in text and "\0" not in text and not text.startswith(".") and text != ""
 
 
 def _write(file: Path, value: dict[str, Any]) -> None:

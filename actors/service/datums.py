@@ -222,13 +222,15 @@ def _inputs_of(datum: Any, size: int, number: int, loss: str) -> dict[str, npt.N
 
 def _array_of(tensor: Any, place: str, size: int, *, of_tokens: bool) -> npt.NDArray[Any]:
     """The values of a tensor [size] or [size, K]."""
+    if len(tensor.shape) > 2:
+        _refuse(place, f"a tensor of {len(tensor.shape)} dimensions", f"send [{size}], or [{size}, K]")
     shape = tuple(tensor.shape) or (size,)
     if tensor.dtype not in _DTYPES:
         _refuse(place, f"its dtype is number {tensor.dtype}", "send float32, int64 or int32")
     dtype = np.dtype(_DTYPES[tensor.dtype]).newbyteorder("<")
     if of_tokens and dtype.kind != "i":
         _refuse(place, f"tokens of {dtype.name}", "send integers")
-    if shape[0] != size or len(shape) > 2 or not 1 <= int(np.prod(shape[1:])) <= _MOST_TARGETS:
+    if shape[0] != size or not 1 <= int(np.prod(shape[1:])) <= _MOST_TARGETS:
         hint = f"send [{size}], or [{size}, K] with K from 1 to {_MOST_TARGETS}"
         _refuse(place, f"its shape is {list(shape)}", hint)
     if tensor.WhichOneof("encoding") == "sparse_csr":
@@ -248,12 +250,12 @@ def _from_sparse(sparse: Any, dtype: np.dtype[Any], shape: tuple[int, ...], plac
     if len(shape) != 2 or any(len(data) % kind.itemsize for data, kind in parts):
         _refuse(place, f"a sparse tensor of the shape {list(shape)} that is no array", "send it dense")
     values, columns, starts = (np.frombuffer(data, kind) for data, kind in parts)
-    sizes = np.diff(starts)
     fits = starts.size == shape[0] + 1 and starts[0] == 0 and starts[-1] == values.size == columns.size
-    if not fits or (sizes < 0).any() or (columns < 0).any() or (columns >= shape[1]).any():
+    # compared, since differences of 64-bit numbers may wrap
+    if not fits or (starts[1:] < starts[:-1]).any() or (columns < 0).any() or (columns >= shape[1]).any():
         _refuse(place, f"a sparse tensor whose indices do not fit the shape {list(shape)}", "send it dense")
     dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), sizes), columns] = values
+    dense[np.repeat(np.arange(shape[0]), np.diff(starts)), columns] = values
     return dense
 
 

@@ -15,6 +15,7 @@ from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelErro
 
 Answer = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
+_LONGEST = 2000  # characters of an error
 _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, ResourceError)
 
 
@@ -66,9 +67,9 @@ class Result:
 
     @property
     def size(self) -> int:
-        """Bytes of the answer; 0 while there is none, and of JSON."""
+        """Bytes of the answer; 0 while there is none. Of JSON, which is short, what it has at most."""
         answer = self._future.result() if self._future.done() else b""
-        return len(answer) if isinstance(answer, bytes) else 0
+        return len(answer) if isinstance(answer, bytes) else _LONGEST
 
     async def wait(self, timeout_s: float) -> Answer | None:
         """The answer; None where it is not there in time."""
@@ -87,8 +88,11 @@ def failure(error: Exception) -> dict[str, Any]:
     """What a client is told of an error."""
     if isinstance(error, SlimeError):
         hint = f" ({error.hint})" if error.hint else ""
-        return {"error": f"{error.message}{hint}", "category": "user" if isinstance(error, _USERS) else "server"}
-    return {"error": f"{type(error).__name__}: {error}", "category": "server"}
+        said, category = f"{error.message}{hint}", "user" if isinstance(error, _USERS) else "server"
+    else:
+        said, category = f"{type(error).__name__}: {error}", "server"
+    # it may name what a client sent, which has any length
+    return {"error": said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..", "category": category}
 
 
 class Results:

@@ -25,7 +25,7 @@ Metadata = Annotated[dict[str, Any] | None, AfterValidator(_is_json)]
 class Body(BaseModel):
     """What a client sent; fields that are not known here say nothing."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="ignore")
     _size: int = PrivateAttr(0)
 
     @classmethod
@@ -158,7 +158,7 @@ class PromptChunk(Body):
 class Prompt(Body):
     """A prompt."""
 
-    chunks: list[PromptChunk] = Field(min_length=1)
+    chunks: list[PromptChunk] = Field(min_length=1, max_length=10_000)
 
 
 class AskedParams(Body):

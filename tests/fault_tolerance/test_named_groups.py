@@ -308,4 +308,5 @@ def test_a_group_outlives_its_program_and_who_goes_on_has_the_same_bits(tmp_path
     assert found["behind one that ended"] == "at once"
     assert found["stopped"] == "policy has ended\n" and found["ended"]
     assert found["status of none"] == "no named groups in this cluster\n"
+    assert "cannot reach a Ray cluster at 127.0.0.1:1" in found["nobody there"]
     assert "there is no group 'policy'" in found["stopped again"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +13,18 @@ import pytest
 from starlette.testclient import TestClient
 
 import actors.service.service
+from actors.service import schema
 from actors.service.app import make_app
 from actors.service.catalogue import adapter_of
 from actors.service.service import Service
+from actors.service.users import User, Users
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import config_from_dict
 from tests.support.service import message, service_tree
 from tests.support.service_standins import ADAM, ASKED, Engine, Group, answer, new_run
 
 Start = Callable[[], Service]
+ALL = cast(User, Users(()).of(""))
 
 
 @pytest.fixture
@@ -316,3 +321,60 @@ def test_sampling_clients_go_on_but_for_those_whose_weights_are_gone(start: Star
         http.post(f"/api/v1/sessions/{session}/finish", json={})
     again = start()
     assert again.samplers.sessions == {} == again.sessions
+
+
+def test_records_that_are_none_or_lead_elsewhere_are_passed_over_and_named(
+    start: Start, tmp_path: Path, capfd: Any
+) -> None:
+    service = start()
+    http = client(service)
+    run = new_run(http)
+    train(http, run, 1, 3)
+    path = posted(http, "save_weights", model_id=run, seq_id=5, path="mine")["path"]
+    folder, victim = service._run_dir / "service", tmp_path / "victim"
+    victim.mkdir()
+    record = json.loads(next((folder / "saved").iterdir()).read_text())
+    bad = {
+        "cut.json": json.dumps(record)[:40],
+        "list.json": "[]",
+        "deep.json": "[" * 100_000,
+        "time.json": json.dumps(record | {"expires": "abc"}),
+        "away.json": json.dumps(record | {"adapter": "../../../victim", "kind": "sampler_weights", "expires": 0}),
+        "run.json": json.dumps(record | {"run": "../../victim", "expires": 0}),
+    }
+    for kind in ("saved", "runs", "samplers"):
+        (folder / kind).mkdir(exist_ok=True)
+        for name, text in bad.items():
+            (folder / kind / name).write_text(text)
+        os.mkfifo(folder / kind / "pipe.json")
+    (folder / "sampler_weights").mkdir(exist_ok=True)
+    (folder / "sampler_weights" / "link").symlink_to(tmp_path)
+    (tmp_path / "victim@1").mkdir()
+    capfd.readouterr()
+    again = start()
+    again.catalogue.remove_expired()
+    again.catalogue.remove_unknown()
+    assert victim.is_dir() and (tmp_path / "victim@1").is_dir()
+    assert list(again.runs) == [run] and again.catalogue.get(path, ALL).name == "mine"
+    said = capfd.readouterr().err
+    assert [name for name in [*bad, "pipe.json"] if f"saved/{name} is no record" not in said] == []
+
+
+def test_what_a_client_is_told_has_a_length(start: Start) -> None:
+    http = client(start())
+    run = new_run(http)
+    made = message(run, 1)
+    made.loss_fn_config["k" * 100_000] = 1.0
+    sent = http.post(
+        "/api/v1/forward_backward", content=made.SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )  # fmt: skip
+    assert len(answer(http, sent)["error"]) < 2100
+    wide = message(run, 2, target_tokens=schema.Tensor(dense=b"", dtype=schema.DTYPE_INT64, shape=[1] * 10_000))
+    sent = http.post(
+        "/api/v1/forward_backward", content=wide.SerializeToString(),
+        headers={"content-type": "application/x-protobuf"},
+    )  # fmt: skip
+    assert "10000 dimensions" in answer(http, sent)["error"]
+    long = http.post("/api/v1/session_heartbeat", content=b'{"x": "' + b"x" * (2 << 20) + b'"}')
+    assert long.status_code == 413

@@ -12,12 +12,14 @@ import torch
 from actors.service import schema
 from actors.service.datums import LOSSES, Work, losses_of, output_of, work_of
 from slimefsdp.config import RunConfig
+from slimefsdp.errors import BatchError
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
 from tests.support.datums import VOCABULARY, parts_of, plain, request
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
 from tests.support.service import message
 
 CPU = torch.device("cpu")
@@ -89,6 +91,23 @@ def test_targets_may_be_others_than_the_next_token_and_several_a_token(
         assert sizes.tolist() == [(1 + 3 * number % 40) * int(np.prod(targets)) for number in range(12)]
     assert output.metrics["tokens:sum"] == sum(1 + 3 * number % 40 for number in range(12))
     assert work.num_tokens == sum(2 + 3 * number % 40 for number in range(12))
+
+
+def test_rows_of_a_sparse_tensor_that_wrap_around_are_refused() -> None:
+    starts = np.array([0, 2**63 - 1, -2, 1], "<i8")  # whose differences are 0 or more, in 64 bits
+    sparse = schema.SparseCsr(
+        values=np.array([4], "<i8").tobytes(),
+        crow_indices=starts.tobytes(),
+        col_indices=np.array([0], "<i8").tobytes(),
+    )
+    targets = schema.Tensor(sparse_csr=sparse, dtype=schema.DTYPE_INT64, shape=[3, 2])
+    with refused(BatchError, "data[0].loss_fn_inputs.target_tokens"):
+        work_of(
+            message(target_tokens=targets, weights=np.ones((3, 2))),
+            vocab_size=VOCABULARY,
+            max_tokens=64,
+            max_targets=100,
+        )
 
 
 def test_a_sparse_tensor_is_the_dense_one() -> None:

@@ -100,6 +100,7 @@ def found(address: str, folder: Path) -> dict[str, Any]:
     results["stopped"] = command("stop", NAME, "--address", address)
     results["ended"] = wait_until(lambda: not any(map(is_alive, pids)))
     results["status of none"] = command("status", "--address", address)
+    results["nobody there"] = command("status", "--address", "127.0.0.1:1")
     results["stopped again"] = command("stop", NAME, "--address", address)
     reader.detach()
 
