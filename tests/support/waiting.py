@@ -12,8 +12,11 @@ PATIENCE_S = 600.0
 
 def is_alive(pid: int) -> bool:
     """A zombie is not."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while its file is read
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
