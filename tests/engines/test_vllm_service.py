@@ -82,7 +82,7 @@ def _trained(client: tinker.ServiceClient, model: Path, run_dir: Path) -> Traine
             training.optim_step(ADAM).result()
         path = training.save_weights_for_sampler(name).result().path
         samplers[name] = client.create_sampling_client(model_path=path).result()
-        (folders[name],) = (run_dir / "service/sampler_weights").glob(f"**/{name}")
+        (folders[name],) = (run_dir / "service/sampler_weights").glob(f"**/{name}@*")
         drawn = drawn_by(samplers[name])
         followed[name] = [one.tokens for answer in drawn for one in answer.sequences]
         whole = [
