@@ -44,7 +44,8 @@ def given(actors: list[Any]) -> list[list[str]]:
 
 
 def main(model: str) -> None:
-    ray.init(num_cpus=2 * GPUS, num_gpus=GPUS, include_dashboard=False, log_to_driver=False)
+    # its own: without an address Ray would join a cluster that a test beside this one has started
+    ray.init(address="local", num_cpus=2 * GPUS, num_gpus=GPUS, include_dashboard=False, log_to_driver=False)
     colocated = settings(model)
     group = SupervisedGroup.launch(colocated)
     engines = RestartingEngines.launch(colocated, group)
