@@ -1,7 +1,11 @@
 """Peak memory and CPU time of the fused log-prob head against plain log_softmax, each in a fresh process on the CPU.
 
+"by rows" is the fused head in tiles that have all words, as on CUDA, and here before tiles had a part of them.
+
     python benchmarks/head_memory.py --case 4096 512 32000 float32 --json benchmarks/results/head_memory.json
 
+`weight_gradient_passes` says how often the sums of the weight's gradient are read and written from end to end: once for
+each tile of rows, or once where the rows of some words all come before the next words, whose gradient a cache holds.
 One measurement is one forward and backward pass: log-probs with gradients to hidden and weight, entropy as a value.
 """
 
@@ -21,9 +25,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_CASES = [
     ["4096", "512", "32000", "float32"],
+    ["2048", "128", "152000", "float32"],
+    ["512", "1024", "152000", "float32"],
     ["8192", "64", "152000", "float32"],
     ["8192", "64", "152000", "bfloat16"],
 ]
+HEADS = ("naive", "by rows", "fused")
 # Naive holds three [rows, vocab] float32 tensors at its peak: log-softmax, its gradient and that of the logits.
 NAIVE_COPIES = 3
 MIB = 2**20
@@ -35,16 +42,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--naive-limit-gb", type=float, default=4.0, help="skip naive where it would need more")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--measure", choices=["naive", "fused"], help=argparse.SUPPRESS)  # in the child process
+    parser.add_argument("--measure", choices=HEADS, help=argparse.SUPPRESS)  # in the child process
     args = parser.parse_args()
     cases = [(int(rows), int(hidden), int(vocab), dtype) for rows, hidden, vocab, dtype in args.case or DEFAULT_CASES]
     if args.measure:
         print(json.dumps(measure(args.measure, *cases[0])))
         return
-    print("  rows hidden   vocab     dtype   head  peak MiB  user s   sys s  mean log-prob")
+    print("  rows hidden   vocab     dtype    head  peak MiB  user s   sys s  mean log-prob")
     results = []
     for case in cases:
-        for head in ("naive", "fused"):
+        for head in HEADS:
             result = run_or_skip(head, case, args.threads, args.naive_limit_gb)
             results.append(result)
             print(table_row(result), flush=True)
@@ -70,7 +77,11 @@ def measure(head: str, rows: int, hidden_dim: int, vocab: int, dtype_name: str) 
     """Growth of the resident set at its peak, and CPU seconds, over one forward and backward pass."""
     import torch
 
+    from slimefsdp.models import head_tiles
+
     function = naive_log_probs if head == "naive" else fused_log_probs
+    if head == "by rows":
+        head_tiles.TILE_WORDS, head_tiles.TILE_BYTES = vocab, head_tiles.CHUNK_BYTES["cpu"] // 2
     dtype = getattr(torch, dtype_name)
 
     def leaves(rows: int, vocab: int) -> tuple[Any, Any, Any]:
@@ -85,6 +96,12 @@ def measure(head: str, rows: int, hidden_dim: int, vocab: int, dtype_name: str) 
     log_probs, _ = function(hidden, weight, targets)
     log_probs.mean().backward()
     after = resource.getrusage(resource.RUSAGE_SELF)
+    counted = {}
+    if head != "naive":
+        wide = torch.promote_types(dtype, torch.float32).itemsize
+        tiles = head_tiles.HeadTiles.of(rows, vocab, wide, "cpu")
+        counted["weight_gradient_passes"] = len(tiles.rows) if len(tiles.words) == 1 else 1
+        counted["recomputed_share"] = round(tiles.recomputed_share, 3)
     return {
         "peak_growth_mib": round((after.ru_maxrss * 1024 - before_bytes) / MIB, 1),
         "returned_gradients_mib": round((hidden.grad.nbytes + weight.grad.nbytes) / MIB, 1),
@@ -92,6 +109,7 @@ def measure(head: str, rows: int, hidden_dim: int, vocab: int, dtype_name: str) 
         "system_cpu_s": round(after.ru_stime - before.ru_stime, 2),
         "mean_log_prob": log_probs.mean().item(),
         "weight_grad_norm": weight.grad.double().norm().item(),
+        **counted,
     }
 
 
@@ -133,7 +151,7 @@ def describe_run(threads: int) -> dict[str, Any]:
 
 
 def table_row(result: dict[str, Any]) -> str:
-    start = f"{result['rows']:>6} {result['hidden']:>6} {result['vocab']:>7} {result['dtype']:>9} {result['head']:>6} "
+    start = f"{result['rows']:>6} {result['hidden']:>6} {result['vocab']:>7} {result['dtype']:>9} {result['head']:>7} "
     if "skipped" in result:
         return start + f"skipped: {result['skipped']}"
     cpu_s = f"{result['user_cpu_s']:>7.1f} {result['system_cpu_s']:>7.1f}"

@@ -24,6 +24,7 @@ from benchmarks.lora_updates import table as lora_update_rows
 from benchmarks.rl_step import RECORD, learning_rows, speed_rows
 from slimefsdp import errors
 from slimefsdp.config import load_config
+from slimefsdp.models.head_tiles import CHUNK_BYTES, HeadTiles
 from slimefsdp.models.hf_folder import SUPPORTED_MODELS
 from tests.support.refusals import names
 from tests.support.rpcs import RPCS
@@ -428,7 +429,14 @@ def test_the_figures_of_the_head_are_the_recorded_ones() -> None:
         skipped = f"not run, {result.get('skipped', '').split(',')[0]}"
         by_case.setdefault(case, {})[result["head"]] = skipped if "skipped" in result else measured
     for (rows, vocab, hidden, dtype), heads in by_case.items():
-        assert f"| {rows:,} x {vocab:,}, {hidden}, {dtype} | {heads['naive']} | {heads['fused']} |" in page
+        assert (
+            f"| {rows:,} x {vocab:,}, {hidden}, {dtype} | {heads['naive']} | {heads['by rows']} | {heads['fused']} |"
+            in page
+        )
+    passes = [len(HeadTiles.of(16_384, 151_936, 4, "cuda", mib * 2**20).rows) for mib in (128, 1024)]
+    assert f"151,936 words these were {passes[0]} when" in page and f"and are {passes[1]} with the 1 GiB" in page
+    fused = [result["weight_gradient_passes"] for result in record["results"] if result["head"] == "fused"]
+    assert CHUNK_BYTES["cuda"] == 2**30 and set(fused) == {1}
 
 
 def test_how_large_the_house_is_stands_as_it_was_counted() -> None:

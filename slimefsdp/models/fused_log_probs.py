@@ -1,10 +1,10 @@
 """The fused log-prob head: log-probabilities and entropies of given targets, without ever holding [rows, vocab] logits.
 
-Rows are worked through in chunks. Forward keeps two numbers per row, the largest logit and the sum of exponentials
-relative to it; backward recomputes a chunk's logits and turns them, in place, into their own gradient. It begins with
-the last chunk, whose logits are still in the buffer, so that a small head is computed once. With z the logits after
-soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j, and q the same of a reference,
-K = sum_j p_j log(p_j / q_j):
+Logits are worked through in tiles of rows and words (slimefsdp.models.head_tiles). Forward keeps two numbers per row
+and part of the vocabulary, the largest logit and the sum of exponentials relative to it; backward turns a tile's
+logits, in place, into their own gradient. It begins with the last tiles, whose logits are still there, and computes the
+others again. With z the logits after soft-cap and temperature, p = softmax(z), y the target, H = -sum_j p_j log p_j,
+and q the same of a reference, K = sum_j p_j log(p_j / q_j):
 
     log_prob = z_y - logsumexp(z)          d log_prob / d z_j = [j == y] - p_j
                                            d H / d z_j        = -p_j (log p_j + H)
@@ -15,19 +15,15 @@ Logits are never rounded below float32: half-precision inputs go through product
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# On a CPU half-precision weights are widened in blocks of so many bytes of the vocabulary; larger ones fault in pages.
-BLOCK_BYTES = 8 * 2**20
-
-# Both logits-sized buffers of a chunk together, by type of device. Each chunk is another pass over the weight's float32
-# gradient: on an H200, 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, 176 ms in chunks of 1 GiB
-# (benchmarks/results/gpu_smoke.json).
-CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
+from slimefsdp.models.head_tiles import DeviceType, HeadTiles
 
 
 class HeadAdapter(NamedTuple):
@@ -70,8 +66,8 @@ def token_log_probs(
         temperature: divides the logits, for log-probs and entropy alike; > 0.
         with_entropy: also return the entropy in nats.
         entropy_grad: let gradients flow through the entropy; otherwise it carries no graph.
-        chunk_bytes: bound on the two logits-sized buffers of one chunk; a chunk has at least two rows where there are
-            two, and soft-cap together with entropy_grad takes a third buffer. None: that of CHUNK_BYTES.
+        chunk_bytes: bound on what is of logits' size, as of `HeadTiles.of`; soft-cap, entropy_grad and a reference take
+            a tile each beside it.
         softcap: the final logit soft-cap of Gemma 2: logits = softcap * tanh(logits / softcap), before the temperature.
         adapter: adds low @ high.T to hidden @ weight.T; a weight that is frozen costs no gradient of its own.
 
@@ -102,7 +98,7 @@ def token_log_probs_and_kl(
         targets: [rows] int64, as above.
         reference: of the same rows and vocabulary, with a hidden_dim and a soft-cap of its own, and no adapter.
         temperature: divides the logits of both.
-        chunk_bytes: as above; the reference takes one buffer more.
+        chunk_bytes: as above.
 
     Returns:
         log_probs, entropy and KL in nats, [rows] each.
@@ -128,28 +124,15 @@ def _apply(
     low, high = adapter or (None, None)
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight is {weight.dtype}"
     assert targets.shape == hidden.shape[:1], f"{tuple(targets.shape)} targets for {hidden.shape[0]} rows"
-    # the same chunks with and without a reference: another number of rows may take another path of the product
-    if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"]
-    rows_per_chunk = chunk_bytes // (weight.shape[0] * _logits_dtype(hidden).itemsize * 2)
-    bounds = chunk_bounds(hidden.shape[0], rows_per_chunk)
+    # the same tiles with and without a reference: another number of rows may take another path of the product
+    device: DeviceType = "cuda" if hidden.is_cuda else "cpu"
+    tiles = HeadTiles.of(len(hidden), len(weight), _logits_dtype(hidden).itemsize, device, chunk_bytes)
+    if softcap is not None or not torch.is_grad_enabled():  # the slope of a soft-cap needs more than the capped logits
+        tiles = replace(tiles, held=1)
     result: tuple[Tensor, Tensor | None, Tensor | None] = _TokenLogProbs.apply(
-        hidden, weight, low, high, targets, reference, temperature, softcap, with_entropy, entropy_grad, bounds
+        hidden, weight, low, high, targets, reference, temperature, softcap, with_entropy, entropy_grad, tiles
     )
     return result
-
-
-def chunk_bounds(rows: int, rows_per_chunk: int) -> list[tuple[int, int]]:
-    """[start, end) of near-equal chunks over `rows`, of at most max(rows_per_chunk, 3) rows.
-
-    No chunk has one row unless `rows` is 1: a matrix product with one row takes another path than the same row among
-    others, so a lone row would differ in its last bits from what it is under another split.
-    """
-    if rows == 0:
-        return []
-    chunks = -(-rows // max(rows_per_chunk, 1))
-    chunks = max(1, min(chunks, rows // 2))
-    return [(rows * i // chunks, rows * (i + 1) // chunks) for i in range(chunks)]
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -166,54 +149,73 @@ class _TokenLogProbs(torch.autograd.Function):
         softcap: float | None,
         with_entropy: bool,
         entropy_grad: bool,
-        bounds: list[tuple[int, int]],
+        tiles: HeadTiles,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=_logits_dtype(hidden))
-        largest, exp_sums = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        entropy = torch.empty_like(log_probs) if with_entropy else None
-        kl, mean_difference = torch.empty_like(log_probs), torch.empty_like(log_probs)
-        logits_buffer = _chunk_buffer(log_probs, bounds, weight)
-        exps_buffer = _chunk_buffer(log_probs, bounds, weight) if with_entropy else logits_buffer
-        ref_buffer = logits_buffer if reference is None else _chunk_buffer(log_probs, bounds, weight)
-        for start, end in bounds:
-            logits, exps = logits_buffer[: end - start], exps_buffer[: end - start]  # [chunk, vocab]
-            difference = ref_buffer[: end - start]
-            _write_logits(hidden[start:end], weight, logits)
-            if low is not None and high is not None:
-                _add_product(low[start:end], high.t(), logits)
-            _cap_and_scale(logits, temperature, softcap)
-            torch.amax(logits, dim=1, out=largest[start:end])
-            logits.sub_(largest[start:end, None])
-            at_target = logits.gather(1, targets[start:end, None]).squeeze(1)
-            if reference is not None:
-                _write_shifted_logits(reference, start, end, temperature, difference)
-                torch.sum(torch.exp(difference, out=exps), dim=1, out=kl[start:end]).log_()
-                torch.sub(logits, difference, out=difference)
-            torch.exp(logits, out=exps)
-            torch.sum(exps, dim=1, out=exp_sums[start:end])
-            log_sum = exp_sums[start:end].log()
-            # subtracting from the shifted logit, not adding up a logsumexp first, keeps log-probs near 0 exact
-            torch.sub(at_target, log_sum, out=log_probs[start:end])
-            if reference is not None:
-                # K = log S_q - log S + D with D = sum_j e_j (z_j - z_qj) / S
-                torch.div(difference.mul_(exps).sum(1), exp_sums[start:end], out=mean_difference[start:end])
-                kl[start:end].sub_(log_sum).add_(mean_difference[start:end])
-            if entropy is not None:
-                # H = log S - sum_j e_j z_j / S
-                mean_logit = exps.mul_(logits).sum(1).div_(exp_sums[start:end])
-                torch.sub(log_sum, mean_logit, out=entropy[start:end])
-        if entropy is not None and not entropy_grad:
-            ctx.mark_non_differentiable(entropy)
+        at_target = hidden.new_empty(hidden.shape[0], dtype=_logits_dtype(hidden))
+
+        def by_tile() -> Tensor:
+            return at_target.new_empty(len(tiles.words), hidden.shape[0])
+
+        # of each part of the vocabulary, relative to its own largest logit
+        largest, exp_sums, exp_logits = by_tile(), by_tile(), by_tile()
+        ref_largest, ref_exp_sums, differences = by_tile(), by_tile(), by_tile()
+        held = _held_logits(tiles, at_target)
+        exps_buffer = at_target.new_empty(tiles.elements)
+        ref_buffer = exps_buffer if reference is None else torch.empty_like(exps_buffer)
+        slots = _slots(tiles, held)
+        for part, words in enumerate(tiles.words):
+            head = _Words(weight, low, high, words, temperature, softcap)
+            ref_head = None if reference is None else _Words.of_reference(reference, words, temperature)
+            for start, end in tiles.rows:
+                rows = slice(start, end)
+                logits, exps = head.tile_of(next(slots), rows), head.tile_of(exps_buffer, rows)
+                head.write_logits(hidden, rows, logits)
+                head.read_targets(logits, targets[rows], at_target[rows])
+                torch.amax(logits, dim=1, out=largest[part, rows])
+                logits.sub_(largest[part, rows, None])
+                if ref_head is not None:
+                    assert reference is not None
+                    difference = ref_head.tile_of(ref_buffer, rows)
+                    ref_head.write_logits(reference.hidden, rows, difference)
+                    torch.amax(difference, dim=1, out=ref_largest[part, rows])
+                    difference.sub_(ref_largest[part, rows, None])
+                    torch.sum(torch.exp(difference, out=exps), dim=1, out=ref_exp_sums[part, rows])
+                    torch.sub(logits, difference, out=difference)
+                torch.exp(logits, out=exps)
+                torch.sum(exps, dim=1, out=exp_sums[part, rows])
+                if ref_head is not None:
+                    torch.sum(difference.mul_(exps), dim=1, out=differences[part, rows])
+                if with_entropy:
+                    torch.sum(exps.mul_(logits), dim=1, out=exp_logits[part, rows])
+        # the tiles' sums, relative to the largest logit of all
+        top = largest.amax(0)
+        below = largest - top
+        share = below.exp()
+        exp_sum = (exp_sums * share).sum(0)
+        log_sum = exp_sum.log()
+        # subtracting from the shifted logit, not adding up a logsumexp first, keeps log-probs near 0 exact
+        log_probs = (at_target - top).sub_(log_sum)
+        kl = mean_difference = None
+        if reference is not None:
+            # K = log S_q - log S + D with D = sum_j e_j (z_j - z_qj) / S
+            ref_below = ref_largest - ref_largest.amax(0)
+            mean_difference = (differences + exp_sums * (below - ref_below)).mul_(share).sum(0).div_(exp_sum)
+            kl = (ref_exp_sums * ref_below.exp()).sum(0).log_().sub_(log_sum).add_(mean_difference)
+        entropy = None
+        if with_entropy:
+            # H = log S - sum_j e_j z_j / S
+            entropy = log_sum - (exp_logits + exp_sums * below).mul_(share).sum(0).div_(exp_sum)
+            if not entropy_grad:
+                ctx.mark_non_differentiable(entropy)
         ref_hidden, ref_weight, ctx.ref_softcap, _ = reference or (None, None, None, None)
         ctx.save_for_backward(
-            hidden, weight, low, high, targets, largest, exp_sums, entropy if entropy_grad else None,
-            ref_hidden, ref_weight, mean_difference,
+            hidden, weight, low, high, targets, largest, exp_sum, entropy if entropy_grad else None,
+            ref_hidden, ref_weight, None if reference is None else ref_largest, mean_difference,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.temperature, ctx.softcap, ctx.bounds = temperature, softcap, bounds
-        # where nothing was written over them, and backward needs nothing else of them
-        ctx.kept_logits = logits_buffer if with_entropy and softcap is None else None
-        return log_probs, entropy, None if reference is None else kl
+        ctx.temperature, ctx.softcap, ctx.tiles = temperature, softcap, tiles
+        ctx.kept = None if softcap is not None else held  # logits relative to the largest of their own tile
+        return log_probs, entropy, kl
 
     @staticmethod
     @once_differentiable
@@ -221,123 +223,190 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, log_probs_grad: Tensor | None, entropy_grad: Tensor | None, kl_grad: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, low, high, targets, largest, exp_sums, entropy, *of_reference = ctx.saved_tensors
-        ref_hidden, ref_weight, mean_difference = of_reference
+        ref_hidden, ref_weight, ref_largest, mean_difference = of_reference
+        tiles: HeadTiles = ctx.tiles
+        # how far the largest of each part is below the largest of all
+        has_parts = len(tiles.words) > 1
+        below = largest - largest.amax(0) if has_parts else None
+        ref_below = ref_largest - ref_largest.amax(0) if has_parts and ref_largest is not None else None
         if log_probs_grad is None:
-            log_probs_grad = torch.zeros_like(largest)
-        hidden_grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        weight_grad = torch.zeros_like(weight, dtype=largest.dtype) if ctx.needs_input_grad[1] else None
-        low_grad = torch.empty_like(low) if ctx.needs_input_grad[2] else None
-        high_grad = torch.zeros_like(high, dtype=largest.dtype) if ctx.needs_input_grad[3] else None
-        buffer, ctx.kept_logits = ctx.kept_logits, None  # another backward of this graph finds gradients in the buffer
-        is_kept = buffer is not None
-        if buffer is None:
-            buffer = _chunk_buffer(largest, ctx.bounds, weight)
-        exps_buffer = None if entropy_grad is None and kl_grad is None else torch.empty_like(buffer)
-        ref_buffer = buffer if kl_grad is None else torch.empty_like(buffer)
-        tanh_buffer = None if ctx.softcap is None else torch.empty_like(buffer)
-        for start, end in reversed(ctx.bounds):
-            logits = buffer[: end - start]  # [chunk, vocab]; becomes its own gradient below
-            tanh = None if tanh_buffer is None else tanh_buffer[: end - start]
-            if not (is_kept and end == len(hidden)):
-                _write_logits(hidden[start:end], weight, logits)
-                if low is not None:
-                    _add_product(low[start:end], high.t(), logits)
-                _cap_and_scale(logits, ctx.temperature, ctx.softcap, tanh)
-                logits.sub_(largest[start:end, None])
-            target_grad = log_probs_grad[start:end] / ctx.temperature
-            scale = exp_sums[start:end].reciprocal()
-            offset = -target_grad * scale
-            if exps_buffer is None:
-                logits.exp_().mul_(offset[:, None])
-            else:
-                exps = torch.exp(logits, out=exps_buffer[: end - start])
-                slope = torch.zeros_like(offset)
-                if entropy_grad is not None:
-                    slope = -entropy_grad[start:end] * scale / ctx.temperature
-                    offset += slope * (entropy[start:end] - exp_sums[start:end].log())
-                offset = offset[:, None]
-                if kl_grad is not None:
-                    reference = HeadInputs(ref_hidden, ref_weight, ctx.ref_softcap)
-                    difference = ref_buffer[: end - start]
-                    _write_shifted_logits(reference, start, end, ctx.temperature, difference)
-                    torch.sub(logits, difference, out=difference).sub_(mean_difference[start:end, None])
-                    kl_slope = kl_grad[start:end] * scale / ctx.temperature
-                    offset = torch.addcmul(offset, difference, kl_slope[:, None], out=difference)
-                torch.addcmul(offset, logits, slope[:, None], out=logits).mul_(exps)
-            logits.scatter_add_(1, targets[start:end, None], target_grad[:, None])
+            log_probs_grad = torch.zeros_like(exp_sums)
+        hidden_grad, low_grad = (
+            _RowsGrad(rows, exp_sums.dtype, has_parts) if needed else None
+            for rows, needed in zip((hidden, low), (ctx.needs_input_grad[0], ctx.needs_input_grad[2]), strict=True)
+        )
+        weight_grad = torch.zeros_like(weight, dtype=exp_sums.dtype) if ctx.needs_input_grad[1] else None
+        high_grad = torch.zeros_like(high, dtype=exp_sums.dtype) if ctx.needs_input_grad[3] else None
+        kept, ctx.kept = ctx.kept, None  # another backward of this graph finds gradients in their place
+        held = _held_logits(tiles, exp_sums) if kept is None else kept
+        takes = (entropy_grad is not None or kl_grad is not None, kl_grad is not None, ctx.softcap is not None)
+        beside = [exp_sums.new_empty(tiles.elements) if is_taken else None for is_taken in takes]
+        slots = reversed(list(enumerate(_slots(tiles, held))))
+        first_kept = 0 if kept is None else len(tiles.words) * len(tiles.rows) - tiles.held
+        for part, words in reversed(list(enumerate(tiles.words))):
+            head = _Words(weight, low, high, words, ctx.temperature, ctx.softcap)
+            own = slice(*words)
+            ref_head = None
+            if kl_grad is not None:
+                reference = HeadInputs(ref_hidden, ref_weight, ctx.ref_softcap)
+                ref_head = _Words.of_reference(reference, words, ctx.temperature)
+            for start, end in reversed(tiles.rows):
+                rows = slice(start, end)
+                index, slot = next(slots)
+                logits = head.tile_of(slot, rows)  # becomes its own gradient below
+                exps, difference, tanh = (None if b is None else head.tile_of(b, rows) for b in beside)
+                if kept is None or index < first_kept:
+                    head.write_logits(hidden, rows, logits, tanh)
+                    logits.sub_(largest[part, rows, None])
+                if below is not None:
+                    logits.add_(below[part, rows, None])
+                target_grad = log_probs_grad[rows] / ctx.temperature
+                scale = exp_sums[rows].reciprocal()
+                offset = -target_grad * scale
+                if exps is None:
+                    logits.exp_().mul_(offset[:, None])
+                else:
+                    torch.exp(logits, out=exps)
+                    slope = torch.zeros_like(offset)
+                    if entropy_grad is not None:
+                        slope = -entropy_grad[rows] * scale / ctx.temperature
+                        offset += slope * (entropy[rows] - exp_sums[rows].log())
+                    offset = offset[:, None]
+                    if kl_grad is not None and ref_head is not None and difference is not None:
+                        ref_head.write_logits(ref_hidden, rows, difference)
+                        difference.sub_(ref_largest[part, rows, None])
+                        if ref_below is not None:
+                            difference.add_(ref_below[part, rows, None])
+                        torch.sub(logits, difference, out=difference).sub_(mean_difference[rows, None])
+                        kl_slope = kl_grad[rows] * scale / ctx.temperature
+                        offset = torch.addcmul(offset, difference, kl_slope[:, None], out=difference)
+                    torch.addcmul(offset, logits, slope[:, None], out=logits).mul_(exps)
+                head.add_at_targets(logits, targets[rows], target_grad)
+                if tanh is not None:
+                    logits.mul_(tanh.square_().neg_().add_(1))
+                if hidden_grad is not None:
+                    hidden_grad.add(rows, logits, head.weight)
+                if weight_grad is not None:
+                    _add_product(logits.t(), hidden[rows], weight_grad[own])
+                if low_grad is not None and head.high is not None:
+                    low_grad.add(rows, logits, head.high)
+                if high_grad is not None:
+                    _add_product(logits.t(), low[rows], high_grad[own])
+        return (
+            None if hidden_grad is None else hidden_grad.total(),
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if low_grad is None else low_grad.total(),
+            None if high_grad is None else high_grad.to(high.dtype),
+            *[None] * 7,
+        )
+
+
+class _Words:
+    """A part of the vocabulary: its rows of the head, and what is computed of its logits, tile by tile.
+
+    On a CPU half-precision weights are widened, once for all its tiles: only CUDA has a product of halves with a
+    float32 result, and float32 products are also the faster ones on a CPU.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        low: Tensor | None,
+        high: Tensor | None,
+        words: tuple[int, int],
+        temperature: float,
+        softcap: float | None,
+    ) -> None:
+        start, end = words
+        dtype = weight.dtype if weight.is_cuda else _logits_dtype(weight)
+        self.weight = weight[start:end].to(dtype)
+        self.high = None if high is None else high[start:end].to(dtype)
+        self._low, self._temperature, self._softcap = low, temperature, softcap
+        self._start, self._size, self._is_all = start, end - start, end - start == len(weight)
+
+    @classmethod
+    def of_reference(cls, reference: HeadInputs, words: tuple[int, int], temperature: float) -> _Words:
+        """Those of a reference, which has no adapter."""
+        return cls(reference.weight, None, None, words, temperature, reference.softcap)
+
+    def tile_of(self, buffer: Tensor, rows: slice) -> Tensor:
+        """[rows, words] at the beginning of a buffer."""
+        count = rows.stop - rows.start
+        return buffer[: count * self._size].view(count, self._size)
+
+    def write_logits(self, hidden: Tensor, rows: slice, out: Tensor, tanh: Tensor | None = None) -> None:
+        """out = the logits of some rows of hidden [all rows, hidden_dim], capped and scaled; accumulated in its dtype.
+
+        Args:
+            tanh: keeps tanh(logits / softcap).
+        """
+        if self.weight.dtype == out.dtype:
+            torch.mm(hidden[rows].to(out.dtype), self.weight.t(), out=out)
+        else:
+            torch.mm(hidden[rows], self.weight.t(), out_dtype=out.dtype, out=out)
+        if self._low is not None and self.high is not None:
+            _add_product(self._low[rows], self.high.t(), out)
+        if self._softcap is not None:
+            out.div_(self._softcap).tanh_()
             if tanh is not None:
-                logits.mul_(tanh.square_().neg_().add_(1))
-            if hidden_grad is not None:
-                _write_hidden_grad(logits, weight, hidden_grad[start:end])
-            if weight_grad is not None:
-                _add_product(logits.t(), hidden[start:end], weight_grad)
-            if low_grad is not None:
-                _write_hidden_grad(logits, high, low_grad[start:end])
-            if high_grad is not None:
-                _add_product(logits.t(), low[start:end], high_grad)
-        weight_grad = None if weight_grad is None else weight_grad.to(weight.dtype)
-        high_grad = None if high_grad is None else high_grad.to(high.dtype)
-        return hidden_grad, weight_grad, low_grad, high_grad, None, None, None, None, None, None, None
+                tanh.copy_(out)
+            out.mul_(self._softcap)
+        if self._temperature != 1.0:
+            out.div_(self._temperature)
+
+    def read_targets(self, logits: Tensor, targets: Tensor, out: Tensor) -> None:
+        """out [rows] = the logits of those targets that are among these words; others are left as they are."""
+        here, is_here = self._places(targets)
+        found = logits.gather(1, here).squeeze(1)
+        out.copy_(found if is_here is None else torch.where(is_here, found, out))
+
+    def add_at_targets(self, logits: Tensor, targets: Tensor, values: Tensor) -> None:
+        """Adds values [rows] to the logits of those targets that are among these words."""
+        here, is_here = self._places(targets)
+        logits.scatter_add_(1, here, (values if is_here is None else values.masked_fill(~is_here, 0.0))[:, None])
+
+    def _places(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[rows, 1] columns, and whether they are the targets' own; None: all are."""
+        if self._is_all:
+            return targets[:, None], None
+        here = (targets - self._start)[:, None]
+        inside = here.clamp(0, self._size - 1)
+        return inside, (inside == here).squeeze(1)
+
+
+class _RowsGrad:
+    """The gradient of what has a row for each target, hidden states or an adapter's: a sum over the vocabulary."""
+
+    def __init__(self, rows: Tensor, dtype: torch.dtype, has_parts: bool) -> None:
+        self._is_summed = has_parts or (rows.dtype != dtype and not rows.is_cuda)
+        self._grad = torch.zeros_like(rows, dtype=dtype) if self._is_summed else torch.empty_like(rows)
+        self._dtype = rows.dtype
+
+    def add(self, rows: slice, logits_grad: Tensor, weight: Tensor) -> None:
+        """Adds logits_grad [rows, words] @ weight [words, columns]."""
+        if self._is_summed:
+            _add_product(logits_grad, weight, self._grad[rows])
+        else:
+            torch.mm(logits_grad.to(weight.dtype), weight, out=self._grad[rows])
+
+    def total(self) -> Tensor:
+        """The sum, in the dtype of what it is the gradient of."""
+        return self._grad.to(self._dtype)
 
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
 
 
-def _chunk_buffer(like: Tensor, bounds: list[tuple[int, int]], weight: Tensor) -> Tensor:
-    # allocated once for all chunks: fresh large buffers cost more in page faults than in arithmetic
-    return like.new_empty(max((end - start for start, end in bounds), default=0), weight.shape[0])
+def _held_logits(tiles: HeadTiles, like: Tensor) -> Tensor:
+    """[held, elements], once for all tiles: fresh large buffers cost more in page faults than in arithmetic."""
+    return like.new_empty(tiles.held, tiles.elements)
 
 
-def _cap_and_scale(logits: Tensor, temperature: float, softcap: float | None, tanh: Tensor | None = None) -> None:
-    """Apply soft-cap and temperature to logits [chunk, vocab] in place; keep tanh(logits / softcap) where asked."""
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
-        if tanh is not None:
-            tanh.copy_(logits)
-        logits.mul_(softcap)
-    if temperature != 1.0:
-        logits.div_(temperature)
-
-
-def _write_shifted_logits(model: HeadInputs, start: int, end: int, temperature: float, out: Tensor) -> None:
-    """out [chunk, vocab] = capped and scaled logits of rows [start, end), less the largest of each row."""
-    _write_logits(model.hidden[start:end], model.weight, out)
-    _cap_and_scale(out, temperature, model.softcap)
-    out.sub_(out.amax(dim=1, keepdim=True))
-
-
-def _vocab_blocks(weight: Tensor) -> list[slice]:
-    """Slices of the vocabulary whose part of `weight` [vocab, hidden_dim] takes about the block's bytes in float32."""
-    vocab, hidden_dim = weight.shape
-    block = max(1, BLOCK_BYTES // (4 * hidden_dim))
-    return [slice(start, min(start + block, vocab)) for start in range(0, vocab, block)]
-
-
-def _write_logits(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [chunk, vocab] = hidden [chunk, hidden_dim] @ weight.T, accumulated and stored in out's dtype."""
-    if hidden.dtype == out.dtype:
-        torch.mm(hidden, weight.t(), out=out)
-    elif hidden.is_cuda:
-        torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
-    else:
-        # only CUDA has a product of halves with a float32 result; float32 products are also the faster ones on a CPU
-        wide = hidden.to(out.dtype)
-        for block in _vocab_blocks(weight):
-            torch.mm(wide, weight[block].to(out.dtype).t(), out=out[:, block])
-
-
-def _write_hidden_grad(logits_grad: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [chunk, hidden_dim] = logits_grad [chunk, vocab] @ weight, accumulated in logits_grad's dtype."""
-    if weight.dtype == logits_grad.dtype:
-        torch.mm(logits_grad, weight, out=out)
-    elif weight.is_cuda:
-        torch.mm(logits_grad.to(weight.dtype), weight, out=out)
-    else:
-        total = torch.zeros_like(out, dtype=logits_grad.dtype)
-        for block in _vocab_blocks(weight):
-            total.addmm_(logits_grad[:, block], weight[block].to(total.dtype))
-        out.copy_(total)
+def _slots(tiles: HeadTiles, held: Tensor) -> Iterator[Tensor]:
+    """Where the logits of each tile are, in the order of forward: the last have a place each, the others share one."""
+    count = len(tiles.words) * len(tiles.rows)
+    return (held[max(0, index - (count - tiles.held))] for index in range(count))
 
 
 def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:

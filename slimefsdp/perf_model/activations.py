@@ -10,12 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slimefsdp.model_spec import Adapters, ModelSpec
+from slimefsdp.models.head_tiles import HeadTiles
 
 Recompute = Literal["none", "full", "selective"]
-
-# of slimefsdp.models.fused_log_probs, both logits-sized buffers of a chunk together
-HEAD_CHUNK_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
-_WIDENED_WEIGHT_BYTES = 8 * 2**20  # a block of a half-precision weight on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +87,8 @@ class HeadActivations:
     """Bytes of the head on one micro-batch, from the final norm to log-probs."""
 
     kept: int  # from forward to backward
-    forward: int  # logits of a chunk
-    backward: int  # logits of a chunk, gradients of the hidden rows and in float32 of the weight
+    forward: int  # logits of the tiles that are held, and exponentials of one
+    backward: int  # these logits, gradients of the hidden rows and in float32 of the weight
 
     @classmethod
     def of_model(
@@ -118,34 +115,33 @@ class HeadActivations:
         of_norm = tokens * hidden * (wide if is_frozen else wide + compute)
         if not rows:
             return cls(kept=of_norm, forward=0, backward=0)
-        logits = -(-rows // _head_chunks(rows, vocab, wide, on_cpu=on_cpu)) * vocab * wide
+        tiles = HeadTiles.of(rows, vocab, wide, "cpu" if on_cpu else "cuda")
+        tile = tiles.elements * wide
+        # on a CPU products need the words of a half-precision weight widened, and add to gradients of that width
         is_half = compute != wide
-        widened = min(_WIDENED_WEIGHT_BYTES, vocab * hidden * wide) if is_half and on_cpu else 0
-        buffers = 1 + entropy_grad + full_kl
+        words = max(end - start for start, end in tiles.words)
+        widened = words * hidden * wide if is_half and on_cpu else 0
+        is_summed = len(tiles.words) > 1 or (is_half and on_cpu)
         return cls(
             kept=of_norm + rows * hidden * compute * (2 if full_kl else 1),
-            forward=logits * (3 if full_kl else 2) + widened,
-            backward=logits * buffers
-            + rows * hidden * compute
-            + (0 if is_frozen else vocab * hidden * (wide + (compute if is_half else 0)))
-            + (widened if is_frozen else 0),
+            forward=(tiles.held + 1 + full_kl) * tile + widened * (1 + full_kl),
+            backward=tile * (tiles.held + (entropy_grad or full_kl) + full_kl)
+            + widened * (1 + full_kl)
+            + rows * hidden * (wide if is_summed else compute)
+            + (rows * hidden * compute if is_summed and is_half else 0)
+            + (0 if is_frozen else vocab * hidden * (wide + (compute if is_half else 0))),
         )
 
 
 def recomputed_head_share(model_spec: ModelSpec, *, wide: int, rows: int, on_cpu: bool) -> float:
-    """Of the head's projection, what backward computes again: all chunks but the last, whose logits are kept.
+    """Of the head's projection, what backward computes again: all tiles but those whose logits are kept.
 
     With a final logit soft-cap none are; dimensions do not tell, and this leaves it out.
 
     Args:
         wide, rows, on_cpu: as `HeadActivations.of_model`.
     """
-    return 1 - 1 / _head_chunks(rows, model_spec.vocab, wide, on_cpu=on_cpu) if rows else 0.0
-
-
-def _head_chunks(rows: int, vocab: int, wide: int, *, on_cpu: bool) -> int:
-    per_chunk = max(1, HEAD_CHUNK_BYTES["cpu" if on_cpu else "cuda"] // (2 * vocab * wide))
-    return max(1, min(-(-rows // per_chunk), rows // 2))
+    return HeadTiles.of(rows, model_spec.vocab, wide, "cpu" if on_cpu else "cuda").recomputed_share
 
 
 def is_recomputed(index: int, recompute: Recompute, every: int) -> bool:

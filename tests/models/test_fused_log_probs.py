@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slimefsdp.models import fused_log_probs
-from slimefsdp.models.fused_log_probs import HeadAdapter, chunk_bounds, token_log_probs
+from slimefsdp.models import head_tiles
+from slimefsdp.models.fused_log_probs import HeadAdapter, token_log_probs
+from slimefsdp.models.head_tiles import CHUNK_BYTES, HeadTiles, row_bounds
 from tests.support.head_cases import LargestTensor, chunk_bytes_for, naive_log_probs, random_case, worst
 from tests.support.tiers import examples
 
@@ -98,7 +99,7 @@ def test_only_what_requires_grad_gets_a_gradient(frozen):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_a_frozen_weight_costs_no_tensor_of_its_size(has_adapter, dtype, monkeypatch):
-    monkeypatch.setattr(fused_log_probs, "BLOCK_BYTES", 400)  # halves are widened a little at a time
+    monkeypatch.setattr(head_tiles, "TILE_WORDS", 3)  # halves are widened a little at a time
     hidden, weight, targets, _ = random_case(6, 40, 11, dtype)
     adapter = HeadAdapter(hidden[:, :2], weight.detach()[:, :2].clone().requires_grad_()) if has_adapter else None
     with LargestTensor() as recorder:
@@ -123,7 +124,7 @@ def test_chunk_size_changes_nothing_in_float64(rows, rows_per_chunk, seed):
 
 @given(rows=st.integers(0, 500), rows_per_chunk=st.integers(0, 600))
 def test_chunks_cover_the_rows_within_the_bound_and_leave_no_lone_row(rows, rows_per_chunk):
-    bounds = chunk_bounds(rows, rows_per_chunk)
+    bounds = row_bounds(rows, rows_per_chunk)
     assert [row for start, end in bounds for row in range(start, end)] == list(range(rows))
     sizes = [end - start for start, end in bounds]
     assert all(size <= max(rows_per_chunk, 3) for size in sizes)
@@ -199,8 +200,7 @@ def test_log_probs_near_zero_keep_absolute_float32_precision():
 
 
 def test_bfloat16_inputs_lose_nothing_but_the_rounding_of_gradients(monkeypatch):
-    # seven vocabulary blocks, the last one shorter
-    monkeypatch.setattr(fused_log_probs, "BLOCK_BYTES", 300 * 64 * 4)
+    monkeypatch.setattr(head_tiles, "TILE_WORDS", 300)  # seven parts of the vocabulary
     hidden, weight, targets, loss_weights = random_case(70, 64, 2003, torch.bfloat16)
     got = outputs_and_grads(fused_with_entropy_grad, hidden, weight, targets, loss_weights)
     want = outputs_and_grads(naive_log_probs, *as_float64(hidden, weight), targets, loss_weights)
@@ -224,29 +224,49 @@ def outputs_and_grads(function, hidden, weight, targets, loss_weights):
 
 
 class CountedLogits(TorchDispatchMode):
-    """Counts the products that give [_, vocab]."""
+    """Counts the products that give [_, words]."""
 
-    def __init__(self, vocab):
+    def __init__(self, words):
         super().__init__()
-        self.vocab, self.count = vocab, 0
+        self.words, self.count = words, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.count += func is torch.ops.aten.mm.out and result.shape[-1] == self.vocab
+        self.count += func is torch.ops.aten.mm.out and result.shape[-1] in self.words
         return result
 
 
 @pytest.mark.parametrize("chunks, products", [(1, 1), (3, 5)])
 def test_the_last_chunks_logits_are_computed_once(chunks, products):
     hidden, weight, targets, _ = random_case(12, 5, 83)
-    with CountedLogits(83) as counted:
+    with CountedLogits({83}) as counted:
         chunk_bytes = chunk_bytes_for(12 // chunks, 83)
         token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=chunk_bytes)[0].sum().backward()
     assert counted.count == products
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("held", [1, 5, 12, 13])
+def test_the_logits_of_as_many_tiles_as_are_held_are_computed_once(held, with_entropy, monkeypatch):
+    monkeypatch.setattr(head_tiles, "TILE_WORDS", 30)  # parts of 27, 28 and 28 words
+    monkeypatch.setattr(head_tiles, "TILE_BYTES", 3 * 28 * 8)  # by four parts of three rows
+    hidden, weight, targets, loss_weights = random_case(12, 5, 83)
+    chunk_bytes = (held + 1) * 3 * 28 * 8
+    tiles = HeadTiles.of(12, 83, 8, "cpu", chunk_bytes)
+    assert (len(tiles.words), len(tiles.rows), tiles.held) == (3, 4, min(held, 12))
+    with CountedLogits({27, 28}) as counted:
+        got = token_log_probs(hidden, weight, targets, with_entropy=with_entropy, chunk_bytes=chunk_bytes)[0]
+        grads = torch.autograd.grad((loss_weights[0] * got).sum(), (hidden, weight))
+    assert counted.count == 12 + 12 - tiles.held
+    want = naive_log_probs(hidden, weight, targets)[0]
+    for grad, exact in zip(grads, torch.autograd.grad((loss_weights[0] * want).sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(grad, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("words", [83, 30])
 @pytest.mark.parametrize("entropy_grad", [False, True])
-def test_a_second_backward_of_the_same_graph_gives_the_same_gradients(entropy_grad):
+def test_a_second_backward_of_the_same_graph_gives_the_same_gradients(entropy_grad, words, monkeypatch):
+    monkeypatch.setattr(head_tiles, "TILE_WORDS", words)
     hidden, weight, targets, _ = random_case(12, 5, 83)
     outputs = token_log_probs(hidden, weight, targets, with_entropy=True, entropy_grad=entropy_grad, chunk_bytes=4000)
     loss = outputs[0].square().sum() + (outputs[1].square().sum() if entropy_grad else 0)
@@ -257,15 +277,15 @@ def test_a_second_backward_of_the_same_graph_gives_the_same_gradients(entropy_gr
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_rows_by_vocab_ever_exists(dtype):
-    rows, vocab, chunk_bytes = 8192, 152_000, 128 * 2**20
+    rows, vocab = 8192, 152_000
     hidden, weight, targets, _ = random_case(rows, 8, vocab, dtype)
     with LargestTensor() as recorder:
-        log_probs, _ = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=chunk_bytes)
+        log_probs, _ = token_log_probs(hidden, weight, targets, with_entropy=True)
         log_probs.sum().backward()
     assert hidden.grad.isfinite().all() and weight.grad.count_nonzero() > 0
-    # two buffers of float32 share the chunk's bytes; nothing is larger, and the bound is used
-    assert 0.9 * chunk_bytes / 8 < recorder.elements <= chunk_bytes / 8
-    assert recorder.elements < rows * vocab / 70
+    # the tiles that are held and the exponentials of one share the bytes; nothing is larger, and they are used
+    assert 0.9 * CHUNK_BYTES["cpu"] / 4 < recorder.elements <= CHUNK_BYTES["cpu"] / 4
+    assert recorder.elements < rows * vocab / 35
 
 
 def test_the_recorder_sees_the_tensor_that_the_naive_head_makes():
