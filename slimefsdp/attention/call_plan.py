@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -59,6 +59,7 @@ class CallPlan:
     max_q: int = field(init=False)  # of the longest segment; worked out once, as every layer asks
     max_k: int = field(init=False)
     can_be_causal: bool = field(init=False)  # no segment has fewer keys than queries
+    prepared: dict[Any, Any] = field(init=False, default_factory=dict, compare=False, repr=False)  # of a kernel's own
 
     def __post_init__(self) -> None:
         assert len(self.cu_q) == len(self.cu_k), f"{len(self.cu_q)} query offsets, {len(self.cu_k)} key offsets"

@@ -8,10 +8,10 @@ calls over different keys be merged and differentiated together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -68,16 +68,18 @@ def varlen_forward(
             scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return out, Saved(lse, rng_state, unused)
+    # many short calls: what surrounds them is a few operations for all, and as few as can be for each
+    segments = _masked_segments(call, scoring.window, q.dtype, causal=causal)
+    keys, values = _heads_first(k), _heads_first(v)
     outs, lses = [], []
-    queries, keys, values = _heads_first(q), _heads_first(k), _heads_first(v)
-    for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
+    for queries, (_, start, end, mask) in zip(_by_segment(q, segments), segments, strict=True):
         segment_out, segment_lse = _cpu_forward(
-            queries[:, :, qs], keys[:, :, ks], values[:, :, ks],
+            queries, keys.narrow(2, start, end - start), values.narrow(2, start, end - start),
             0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
         )  # fmt: skip
-        outs.append(segment_out[0].transpose(0, 1))
-        lses.append(segment_lse[0])
-    return _joined(outs, 0), Saved(_joined(lses, 1))
+        outs.append(segment_out.transpose(1, 2))
+        lses.append(segment_lse)
+    return _joined(outs, 1)[0], Saved(_joined(lses, 2)[0])
 
 
 def varlen_backward(
@@ -108,20 +110,24 @@ def varlen_backward(
             scale=scoring.scale, window_size_left=_left(scoring), window_size_right=_right(scoring),
         )  # fmt: skip
         return dq, dk, dv
-    dqs = []
+    segments = _masked_segments(call, scoring.window, q.dtype, causal=causal)
+    keys, values = _heads_first(k), _heads_first(v)
     # bands of one segment share keys, so those gradients add up
     dk, dv = (torch.zeros_like(x, dtype=_wide(x.dtype)) for x in (k, v))
-    queries, keys, values = _heads_first(q), _heads_first(k), _heads_first(v)
-    grads, outs, lse = _heads_first(grad_out), _heads_first(out), saved.lse.unsqueeze(0)
-    for qs, ks, mask in _masked_segments(call, scoring.window, q.dtype, causal=causal):
+    into_dk, into_dv = _heads_first(dk), _heads_first(dv)
+    lses = saved.lse.unsqueeze(0).split([rows for rows, *_ in segments], 2)
+    by_segment = zip(*(_by_segment(x, segments) for x in (grad_out, q, out)), lses, segments, strict=True)
+    dqs = []
+    for grads, queries, outs, lse, (_, start, end, mask) in by_segment:
+        length = end - start
         gq, gk, gv = _cpu_backward(
-            grads[:, :, qs], queries[:, :, qs], keys[:, :, ks], values[:, :, ks], outs[:, :, qs], lse[:, :, qs],
+            grads, queries, keys.narrow(2, start, length), values.narrow(2, start, length), outs, lse,
             0.0, causal and mask is None, attn_mask=mask, scale=scoring.scale,
         )  # fmt: skip
-        dqs.append(gq[0].transpose(0, 1))
-        dk[ks] += gk[0].transpose(0, 1)
-        dv[ks] += gv[0].transpose(0, 1)
-    return _joined(dqs, 0), dk.to(k.dtype), dv.to(v.dtype)
+        dqs.append(gq.transpose(1, 2))
+        into_dk.narrow(2, start, length).add_(gk)
+        into_dv.narrow(2, start, length).add_(gv)
+    return _joined(dqs, 1)[0], dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _kernel_for(q: torch.Tensor, scoring: AttentionParams) -> Literal["cpu", "cuda", "plain", "flash_attn"]:
@@ -163,20 +169,40 @@ def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _masked_segments(
-    call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """The (queries, keys, additive mask) of each CPU kernel call.
+def _by_segment(x: torch.Tensor, segments: Sequence[_Segment]) -> tuple[torch.Tensor, ...]:
+    """[tokens, heads, head_dim] as [1, heads, rows, head_dim] of each segment."""
+    return _heads_first(x).split([segment.rows for segment in segments], 2)
 
-    The kernel's own causal mask aligns queries and keys at their beginning, so it serves segments of equal lengths
+
+class _Segment(NamedTuple):
+    """What one call of the CPU kernel computes; the rows of all, one after the other, are all queries."""
+
+    rows: int
+    first_key: int
+    end_of_keys: int
+    mask: torch.Tensor | None  # additive, [rows, keys]
+
+
+def _masked_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool) -> list[_Segment]:
+    """The CPU kernel's calls for a call, worked out once: every layer asks in forward and backward."""
+    asked = (window, dtype, causal)
+    if asked not in call.prepared:
+        call.prepared[asked] = list(_make_segments(call, window, dtype, causal=causal))
+    found: list[_Segment] = call.prepared[asked]
+    return found
+
+
+def _make_segments(call: CallPlan, window: int | None, dtype: torch.dtype, *, causal: bool) -> Iterator[_Segment]:
+    """The kernel's own causal mask aligns queries and keys at their beginning, so it serves segments of equal lengths
     alone. Others, and where it pays, are cut into bands of queries with a mask each.
     """
     triangles: dict[int, torch.Tensor] = {}
+    masks: dict[tuple[int, ...], torch.Tensor] = {}
     for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
         queries, more = q1 - q0, (k1 - k0) - (q1 - q0)
         sees_all = window is None or k1 - k0 <= window
         if not causal or (more == 0 and sees_all and queries not in _BANDED_LENGTHS):
-            yield slice(q0, q1), slice(k0, k1), None
+            yield _Segment(queries, k0, k1, None)
         elif sees_all:
             band = _BAND if k1 - k0 < _BANDED_LENGTHS.stop else _LONG_BAND
             if band not in triangles:
@@ -186,10 +212,10 @@ def _masked_segments(
                 end = min(start + band, queries)
                 last = triangle.shape[1] - band + end - start
                 mask = triangle[: end - start, last - (end + more) : last]
-                yield slice(q0 + start, q0 + end), slice(k0, k0 + end + more), mask
+                yield _Segment(end - start, k0, k0 + end + more, mask)
         else:
             assert window is not None
-            yield from _windowed_segments(q0, k0, queries, more, window, dtype)
+            yield from _windowed_segments(k0, queries, more, window, dtype, masks)
 
 
 def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
@@ -200,14 +226,20 @@ def _triangle(band: int, keys: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _windowed_segments(
-    q0: int, k0: int, queries: int, more: int, window: int, dtype: torch.dtype
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """Of one segment, with `more` keys than queries."""
+    k0: int, queries: int, more: int, window: int, dtype: torch.dtype, masks: dict[tuple[int, ...], torch.Tensor]
+) -> Iterator[_Segment]:
+    """Of one segment, with `more` keys than queries.
+
+    Args:
+        masks: found so far, which most bands share.
+    """
     band = max(window, 64)
     for start in range(0, queries, band):
         end = min(start + band, queries)
         first_key = max(0, start + more - window + 1)
-        distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
-        mask = torch.zeros(distance.shape, dtype=dtype)
-        mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
-        yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + end + more), mask
+        shape = (end - start, end + more - first_key)
+        if shape not in masks:
+            distance = (torch.arange(start, end) + more)[:, None] - torch.arange(first_key, end + more)[None, :]
+            mask = torch.zeros(distance.shape, dtype=dtype)
+            masks[shape] = mask.masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+        yield _Segment(end - start, k0 + first_key, k0 + end + more, masks[shape])
