@@ -39,7 +39,7 @@ log=$(mktemp) vllm_log=$(mktemp)
 timeout 1800 bash scripts/setup_vllm.sh >"$vllm_log" 2>&1 &
 vllm=$!
 trap 'kill "$vllm" 2>/dev/null || true; rm -f "$log" "$vllm_log"' EXIT
-.venv/bin/python -m pytest --all "${both[@]}"
+.venv/bin/python -m pytest --all "${both[@]}" --durations 40
 # shown only when they fail, so that the line above with the number of passed tests stays the last one
 quietly() {  # WHAT COMMAND...
   local what=$1 code=0
