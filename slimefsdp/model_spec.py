@@ -109,6 +109,19 @@ class ModelSpec:
         return self.layers * self.layer_parameters + embeddings
 
     @property
+    def share_in_layers(self) -> float:
+        """Of the parameters, those in matrices of the decoder layers."""
+        return self.layers * self.layer_parameters / self.parameters
+
+    def newton_schulz_flops(self, steps: int) -> float:
+        """Of Muon's iterations over all matrices of the layers: X X^T, its square, and their product with X."""
+        flops = 0
+        for matrix in self._layer_matrices().values():
+            short, long = sorted((matrix.features_in, matrix.features_out))
+            flops += matrix.count * (4 * short * short * long + 2 * short**3)
+        return float(steps * self.layers * flops)
+
+    @property
     def root_parameters(self) -> int:
         """Of the FSDP unit with the head, which is the embedding where they are tied."""
         return self.embedding_parameters + self.positions * self.hidden

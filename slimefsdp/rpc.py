@@ -60,8 +60,8 @@ class UpdateSettings:
     """
 
     lr: float | None = None  # 0 or more, in place of the schedule's; its place in the schedule advances all the same
-    betas: tuple[float, float] | None = None  # each in [0, 1); of SGD the first one is the momentum
-    eps: float | None = None  # above 0, of AdamW
+    betas: tuple[float, float] | None = None  # each in [0, 1), of AdamW, also beside Muon; of SGD the first: momentum
+    eps: float | None = None  # above 0, of AdamW, also beside Muon
     weight_decay: float | None = None  # 0 or more; none on norms, biases and embeddings
     max_grad_norm: float | None = None  # 0 or more, 0: gradients are not clipped
 

@@ -425,11 +425,15 @@ class BatchSettings(Settings):
 class OptimSettings(Settings):
     """Optimiser and schedule; counted in optimiser updates, not rollouts."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="AdamW, or plain SGD with momentum betas[0]")
+    name: Literal["adamw", "muon", "sgd"] = Field(
+        "adamw",
+        description="AdamW; Muon for matrices of the layers, of experts and adapters too, with AdamW for all else;"
+        " or plain SGD with momentum betas[0]",
+    )
     implementation: Literal["auto", "foreach", "fused"] = Field(
         "auto",
         description="fused: one kernel for a whole AdamW update, where foreach has one for each operation; auto: "
-        "fused for adamw, foreach for sgd",
+        "fused for adamw and muon, foreach for sgd",
     )
     lr: float = Field(1e-6, gt=0, le=LARGEST, description="peak learning rate")
     betas: Annotated[tuple[float, float], BeforeValidator(_two_fractions)] = Field(
@@ -438,6 +442,21 @@ class OptimSettings(Settings):
     eps: float = Field(1e-8, gt=0, le=LARGEST, description="AdamW's epsilon")
     weight_decay: float = Field(
         0.0, ge=0, le=LARGEST, description="decoupled decay; none on norms, biases and embeddings"
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="of Muon; AdamW's, and SGD's, is betas[0]")
+    nesterov: bool = Field(True, description="Muon looks ahead along its momentum")
+    ns_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz iterations of Muon")
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = Field(
+        "match_rms_adamw",
+        description="Muon's rate of a matrix. match_rms_adamw: lr x 0.2 sqrt(max(rows, columns)), for the rates that "
+        "suit AdamW; original: lr x sqrt(max(1, rows / columns)), for rates such as 0.02",
+    )
+    adamw_lr: float | None = Field(
+        None,
+        gt=0,
+        le=LARGEST,
+        description="peak rate of what AdamW updates beside Muon; it follows lr's schedule, and a critic's lr in "
+        "proportion; null: lr",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
@@ -462,6 +481,18 @@ class OptimSettings(Settings):
             raise ValueError(
                 "optim.implementation=fused has no kernel for the sharded parameters of optim.name=sgd; "
                 "use foreach, or adamw"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_muon_settings(self) -> OptimSettings:
+        of_muon = ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "adamw_lr")
+        # not what was written out: settings that were printed whole are read again
+        given = [name for name in of_muon if getattr(self, name) != type(self).model_fields[name].default]
+        if self.name != "muon" and given:
+            raise ValueError(
+                f"optim.{given[0]}={getattr(self, given[0])} is Muon's, and optim.name={self.name}; "
+                "remove it, or set optim.name=muon"
             )
         return self
 

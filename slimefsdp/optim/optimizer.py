@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.optim.muon import AdjustLr, update_matrices
+
+OptimizerName = Literal["adamw", "muon", "sgd"]
+
+
+@dataclass(frozen=True, slots=True)
+class MuonRule:
+    """How Muon updates matrices; the names are those of `torch.optim.Muon`."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    ns_steps: int = 5
+    adjust_lr_fn: AdjustLr = "match_rms_adamw"
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for a first group of parameters and AdamW for the others; `update_shards` takes its steps."""
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
 
 
 def build_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    name: Literal["adamw", "sgd"],
+    name: OptimizerName,
     implementation: Literal["auto", "foreach", "fused"] = "auto",
     *,
     lr: float,
@@ -24,31 +46,53 @@ def build_optimizer(
     eps: float,
     weight_decay: float,
     undecayed: Collection[str] = (),
+    matrices: Collection[str] = (),
+    muon: MuonRule | None = None,
+    adamw_lr_ratio: float = 1.0,
 ) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum betas[0]. The optimiser's state exists at once, as zeros.
+    """AdamW, Muon beside AdamW, or SGD with momentum betas[0]. The optimiser's state exists at once, as zeros.
 
     Args:
         named_parameters: those that are trained.
-        implementation: fused is for AdamW alone: torch has no fused SGD of sharded parameters. auto: fused for AdamW.
+        implementation: of SGD, or of AdamW. fused is for AdamW alone: torch has no fused SGD of sharded parameters.
+            auto: fused for AdamW.
         undecayed: names of those that weight decay leaves alone.
+        matrices: names of those that Muon updates; AdamW has the others.
+        muon: None: as `MuonRule` has it.
+        adamw_lr_ratio: of Muon, what AdamW's learning rate is to Muon's.
     """
-    named = list(named_parameters)
-    groups = [
+    everything = list(named_parameters)
+    orthogonalized = [p for own, p in everything if name == "muon" and own in matrices]
+    named = [(own, p) for own, p in everything if name != "muon" or own not in matrices]
+    groups: list[dict[str, Any]] = [
         {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay, "decays": True},
         {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0, "decays": False},
     ]
     if implementation == "auto":
-        implementation = "fused" if name == "adamw" else "foreach"
+        implementation = "foreach" if name == "sgd" else "fused"
     # either is asked for by name: by default torch loops over parameters on the host one by one
     how = {implementation: True}
     optimizer: torch.optim.Optimizer
     if name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
-    else:
+    elif name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
+    else:
+        of_adamw = {"lr": lr * adamw_lr_ratio, "lr_ratio": adamw_lr_ratio, "betas": betas, "eps": eps}
+        of_adamw |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+        of_muon = {
+            "lr": lr,
+            "lr_ratio": 1.0,
+            "weight_decay": weight_decay,
+            "decays": True,
+            **asdict(muon or MuonRule()),
+        }
+        optimizer = Muon([{"params": orthogonalized, **of_muon}, *(group | of_adamw for group in groups)])
+        for parameter in orthogonalized:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     # The fused kernel reads its step counts on the device, as slices of one allocation; the foreach one on the host,
     # where a device scalar would cost it a synchronisation per parameter.
-    device = named[0][1].device if implementation == "fused" else torch.device("cpu")
+    device = everything[0][1].device if implementation == "fused" else torch.device("cpu")
     steps = torch.zeros(len(named), dtype=torch.float32, device=device)
     for (_, parameter), step in zip(named, steps, strict=True):
         # zeros are what both would start from at their first step; made now, there is one state to save and load
@@ -63,18 +107,35 @@ def build_optimizer(
 
 
 @torch.no_grad()
-def update_shards(optimizer: torch.optim.Optimizer) -> None:
+def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | None = None) -> None:
     """One step of an optimiser from `build_optimizer`, taken on each rank's shards as plain tensors.
 
-    What `optimizer.step()` computes, element by element: neither optimiser looks at more than one element at a time.
-    Through sharded tensors torch would work out the placement of every operand of every operation first.
+    What torch's `step()` computes, element by element: neither AdamW nor SGD looks at more than one element at a time.
+    Through sharded tensors torch would work out the placement of every operand of every operation first. Muon's
+    matrices take part in collectives.
+
+    Args:
+        ranks: all of them; None: this process is alone, or the optimiser is not Muon.
     """
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
+        if "ns_steps" in group:
+            update_matrices(
+                trained,
+                [optimizer.state[p]["momentum_buffer"] for p in trained],
+                ranks,
+                lr=group["lr"],
+                momentum=group["momentum"],
+                nesterov=group["nesterov"],
+                ns_steps=group["ns_steps"],
+                adjust_lr_fn=group["adjust_lr_fn"],
+                weight_decay=group["weight_decay"],
+            )
+            continue
         parameters, gradients = [local_shard(p) for p in trained], [local_shard(p.grad) for p in trained]
         state = [optimizer.state[p] for p in trained]
         how = {"foreach": group["foreach"], "fused": group["fused"]}
-        if isinstance(optimizer, torch.optim.AdamW):
+        if "betas" in group:
             beta1, beta2 = group["betas"]
             adamw(
                 parameters,
@@ -118,6 +179,16 @@ def undecayed_names(model: nn.Module) -> set[str]:
         for name, parameter in model.named_parameters()
         if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in embeddings
     }
+
+
+def matrix_names(model: nn.Module, layers: nn.Module) -> set[str]:
+    """Names of what Muon updates: matrices of the decoder layers, adapters' too, and stacks of experts' matrices.
+
+    Args:
+        layers: the stack of decoder layers in the model; embeddings and heads are outside of it.
+    """
+    inside = {id(parameter) for parameter in layers.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in inside} - undecayed_names(model)
 
 
 def learning_rate(

@@ -29,7 +29,8 @@ def byte_sizes_of(config: RunConfig) -> ByteSizes:
         compute=compute,
         master=master,
         reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
-        optimizer_states=2 if config.optim.name == "adamw" else 1,
+        optimizer_states=1 if config.optim.name == "sgd" else 2,
+        matrix_states=1 if config.optim.name == "muon" else None,
     )
 
 
@@ -38,7 +39,8 @@ def computing_of(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> C
     return Computing(
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
-        is_optimizer_fused=config.optim.name == "adamw" and config.optim.implementation != "foreach",
+        is_optimizer_fused=config.optim.name != "sgd" and config.optim.implementation != "foreach",
+        newton_schulz_steps=config.optim.ns_steps if config.optim.name == "muon" else 0,
         cpu_offload=config.fsdp.cpu_offload,
         trained_share=model_spec.trained_parameters(config.model.frozen or ()) / model_spec.parameters
         if config.lora.rank is None

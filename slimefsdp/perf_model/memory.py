@@ -26,6 +26,12 @@ class ByteSizes:
     master: int = 4  # parameters, gradients and optimiser state at rest
     reduce: int = 4  # gradients while they are summed over ranks
     optimizer_states: int = 2  # tensors as large as the parameters: 2 in AdamW, 1 with momentum alone
+    matrix_states: int | None = None  # of the layers' matrices and adapters; None: as of all others
+
+    def state_bytes(self, others: float, matrices: float) -> float:
+        """Of the optimiser's state of so many trained parameters, of which some are in matrices of the layers."""
+        of_matrices = self.optimizer_states if self.matrix_states is None else self.matrix_states
+        return self.master * (others * self.optimizer_states + matrices * of_matrices)
 
     @property
     def wide(self) -> int:
@@ -81,6 +87,7 @@ class Computing:
     lora_targets: Sequence[str] = ("attention", "mlp")
     entropy_grad: bool = False
     full_kl: bool = False
+    newton_schulz_steps: int = 0  # of Muon; 0: another optimiser
     on_cpu: bool = False  # gloo copies what it sends, and memory of the host is the device's
 
     def adapters_of(self, model_spec: ModelSpec) -> Adapters | None:
@@ -120,6 +127,7 @@ def memory_per_rank(
     shards, beside = 1 if sharding == "replicate" else shard_ranks, 0 if adapters is None else adapters.parameters
     held, held_beside = -(-model_spec.parameters // shards), -(-beside // shards)
     trained = round(held * trained_share) + held_beside
+    in_layers = round((trained - held_beside) * model_spec.share_in_layers) + held_beside
     # the root stays whole from forward to backward; beside it one layer at a time, or everything
     layer = model_spec.layer_parameters + beside // model_spec.layers
     gathered = model_spec.root_parameters + max(layer, model_spec.embedding_unit_parameters)
@@ -131,7 +139,7 @@ def memory_per_rank(
     return Memory(
         parameters=held * (sizes.master if adapters is None else sizes.compute) + held_beside * sizes.master,
         gradients=trained * sizes.master,
-        optimizer=trained * sizes.master * sizes.optimizer_states,
+        optimizer=round(sizes.state_bytes(trained - in_layers, in_layers)),
         unsharded=min(gathered, model_spec.parameters + beside) * sizes.compute + whole_gradients,
     )
 

@@ -119,9 +119,14 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide, adapters=adapters)
     touched = layer.kept * model.layers * work.tokens * (_PASSES_OVER_ACTIVATIONS + recomputed)
     shards = 1 if sharding == "replicate" else work.shard_ranks
-    trained = (model.parameters * computing.trained_share + beside) / shards
-    passes = _PASSES_OVER_PARAMETERS + _PASSES_OVER_STATES * sizes.optimizer_states
-    of_optimizer = trained * sizes.master * passes
+    of_model = model.parameters * computing.trained_share / shards
+    trained = of_model + beside / shards
+    in_layers = of_model * model.share_in_layers + beside / shards
+    states = sizes.state_bytes(trained - in_layers, in_layers)
+    of_optimizer = _PASSES_OVER_PARAMETERS * trained * sizes.master + _PASSES_OVER_STATES * states
+    # of Muon, whose matrices are dealt to all ranks; adapters are too thin to count
+    orthogonalizing = model.newton_schulz_flops(computing.newton_schulz_steps) * computing.trained_share
+    orthogonalizing /= work.dp_replicate * work.shard_ranks
     sent = sharding_traffic(
         model,
         sharding,
@@ -141,7 +146,7 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
         to_host = gathered * stored + trained * sizes.master * sums
     attention_bytes = work.attention_bytes + work.attention_bytes_again * recomputed
     return StepTime(
-        products=work.slowdown * products / (1e12 * rates.matrix_tflops),
+        products=(work.slowdown * products + orthogonalizing) / (1e12 * rates.matrix_tflops),
         attention=work.slowdown * attention / (1e12 * rates.attention_tflops),
         memory=(touched + (0 if computing.cpu_offload else of_optimizer)) / (1e9 * rates.memory_gbps),
         comm=(sent.total + attention_bytes) / (1e9 * rates.comm_gbps),

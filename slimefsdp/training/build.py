@@ -30,7 +30,7 @@ from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_mod
 from slimefsdp.models.lora import Lora, adapted_matrices
 from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
-from slimefsdp.optim.optimizer import build_optimizer, learning_rate, undecayed_names
+from slimefsdp.optim.optimizer import MuonRule, build_optimizer, learning_rate, matrix_names, undecayed_names
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops
 from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
@@ -352,6 +352,9 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         undecayed=undecayed_names(model.hf),
+        matrices=matrix_names(model.hf, model.decoder_layers()),
+        muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
+        adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
     )
     schedule = partial(
         learning_rate,

@@ -475,6 +475,12 @@ RULES = [
         ["optim.implementation=fused", "optim.name=sgd"],
     ),
     (
+        "check_muon_settings",
+        {"optim__name": "muon", "optim__momentum": 0.9},
+        {"optim__momentum": 0.9},
+        ["optim.momentum=0.9", "optim.name=adamw"],
+    ),
+    (
         "check_schedule_floor",
         {"optim__schedule": "cosine", "optim__min_lr_ratio": 0.1},
         {"optim__schedule": "constant", "optim__min_lr_ratio": 0.1},

@@ -58,6 +58,9 @@ def test_bytes_and_ways_to_compute_are_those_of_the_settings() -> None:
     assert byte_sizes_of(settings(precision={"compute_dtype": "bfloat16"})) == ByteSizes(2, 4, 4, 2)
     wide = settings(precision={"compute_dtype": "float64"}, optim={"name": "sgd", "implementation": "foreach"})
     assert byte_sizes_of(wide) == ByteSizes(8, 8, 8, 1)
+    muon = settings(optim={"name": "muon", "ns_steps": 3})
+    assert byte_sizes_of(muon) == ByteSizes(2, 4, 4, 2, matrix_states=1)
+    assert computing_of(muon, MODEL, on_cpu=True).newton_schulz_steps == 3
     assert byte_sizes_of(settings(precision={"reduce_dtype": "bfloat16"})).reduce == 2
     config = settings(
         model={"activation_checkpointing": "full", "checkpoint_every_n_layers": 2, "frozen": ["*.mlp.*"]},

@@ -159,3 +159,13 @@ def test_adapters_alone_are_summed_and_the_head_has_no_gradient() -> None:
     )
     # its gradient in float32 and rounded is as large as six bytes of each of its weights
     assert trained.head - frozen.head > 0.9 * 6 * widest.embedding_parameters
+
+
+def test_muon_holds_one_state_of_the_matrices_in_layers_and_adamws_two_of_all_else() -> None:
+    model = ModelSpec(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=100, vocab=500)
+    muon = ByteSizes(matrix_states=1)
+    held = memory_per_rank(model, "full", shard_ranks=1, sizes=muon)
+    assert held.optimizer == 4 * (2 * model.layer_parameters + 2 * 2 * 500 * 64)
+    adapters = model.adapters(8, ["attention", "mlp"])
+    of_adapters = {"trained_share": 0.0, "adapters": adapters}
+    assert memory_per_rank(model, "full", shard_ranks=1, sizes=muon, **of_adapters).optimizer == 4 * adapters.parameters

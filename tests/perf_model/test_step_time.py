@@ -63,6 +63,15 @@ def test_the_floor_is_what_runs_over_its_rate_and_what_is_sent_over_its_own() ->
     assert late.products == pytest.approx(1.5 * found.products) and late.comm == found.comm
 
 
+def test_muons_iterations_are_products_that_all_ranks_share() -> None:
+    none, muon = (step_time(WORK, RATES, "full", Computing(newton_schulz_steps=steps)) for steps in (0, 5))
+    shapes = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), *[(2048, 8192)] * 3]  # short side, long side
+    flops = 16 * 5 * sum(4 * m * m * n + 2 * m**3 for m, n in shapes)
+    assert muon.products - none.products == pytest.approx(flops / 8 / 100e12) and muon.memory == none.memory
+    lighter = replace(WORK, sizes=ByteSizes(matrix_states=1))
+    assert step_time(lighter, RATES, "full", Computing()).memory < none.memory
+
+
 def test_recomputation_costs_what_it_computes_again() -> None:
     none, every_second = (step_time(WORK, RATES, "full", how) for how in (Computing(), Computing("full", 2)))
     ran = executed_flops(MODEL, LENGTHS, counted_rows=4 * 4096, recomputed_layers=8, recomputed_head=AGAIN)

@@ -123,6 +123,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "two copies": {"mesh": {"dp_replicate": 2}, "fsdp": {"sharding": "keep_parameters"}},
     "optimizer": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
     "replicate": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
+    "muon": {"mesh": {"dp": 2}, "optim": {"name": "muon"}},
 }
 
 
@@ -238,13 +239,18 @@ def trained_as(rank: int, config: RunConfig, batch: RolloutBatch, made: dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "targets", "dp"), [("qwen3", ["attention", "mlp"], 1), ("qwen3_moe", ["experts", "head"], 2)]
+    ("kind", "targets", "dp", "optimizer"),
+    [
+        ("qwen3", ["attention", "mlp"], 1, "adamw"),
+        ("qwen3_moe", ["experts", "head"], 2, "adamw"),
+        ("qwen3_moe", ["attention", "experts"], 2, "muon"),
+    ],
 )
 def test_an_adapter_of_a_smaller_rank_trains_as_in_a_run_of_that_rank(
-    tiny_folder: TinyFolder, ranks: RankPool, dp: int, kind: str, targets: list[str]
+    tiny_folder: TinyFolder, ranks: RankPool, dp: int, kind: str, targets: list[str], optimizer: str
 ) -> None:
     folder = tiny_folder(kind)
-    batch, optim = make_batch(folder), {"name": "adamw", "lr": 0.01, "eps": 1e-4}
+    batch, optim = make_batch(folder), {"name": optimizer, "lr": 0.01, "eps": 1e-4}
     common: dict[str, Any] = {"mesh": {"dp": dp}, "optim": optim}
     roomy = float64_settings(folder, lora={"rank": 5, "alpha": 2.0, "targets": targets}, run={"seed": 7}, **common)
     exact = float64_settings(folder, lora={"rank": 2, "alpha": 6.0, "targets": targets}, run={"seed": 7}, **common)

@@ -63,7 +63,12 @@ def resumed_run(rank: int, config: RunConfig, batches: list[RolloutBatch], step:
 
 @pytest.mark.parametrize(
     "spread, optimizer",
-    [("one rank", "adamw"), ("one rank", "sgd"), *((spread, "adamw") for spread in SPREADS if spread != "one rank")],
+    [
+        ("one rank", "adamw"),
+        ("one rank", "sgd"),
+        ("two shards", "muon"),
+        *((spread, "adamw") for spread in SPREADS if spread != "one rank"),
+    ],
 )
 def test_a_resumed_run_has_the_same_losses_to_the_bit(
     tied_folder: Path, ranks: RankPool, tmp_path: Path, spread: str, optimizer: str

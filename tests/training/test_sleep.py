@@ -61,6 +61,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "adapters": {"mesh": {"dp": 2}, "lora": {"rank": 4}},
     "adapters in float16": {"lora": {"rank": 4}, "precision": {"compute_dtype": "float16", "loss_scale_init": 256}},
     "float16": {"precision": {"compute_dtype": "float16", "loss_scale_init": 256}},
+    "muon": {"mesh": {"dp": 2}, "optim": {"name": "muon"}},
 }
 
 

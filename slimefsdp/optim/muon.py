@@ -1,0 +1,246 @@
+"""Muon: matrices take steps along the orthogonalized momentum of their gradients, found by Newton-Schulz iterations.
+
+Keller Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the arithmetic of `torch.optim.Muon`. The
+iterations need a whole matrix, and a rank holds some rows of it. So momentum is sharded as parameters are, and the
+matrices are dealt to all ranks evenly by cost: the owner of a matrix is sent its rows, iterates, and sends rows back to
+all ranks that hold some. What comes out has the same bits on every mesh.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from slimefsdp.distributed.mesh import local_shard
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose slope at 0 is steep (Jordan et al.)
+NORM_EPS = 1e-7
+ROUND_ELEMENTS = 2**26  # that a rank owns at a time, if no single matrix is larger
+AdjustLr = Literal["original", "match_rms_adamw"]
+
+
+def newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:
+    """About U V^T of a matrix U S V^T: singular values end between 0.7 and 1.2, in the matrix's dtype.
+
+    Args:
+        matrix: [rows, columns].
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=NORM_EPS)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def adjusted_lr(lr: float, shape: Sequence[int], how: AdjustLr) -> float:
+    """The rate of a matrix, or of each of a stack of them.
+
+    original: lr x sqrt(max(1, rows / columns)), of Jordan et al. match_rms_adamw: lr x 0.2 sqrt(max(rows, columns)),
+    with which updates are as large as AdamW's (Liu et al. 2025, https://arxiv.org/abs/2502.16982, section 2.2).
+    """
+    rows, columns = shape[-2:]
+    if how == "original":
+        return lr * math.sqrt(max(1, rows / columns))
+    return lr * 0.2 * math.sqrt(max(rows, columns))
+
+
+@torch.no_grad()
+def update_matrices(
+    parameters: Sequence[nn.Parameter],
+    momenta: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    *,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+    ns_steps: int,
+    adjust_lr_fn: AdjustLr,
+    weight_decay: float,
+) -> None:
+    """Collective: a step of matrices [rows, columns] and stacks of them [matrices, rows, columns], all with gradients.
+
+    Gradients are written over.
+
+    Args:
+        momenta: of the parameters, sharded alike; they are updated.
+        group: all ranks; None: this process is alone.
+    """
+    updates = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    buffers = [local_shard(one) for one in momenta]
+    if not parameters:
+        return
+    torch._foreach_lerp_(buffers, updates, 1 - momentum)
+    if nesterov:
+        torch._foreach_lerp_(updates, buffers, momentum)
+    else:
+        torch._foreach_copy_(updates, buffers)
+    _orthogonalize(parameters, updates, group, ns_steps)
+    for parameter, update in zip(parameters, updates, strict=True):
+        shard = local_shard(parameter)
+        shard.mul_(1 - lr * weight_decay)
+        shard.add_(update, alpha=-adjusted_lr(lr, parameter.shape, adjust_lr_fn))
+
+
+def _orthogonalize(
+    parameters: Sequence[nn.Parameter], updates: Sequence[torch.Tensor], group: dist.ProcessGroup | None, steps: int
+) -> None:
+    """Has each shard of `updates` be its rows of the orthogonalized matrix, in place.
+
+    The iterations run where collectives do: on CUDA in bfloat16, where tensor cores are, unless masters are float64.
+    """
+    first = parameters[0]
+    world, own = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+    shards, device, dtype = 1, first.device, first.dtype
+    if isinstance(first, DTensor):
+        shards, device = first.device_mesh.size(first.device_mesh.ndim - 1), torch.device(first.device_mesh.device_type)
+    if device.type == "cuda" and dtype == torch.float32:
+        dtype = torch.bfloat16
+    flat = [update.view(-1, update.shape[-1]) for update in updates]
+    own_copy, own_shard = divmod(own, shards)
+    for owned in dealt(tuple(tuple(parameter.shape) for parameter in parameters), world, shards):
+        # to owners among the ranks that share this copy of the model: together they hold all rows
+        gathered = _exchange(
+            [
+                [
+                    flat[part.parameter][part.rows_in(own_shard)]
+                    for part in (owned[to] if to // shards == own_copy else ())
+                ]
+                for to in range(world)
+            ],
+            [
+                [part.shape_in(rank % shards) for part in (owned[own] if rank // shards == own_copy else ())]
+                for rank in range(world)
+            ],
+            group,
+            device=device,
+            dtype=dtype,
+        )
+        held = gathered[own_copy * shards : (own_copy + 1) * shards]
+        found = [newton_schulz(torch.cat(rows), steps) for rows in zip(*held, strict=True)]
+        # and back, to the other copies too
+        returned = _exchange(
+            [
+                [one[part.rows_of_matrix(to % shards)] for part, one in zip(owned[own], found, strict=True)]
+                for to in range(world)
+            ],
+            [[part.shape_in(own_shard) for part in owned[owner]] for owner in range(world)],
+            group,
+            device=device,
+            dtype=dtype,
+        )
+        for owner, pieces in enumerate(returned):
+            for part, piece in zip(owned[owner], pieces, strict=True):
+                flat[part.parameter][part.rows_in(own_shard)].copy_(piece)
+
+
+def _exchange(
+    sent: list[list[torch.Tensor]],
+    shapes: list[list[tuple[int, int]]],
+    group: dist.ProcessGroup | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[list[torch.Tensor]]:
+    """Collective: pieces for every rank go there; the pieces of these shapes that every rank has sent here."""
+    flat = [[piece.reshape(-1).to(device, dtype) for piece in pieces] for pieces in sent]
+    empty = torch.empty(0, device=device, dtype=dtype)
+    out = torch.cat([empty, *(piece for pieces in flat for piece in pieces)])
+    received = out
+    if group is not None and dist.get_world_size(group) > 1:
+        sizes = [sum(math.prod(shape) for shape in of_rank) for of_rank in shapes]
+        received = torch.empty(sum(sizes), device=device, dtype=dtype)
+        dist.all_to_all_single(received, out, sizes, [sum(map(len, pieces)) for pieces in flat], group=group)
+    parts = iter(received.split([math.prod(shape) for of_rank in shapes for shape in of_rank]))
+    return [[next(parts).view(shape) for shape in of_rank] for of_rank in shapes]
+
+
+# ---------------------------------------------------------------------- who owns which matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A matrix: a parameter's own, or one of its stack. Rows are counted through the stack, as they lie in memory."""
+
+    parameter: int  # its place in the list of parameters
+    first_row: int
+    rows: int
+    columns: int
+    bounds: tuple[int, ...]  # rows [bounds[s], bounds[s + 1]) of the parameter are in shard s
+
+    def rows_in(self, shard: int) -> slice:
+        """The matrix's rows among those of a shard of the parameter."""
+        held = self.rows_of_matrix(shard)
+        offset = self.first_row - self.bounds[shard]
+        return slice(held.start + offset, held.stop + offset)
+
+    def rows_of_matrix(self, shard: int) -> slice:
+        """Those rows of the matrix that a shard has."""
+        start, stop = (min(max(bound - self.first_row, 0), self.rows) for bound in self.bounds[shard : shard + 2])
+        return slice(start, stop)
+
+    def shape_in(self, shard: int) -> tuple[int, int]:
+        """Of what a shard has of the matrix."""
+        held = self.rows_of_matrix(shard)
+        return held.stop - held.start, self.columns
+
+    @property
+    def cost(self) -> int:
+        """Multiplications and additions of an iteration, halved."""
+        short, long = sorted((self.rows, self.columns))
+        return 2 * short * short * long + short**3
+
+
+@lru_cache(maxsize=16)
+def dealt(
+    shapes: tuple[tuple[int, ...], ...], world: int, shards: int, round_elements: int = ROUND_ELEMENTS
+) -> list[list[list[Part]]]:
+    """`[round][rank]` -> the matrices that the rank owns in that round.
+
+    The costliest goes to whoever has least to do, then the next. A round gives a rank no more than `round_elements`,
+    or a single matrix.
+
+    Args:
+        shapes: of the parameters.
+        shards: of each parameter, as chunks of its first dim.
+    """
+    parts = []
+    for index, shape in enumerate(shapes):
+        chunk, rows_of_each = -(-shape[0] // shards), math.prod(shape[1:-1])
+        bounds = tuple(min(shard * chunk, shape[0]) * rows_of_each for shard in range(shards + 1))
+        *stack, rows, columns = shape
+        parts += [Part(index, number * rows, rows, columns, bounds) for number in range(math.prod(stack))]
+    queues: list[list[Part]] = [[] for _ in range(world)]
+    load = [(0, rank) for rank in range(world)]
+    for part in sorted(parts, key=lambda one: -one.cost):
+        done, rank = heapq.heappop(load)
+        queues[rank].append(part)
+        heapq.heappush(load, (done + part.cost, rank))
+    cut = [_cut(queue, round_elements) for queue in queues]
+    return [
+        [rounds[number] if number < len(rounds) else [] for rounds in cut]
+        for number in range(max(map(len, cut), default=0))
+    ]
+
+
+def _cut(queue: list[Part], most: int) -> list[list[Part]]:
+    rounds: list[list[Part]] = []
+    room = 0
+    for part in queue:
+        room -= part.rows * part.columns
+        if not rounds or room < 0:
+            rounds.append([])
+            room = most - part.rows * part.columns
+        rounds[-1].append(part)
+    return rounds
