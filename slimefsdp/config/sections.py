@@ -443,6 +443,11 @@ class OptimSettings(Settings):
     weight_decay: float = Field(
         0.0, ge=0, le=LARGEST, description="decoupled decay; none on norms, biases and embeddings"
     )
+    state_dtype: Literal["auto", "bfloat16"] = Field(
+        "auto",
+        description="of AdamW's moments between updates. auto: as the masters; bfloat16: half of float32's, rounded "
+        "stochastically by run.seed, the update and the element, the same on every mesh",
+    )
     momentum: float = Field(0.95, ge=0, lt=1, description="of Muon; AdamW's, and SGD's, is betas[0]")
     nesterov: bool = Field(True, description="Muon looks ahead along its momentum")
     ns_steps: int = Field(5, ge=1, le=99, description="Newton-Schulz iterations of Muon")
@@ -481,6 +486,15 @@ class OptimSettings(Settings):
             raise ValueError(
                 "optim.implementation=fused has no kernel for the sharded parameters of optim.name=sgd; "
                 "use foreach, or adamw"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_state_dtype(self) -> OptimSettings:
+        if self.state_dtype != "auto" and self.name != "adamw":
+            raise ValueError(
+                f"optim.state_dtype={self.state_dtype} is for the moments of AdamW, and optim.name={self.name}; "
+                "remove it, or set optim.name=adamw"
             )
         return self
 

@@ -10,11 +10,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.optim.muon import AdjustLr, update_matrices
+from slimefsdp.optim.stochastic_rounding import RoundedState, update_rounded
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
 
@@ -49,6 +52,8 @@ def build_optimizer(
     matrices: Collection[str] = (),
     muon: MuonRule | None = None,
     adamw_lr_ratio: float = 1.0,
+    state_dtype: torch.dtype | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """AdamW, Muon beside AdamW, or SGD with momentum betas[0]. The optimiser's state exists at once, as zeros.
 
@@ -60,6 +65,8 @@ def build_optimizer(
         matrices: names of those that Muon updates; AdamW has the others.
         muon: None: as `MuonRule` has it.
         adamw_lr_ratio: of Muon, what AdamW's learning rate is to Muon's.
+        state_dtype: of AdamW's moments: bfloat16, rounded stochastically; None: as the parameters.
+        seed: that the rounding follows from.
     """
     everything = list(named_parameters)
     orthogonalized = [p for own, p in everything if name == "muon" and own in matrices]
@@ -77,6 +84,10 @@ def build_optimizer(
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
     elif name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
+        if state_dtype is not None:
+            places = {parameter: (own, _first_element(parameter)) for own, parameter in named}
+            for group in optimizer.param_groups:
+                group |= {"rounding_seed": seed, "places": places}
     else:
         of_adamw = {"lr": lr * adamw_lr_ratio, "lr_ratio": adamw_lr_ratio, "betas": betas, "eps": eps}
         of_adamw |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
@@ -101,13 +112,13 @@ def build_optimizer(
             state["momentum_buffer"] = torch.zeros_like(parameter)
         else:
             state["step"] = step
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=state_dtype)
     return optimizer
 
 
 @torch.no_grad()
-def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | None = None) -> None:
+def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | None = None, *, update: int = 0) -> None:
     """One step of an optimiser from `build_optimizer`, taken on each rank's shards as plain tensors.
 
     What torch's `step()` computes, element by element: neither AdamW nor SGD looks at more than one element at a time.
@@ -116,6 +127,7 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
 
     Args:
         ranks: all of them; None: this process is alone, or the optimiser is not Muon.
+        update: its number, counted from 0; moments in bfloat16 are rounded by it.
     """
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
@@ -137,22 +149,16 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
         how = {"foreach": group["foreach"], "fused": group["fused"]}
         if "betas" in group:
             beta1, beta2 = group["betas"]
-            adamw(
-                parameters,
-                gradients,
-                [local_shard(own["exp_avg"]) for own in state],
-                [local_shard(own["exp_avg_sq"]) for own in state],
-                [],
-                [own["step"] for own in state],
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                **how,
-            )
+            how |= {"beta1": beta1, "beta2": beta2}
+            how |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            exp_avgs, exp_avg_sqs = ([local_shard(own[key]) for own in state] for key in ("exp_avg", "exp_avg_sq"))
+            steps = [own["step"] for own in state]
+            if "rounding_seed" in group:
+                kept = zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, trained, strict=True)
+                states = [RoundedState(*tensors, *group["places"][p]) for *tensors, p in kept]
+                update_rounded(states, seed=group["rounding_seed"], update=update, **how)
+                continue
+            adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
         else:
             sgd(
                 parameters,
@@ -166,6 +172,14 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                 maximize=False,
                 **how,
             )
+
+
+def _first_element(parameter: nn.Parameter) -> int:
+    """Of this rank's rows, its place in the whole parameter."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return offset[0] * math.prod(parameter.shape[1:])
 
 
 def undecayed_names(model: nn.Module) -> set[str]:

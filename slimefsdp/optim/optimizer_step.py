@@ -115,7 +115,7 @@ class OptimizerStep:
             scale_gradients(self._parameters, (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale)
             for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
                 parameter_group.update(_of_group(built, own), lr=lr * built.get("lr_ratio", 1.0))
-            update_shards(self.optimizer, group)
+            update_shards(self.optimizer, group, update=self.updates_taken)
             self.updates_taken += 1
             self.skipped_in_a_row = 0
         elif self._loss_scaling is None or self._loss_scaling.is_at_floor:

@@ -27,11 +27,13 @@ class ByteSizes:
     reduce: int = 4  # gradients while they are summed over ranks
     optimizer_states: int = 2  # tensors as large as the parameters: 2 in AdamW, 1 with momentum alone
     matrix_states: int | None = None  # of the layers' matrices and adapters; None: as of all others
+    state: float | None = None  # of an element of these; None: master
 
     def state_bytes(self, others: float, matrices: float) -> float:
         """Of the optimiser's state of so many trained parameters, of which some are in matrices of the layers."""
         of_matrices = self.optimizer_states if self.matrix_states is None else self.matrix_states
-        return self.master * (others * self.optimizer_states + matrices * of_matrices)
+        element = self.master if self.state is None else self.state
+        return element * (others * self.optimizer_states + matrices * of_matrices)
 
     @property
     def wide(self) -> int:

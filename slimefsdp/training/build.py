@@ -355,6 +355,8 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         matrices=matrix_names(model.hf, model.decoder_layers()),
         muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
         adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
+        state_dtype=_DTYPES.get(settings.state_dtype),  # auto is none of them
+        seed=config.run.seed,
     )
     schedule = partial(
         learning_rate,

@@ -83,6 +83,8 @@ class Checkpoints:
             "optim.name": config.optim.name,
             "model.frozen": sorted(config.model.frozen or ()) if role == "actor" else [],
         }
+        if config.optim.state_dtype != "auto":  # which the first versions had alone
+            self._identity["optim.state_dtype"] = config.optim.state_dtype
         path = "critic.path" if role == "critic" else "model.path"
         if config.lora.rank is not None:  # other runs have no such entries, as the first versions had none
             self._identity |= {

@@ -475,6 +475,12 @@ RULES = [
         ["optim.implementation=fused", "optim.name=sgd"],
     ),
     (
+        "check_state_dtype",
+        {"optim__state_dtype": "bfloat16"},
+        {"optim__state_dtype": "bfloat16", "optim__name": "sgd"},
+        ["optim.state_dtype=bfloat16", "optim.name=sgd"],
+    ),
+    (
         "check_muon_settings",
         {"optim__name": "muon", "optim__momentum": 0.9},
         {"optim__momentum": 0.9},

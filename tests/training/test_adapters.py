@@ -124,6 +124,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "optimizer": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
     "replicate": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
     "muon": {"mesh": {"dp": 2}, "optim": {"name": "muon"}},
+    "moments in bfloat16": {"mesh": {"dp": 2}, "optim": {"state_dtype": "bfloat16"}},
 }
 
 
