@@ -195,4 +195,7 @@ def gather_pairs(local: torch.Tensor, pairs: torch.Tensor, num_pairs: int, mesh:
 
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a sharded tensor, or all of one that is not sharded; writing to them changes the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # without autograd they are the shard itself; of a parameter torch makes a view first, at ten times the cost
+    return tensor.to_local() if torch.is_grad_enabled() else tensor._local_tensor

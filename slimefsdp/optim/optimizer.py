@@ -130,7 +130,8 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
         update: its number, counted from 0; moments in bfloat16 are rounded by it.
     """
     for group in optimizer.param_groups:
-        trained = [p for p in group["params"] if p.grad is not None]
+        found = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
+        trained, whole = [p for p, _ in found], [gradient for _, gradient in found]
         if "ns_steps" in group:
             update_matrices(
                 trained,
@@ -144,7 +145,7 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                 weight_decay=group["weight_decay"],
             )
             continue
-        parameters, gradients = [local_shard(p) for p in trained], [local_shard(p.grad) for p in trained]
+        parameters, gradients = [local_shard(p) for p in trained], [local_shard(one) for one in whole]
         state = [optimizer.state[p] for p in trained]
         how = {"foreach": group["foreach"], "fused": group["fused"]}
         if "betas" in group:

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from copy import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class OptimizerStep:
         """The learning rate of the next update."""
         return self._schedule(self.updates_taken)
 
+    @torch.no_grad()  # outside of it, every look at a shard is an operation of autograd
     def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
         """Collective: one update with the gradients gathered so far; they are gone afterwards. Returns its metrics.
 
@@ -120,7 +122,7 @@ class OptimizerStep:
             self.skipped_in_a_row = 0
         elif self._loss_scaling is None or self._loss_scaling.is_at_floor:
             self.skipped_in_a_row += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self._loss_scaling is not None:
             self._loss_scaling.adjust(is_finite=not is_skipped)
         if is_skipped:
@@ -145,7 +147,7 @@ class OptimizerStep:
 
         Where it has no loss scale (it was not float16, or is older than loss scaling) the present one stays.
         """
-        self.optimizer.zero_grad(set_to_none=True)  # of the weights before: no part of what was saved
+        self._forget_gradients()  # of the weights before: no part of what was saved
         self.health = None
         self.updates_taken = state["updates_taken"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
@@ -156,11 +158,15 @@ class OptimizerStep:
     @torch.no_grad()
     def begin_anew(self) -> None:
         """As if no update had been taken: moments are 0, counters too, and gradients are forgotten."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         for parameter in self._parameters:
             for value in self.optimizer.state[parameter].values():
                 local_shard(value).zero_()
         self.health, self.updates_taken, self.skipped_in_a_row = None, 0, 0
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _report_skip(self, group: dist.ProcessGroup) -> None:
         assert self.health is not None
@@ -175,7 +181,7 @@ class OptimizerStep:
             scaling = "" if self._loss_scaling is None else f"; the loss scale is now {self.loss_scale:g}"
             warnings.warn(
                 f"update {self.updates_taken} was skipped: gradients are not finite, first in {culprit}{scaling}",
-                stacklevel=3,
+                stacklevel=4,
             )
 
 
@@ -247,6 +253,7 @@ _GROUPS = {
 }
 
 
+@cache
 def layer_group(name: str) -> str:
     """The part of the model that a parameter of this Hugging Face name is in.
 
@@ -268,22 +275,32 @@ def squared_norms(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) 
         parameters: at least one of them with a gradient.
         group: all ranks.
     """
-    norms = torch._foreach_norm([local_shard(p.grad) for p in parameters if p.grad is not None], 2, torch.float64)
+    gradients = [parameter.grad for parameter in parameters]
+    norms = torch._foreach_norm([local_shard(one) for one in gradients if one is not None], 2, torch.float64)
     found = iter(norms)
     nothing = torch.zeros_like(norms[0])
     own = []
-    for parameter in parameters:
-        norm = nothing if parameter.grad is None else next(found)
-        own.append(norm if parameter.grad is not None and _is_first_replica(parameter.grad, group) else nothing)
+    last: tuple[Any, ...] = ()
+    for gradient in gradients:
+        if gradient is None:
+            own.append(nothing)
+            continue
+        # neighbours are sharded alike: asking the mesh for each costs more than all else here
+        how = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None,)
+        if how != last:
+            is_counted, last = _is_first_replica(gradient, group), how
+        norm = next(found)
+        own.append(norm if is_counted else nothing)
     total = torch.stack(own).square()
     dist.all_reduce(total, group=group)
-    return [float(value) for value in total.tolist()]  # the update's one host synchronisation
+    squares: list[float] = total.tolist()  # the update's one host synchronisation
+    return squares
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
     """Multiplies all gradients in place; nothing is touched when the factor is 1."""
     if factor != 1.0:
-        torch._foreach_mul_([local_shard(p.grad) for p in parameters if p.grad is not None], factor)
+        torch._foreach_mul_([local_shard(one) for p in parameters if (one := p.grad) is not None], factor)
 
 
 def gradient_health(
