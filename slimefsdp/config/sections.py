@@ -443,10 +443,10 @@ class OptimSettings(Settings):
     weight_decay: float = Field(
         0.0, ge=0, le=LARGEST, description="decoupled decay; none on norms, biases and embeddings"
     )
-    state_dtype: Literal["auto", "bfloat16"] = Field(
+    state_dtype: Literal["auto", "bfloat16", "8bit"] = Field(
         "auto",
         description="of AdamW's moments between updates. auto: as the masters; bfloat16: half of float32's, rounded "
-        "stochastically by run.seed, the update and the element, the same on every mesh",
+        "stochastically by run.seed, the update and the element; 8bit: a quarter, codes in blocks with a scale each",
     )
     momentum: float = Field(0.95, ge=0, lt=1, description="of Muon; AdamW's, and SGD's, is betas[0]")
     nesterov: bool = Field(True, description="Muon looks ahead along its momentum")

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from slimefsdp.distributed.mesh import local_shard
+from slimefsdp.optim.eight_bit import QuantizedState, block_of, update_quantized
 from slimefsdp.optim.muon import AdjustLr, update_matrices
 from slimefsdp.optim.stochastic_rounding import RoundedState, update_rounded
 
@@ -65,7 +66,8 @@ def build_optimizer(
         matrices: names of those that Muon updates; AdamW has the others.
         muon: None: as `MuonRule` has it.
         adamw_lr_ratio: of Muon, what AdamW's learning rate is to Muon's.
-        state_dtype: of AdamW's moments: bfloat16, rounded stochastically; None: as the parameters.
+        state_dtype: of AdamW's moments: bfloat16, rounded stochastically; uint8, codes in blocks with a scale each;
+            None: as the parameters.
         seed: that the rounding follows from.
     """
     everything = list(named_parameters)
@@ -84,7 +86,7 @@ def build_optimizer(
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
     elif name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
-        if state_dtype is not None:
+        if state_dtype == torch.bfloat16:
             places = {parameter: (own, _first_element(parameter)) for own, parameter in named}
             for group in optimizer.param_groups:
                 group |= {"rounding_seed": seed, "places": places}
@@ -112,8 +114,12 @@ def build_optimizer(
             state["momentum_buffer"] = torch.zeros_like(parameter)
         else:
             state["step"] = step
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=state_dtype)
+            block = block_of(parameter.shape) if state_dtype == torch.uint8 else None
+            dtype = None if state_dtype == torch.uint8 and block is None else state_dtype
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = torch.zeros_like(parameter, dtype=dtype)
+                if block is not None:
+                    state[f"{key}_scale"] = _scales_of(parameter, block)
     return optimizer
 
 
@@ -159,6 +165,18 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                 states = [RoundedState(*tensors, *group["places"][p]) for *tensors, p in kept]
                 update_rounded(states, seed=group["rounding_seed"], update=update, **how)
                 continue
+            tensors = list(zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
+            quantized = [
+                QuantizedState(
+                    p, g, m, v, step, local_shard(own["exp_avg_scale"]), local_shard(own["exp_avg_sq_scale"])
+                )
+                for (p, g, m, v, step), own in zip(tensors, state, strict=True)
+                if "exp_avg_scale" in own
+            ]
+            if quantized:
+                update_quantized(quantized, **how)
+                rest = [one for one, own in zip(tensors, state, strict=True) if "exp_avg_scale" not in own]
+                parameters, gradients, exp_avgs, exp_avg_sqs, steps = ([one[i] for one in rest] for i in range(5))
             adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
         else:
             sgd(
@@ -173,6 +191,13 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                 maximize=False,
                 **how,
             )
+
+
+@torch.no_grad()
+def _scales_of(parameter: nn.Parameter, block: int) -> torch.Tensor:
+    """Zeros for each block of each row of dim 0, [rows, blocks] float32, sharded over rows as the parameter is."""
+    blocks = math.prod(parameter.shape[1:]) // block
+    return torch.zeros_like(parameter.detach().flatten(1)[:, :blocks], dtype=torch.float32)
 
 
 def _first_element(parameter: nn.Parameter) -> int:

@@ -31,7 +31,7 @@ def byte_sizes_of(config: RunConfig) -> ByteSizes:
         reduce=master if precision.reduce_dtype == "auto" else ELEMENT_BYTES[precision.reduce_dtype],
         optimizer_states=1 if config.optim.name == "sgd" else 2,
         matrix_states=1 if config.optim.name == "muon" else None,
-        state=2 if config.optim.state_dtype == "bfloat16" else None,
+        state={"auto": None, "bfloat16": 2, "8bit": 1 + 4 / 256}[config.optim.state_dtype],  # with blocks' scales
     )
 
 

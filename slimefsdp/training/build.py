@@ -355,7 +355,7 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         matrices=matrix_names(model.hf, model.decoder_layers()),
         muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
         adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
-        state_dtype=_DTYPES.get(settings.state_dtype),  # auto is none of them
+        state_dtype={"auto": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[settings.state_dtype],
         seed=config.run.seed,
     )
     schedule = partial(

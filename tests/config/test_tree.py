@@ -477,8 +477,8 @@ RULES = [
     (
         "check_state_dtype",
         {"optim__state_dtype": "bfloat16"},
-        {"optim__state_dtype": "bfloat16", "optim__name": "sgd"},
-        ["optim.state_dtype=bfloat16", "optim.name=sgd"],
+        {"optim__state_dtype": "8bit", "optim__name": "muon"},
+        ["optim.state_dtype=8bit", "optim.name=muon"],
     ),
     (
         "check_muon_settings",

@@ -62,6 +62,7 @@ def test_bytes_and_ways_to_compute_are_those_of_the_settings() -> None:
     assert byte_sizes_of(muon) == ByteSizes(2, 4, 4, 2, matrix_states=1)
     small = settings(optim={"state_dtype": "bfloat16"})
     assert byte_sizes_of(small) == ByteSizes(2, 4, 4, 2, state=2) and byte_sizes_of(small).state_bytes(10, 5) == 60
+    assert byte_sizes_of(settings(optim={"state_dtype": "8bit"})).state_bytes(0, 256) == 2 * (256 + 4)
     assert computing_of(muon, MODEL, on_cpu=True).newton_schulz_steps == 3
     assert byte_sizes_of(settings(precision={"reduce_dtype": "bfloat16"})).reduce == 2
     config = settings(

@@ -125,6 +125,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "replicate": {"mesh": {"dp": 2}, "fsdp": {"sharding": "replicate"}},
     "muon": {"mesh": {"dp": 2}, "optim": {"name": "muon"}},
     "moments in bfloat16": {"mesh": {"dp": 2}, "optim": {"state_dtype": "bfloat16"}},
+    "moments in 8 bits": {"optim": {"state_dtype": "8bit"}},
 }
 
 

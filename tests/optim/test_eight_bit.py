@@ -1,0 +1,266 @@
+"""Moments in 8 bits: codes of the paper's map in blocks that no mesh cuts, and as good as float32 for training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import CheckpointError
+from slimefsdp.optim import eight_bit
+from slimefsdp.optim.eight_bit import block_of, dequantized, dynamic_map, quantize
+from slimefsdp.optim.optimizer import build_optimizer, update_shards
+from slimefsdp.trainer import Trainer
+from tests.support.comparisons import largest_difference
+from tests.support.float64 import KeepFloat64
+from tests.support.plain_step import make_batch, settings
+from tests.support.rank_pool import RankPool
+from tests.support.tiny_models import TinyFolder
+from tests.support.trainers import error_of
+
+SHAPES = {"matrix": (5, 64), "vector": (7,), "thin": (3, 4), "stack": (5, 6, 32), "wide": (9, 512), "prime": (2, 257)}
+OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3, "undecayed": ["vector"]}
+CPU = torch.device("cpu")
+
+
+def test_the_map_has_seven_decades_below_one() -> None:
+    for is_signed in (True, False):
+        values = dynamic_map(is_signed, CPU).double()
+        assert values.shape == (256,) and (values.diff() > 0).all() and values.max() == 1 and 0 in values
+        positive = values[(values > 0) & (values < 1)]
+        in_decades = [int(((positive > 10.0**-d) & (positive < 10.0 ** (1 - d))).sum()) for d in range(7, 0, -1)]
+        assert in_decades == [2**d * (1 if is_signed else 2) for d in range(7)]
+        assert torch.equal(values[values < 0].abs().flip(0), positive) if is_signed else values.min() == 0
+
+
+def nearest(values: torch.Tensor, is_signed: bool, block: int) -> torch.Tensor:
+    """Each value as the nearest one of its block's largest times the map, by looking at all 256."""
+    blocks = values.double().reshape(-1, block)
+    scale = blocks.abs().amax(dim=1, keepdim=True)
+    table = dynamic_map(is_signed, CPU).double()
+    return (table[(blocks.unsqueeze(-1) / scale.unsqueeze(-1) - table).abs().argmin(-1)] * scale).view(values.shape)
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_values_become_the_nearest_of_their_block(is_signed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20, 128, generator=generator) * torch.logspace(-6, 3, 20).unsqueeze(1)
+    values[0] *= torch.logspace(-8, 0, 128)
+    values = values if is_signed else values.square()
+    codes, scales = torch.zeros(20, 128, dtype=torch.uint8), torch.zeros(20, 2)
+    quantize(values, codes, scales, is_signed=is_signed)
+    found = dequantized(codes, scales, is_signed=is_signed)
+    assert torch.allclose(found.double(), nearest(values, is_signed, 64), rtol=1e-6, atol=0)
+    again, scales_again = torch.zeros_like(codes), torch.zeros_like(scales)
+    quantize(found, again, scales_again, is_signed=is_signed)
+    largest = found.abs().view(40, 64).amax(dim=1).view(20, 2)
+    assert torch.equal(largest, scales_again) and codes.unique().numel() > 200
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_code_is_found_as_by_a_search_of_all_borders(is_signed: bool) -> None:
+    table = dynamic_map(is_signed, CPU)
+    borders = (table[:-1] + table[1:]) / 2
+    floats = [borders, torch.nextafter(borders, torch.tensor(2.0)), torch.nextafter(borders, torch.tensor(-2.0)), table]
+    steps = torch.arange(-(2**15), 2**15).mul(2**16).int()  # the first float of each upper half
+    around = torch.cat([(steps + offset).view(torch.float32) for offset in (0, 1, 2**15, 2**16 - 1)])
+    values = torch.cat([*floats, around[around.abs() <= 1], torch.tensor([-0.0, 1.0])])
+    values = values if is_signed else values[values >= 0]
+    values = torch.cat([values, torch.ones(-len(values) % 32)]).view(-1, 32)
+    values[:, 0] = 1.0  # every block's largest, so that scales are 1
+    codes, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(len(values), 1)
+    quantize(values, codes, scales, is_signed=is_signed)
+    assert torch.equal(codes.long(), torch.bucketize(values, borders, right=True)) and len(values) > 1000
+
+
+def test_zeros_stay_zeros_and_codes_of_zero_are_read_as_zeros() -> None:
+    for is_signed in (True, False):
+        codes, scales = torch.full((2, 64), 9, dtype=torch.uint8), torch.ones(2, 1)
+        quantize(torch.zeros(2, 64), codes, scales, is_signed=is_signed)
+        assert not dequantized(codes, scales, is_signed=is_signed).any() and not scales.any()
+        assert not dequantized(torch.zeros_like(codes), scales, is_signed=is_signed).any()
+
+
+def test_a_block_divides_a_row_and_is_as_large_as_may_be() -> None:
+    expected = {(5, 64): 64, (9, 512): 256, (3, 896): 224, (2, 257): None, (7,): None, (3, 4): None, (5, 6, 32): 192}
+    assert {shape: block_of(shape) for shape in expected} == expected
+
+
+def parameters(dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        n: nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for n, s in SHAPES.items()
+    }
+
+
+def gradients(update: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + update)
+    return {name: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for name, s in SHAPES.items()}
+
+
+def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, list[torch.Tensor]]:
+    """Weights, and both moments as values, after four steps."""
+    mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies))
+
+    def shards(whole: torch.Tensor) -> Any:
+        return distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+
+    named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(torch.float64).items()}
+    optimizer = build_optimizer(named.items(), "adamw", how, state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(eight_bit.BUCKET_ELEMENTS, "cpu", bucket)
+        for update in range(4):
+            for name, gradient in gradients(update, torch.float64).items():
+                named[name].grad = shards(gradient)
+            update_shards(optimizer, update=update)
+    found = {}
+    for name, parameter in named.items():
+        state = {
+            key: getattr(value, "full_tensor", lambda own=value: own)()
+            for key, value in optimizer.state[parameter].items()
+        }
+        moments = [state["exp_avg"], state["exp_avg_sq"]]
+        if block_of(SHAPES[name]) is not None:
+            assert all(moment.dtype == torch.uint8 for moment in moments)
+            moments = [
+                dequantized(moment, state[f"{key}_scale"], is_signed=key == "exp_avg")
+                for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+            ]
+        assert state["step"] == 4
+        found[name] = [parameter.full_tensor().detach().clone(), *moments]
+    return found
+
+
+def by_hand() -> dict[str, list[torch.Tensor]]:
+    """The same from the formulas of AdamW, on whole tensors, with moments that are `nearest`."""
+    found = {}
+    for name, parameter in parameters(torch.float64).items():
+        weight, block = parameter.detach().clone(), block_of(SHAPES[name])
+        first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+        for update in range(4):
+            gradient = gradients(update, torch.float64)[name]
+            if name != "vector":
+                weight *= 1 - 0.1 * 0.3
+            first = 0.9 * first + 0.1 * gradient
+            second = 0.95 * second + 0.05 * gradient.square()
+            unbiased = second / (1 - 0.95 ** (update + 1))
+            weight -= 0.1 / (1 - 0.9 ** (update + 1)) * first / (unbiased.sqrt() + 1e-8)
+            if block is not None:
+                first, second = nearest(first, True, block), nearest(second, False, block)
+        found[name] = [weight, first, second]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "copies", "bucket"), [(1, 1, 10**6), (2, 1, 100), (2, 2, 600), (4, 1, 10**6), (8, 2, 50)]
+)
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+def test_steps_on_any_ranks_have_the_bits_of_one_and_are_those_of_the_formulas(
+    ranks: RankPool, world: int, copies: int, bucket: int, how: str
+) -> None:
+    plain, alone = by_hand(), ranks.run(1, steps_on_ranks, 1, 10**6, how)[0]
+    for ours in ranks.run(world, steps_on_ranks, copies, bucket, how):
+        for name in SHAPES:
+            # scales are float32
+            assert all(
+                torch.allclose(a.double(), b, rtol=1e-5, atol=1e-6)
+                for a, b in zip(ours[name], plain[name], strict=True)
+            )
+            assert (ours[name][0] - alone[name][0]).abs().max() <= 1e-12
+            if block_of(SHAPES[name]) is not None:
+                assert torch.equal(ours[name][1], alone[name][1]) and torch.equal(ours[name][2], alone[name][2])
+
+
+def test_a_small_problem_converges_as_in_float32() -> None:
+    """Least squares with noisy gradients."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(256, 64, generator=generator)
+    truth = torch.randn(2, 64, generator=generator)
+    losses = {}
+    for dtype in (None, torch.uint8):
+        weight = nn.Parameter(torch.zeros(2, 64))
+        optimizer = build_optimizer(
+            [("w", weight)], "adamw", state_dtype=dtype, lr=0.02, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+        )
+        draw = torch.Generator().manual_seed(1)
+        for update in range(800):
+            chosen = torch.randint(256, (16,), generator=draw)
+            loss = (inputs[chosen] @ (weight - truth).T).square().mean()
+            weight.grad = torch.autograd.grad(loss, weight)[0] + 0.1 * torch.randn(2, 64, generator=draw)
+            update_shards(optimizer, update=update)
+        losses[dtype] = (inputs @ (weight.detach() - truth).T).square().mean().item()
+    start = (inputs @ truth.T).square().mean().item()
+    assert losses[None] < 1e-3 * start and losses[torch.uint8] < 2 * losses[None]
+
+
+# ---------------------------------------------------------------------- trainers
+
+SMALL: dict[str, Any] = {"name": "adamw", "lr": 0.01, "eps": 1e-3, "state_dtype": "8bit"}
+
+
+def trained(rank: int, config: RunConfig, batch: RolloutBatch, loads: bool, saves: bool) -> dict[str, Any]:
+    with KeepFloat64():
+        trainer = Trainer(config, device=CPU)
+        if loads:
+            trainer.load(1)
+        else:
+            trainer.train_step(batch)
+        if saves:
+            trainer.save(1)
+        trainer.sleep()
+        trainer.train_step(batch)
+    weights = {name: p.full_tensor().detach().clone() for name, p in trainer.policy.named_weights()}
+    in_sync, held = trainer.check_sync().is_in_sync, trainer.memory().optimizer
+    trainer.updater.begin_anew()
+    left = max(float(v.abs().max()) for state in trainer.updater.optimizer.state.values() for v in state.values())
+    return {"weights": weights, "in sync": in_sync, "bytes": held, "left": left}
+
+
+SPREADS: dict[str, dict[str, Any]] = {
+    "dp 2": {"mesh": {"dp": 2}},
+    "summed once": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
+    "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
+    "two copies of two shards": {"mesh": {"dp_replicate": 2, "dp": 2}},
+    "cp 2": {"mesh": {"cp": 2}},
+}
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_training_and_resuming_on_any_mesh_end_as_on_one_rank(
+    tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, spread: str
+) -> None:
+    folder = tiny_folder("qwen3_moe" if spread == "dp 2" else "qwen3")
+    run, batch = {"dir": str(tmp_path)}, make_batch(folder)
+    (alone,) = ranks.run(1, trained, settings(folder, optim=SMALL, run=run), batch, False, True)
+    config = settings(folder, optim=SMALL, run=run, **SPREADS[spread])
+    for loads in (False, True):
+        for ours in ranks.run(config.ranks, trained, config, batch, loads, False):
+            assert largest_difference(ours["weights"], alone["weights"]) <= 1e-12 and ours["in sync"]
+            assert ours["left"] == 0
+    (again,) = ranks.run(1, trained, settings(folder, optim=SMALL, run=run), batch, True, False)
+    assert largest_difference(again["weights"], alone["weights"]) == 0
+    exact = ranks.run(1, trained, settings(folder, optim={**SMALL, "state_dtype": "auto"}), batch, False, False)[0]
+    assert 1e-6 < largest_difference(exact["weights"], alone["weights"]) < 0.1
+    assert exact["bytes"] / alone["bytes"] > 5  # float64 against codes and scales, and vectors as they are
+
+
+def loads_other(rank: int, config: RunConfig, other: RunConfig, batch: RolloutBatch) -> Any:
+    trainer = Trainer(config, device=CPU)
+    trainer.train_step(batch)
+    trainer.save(1)
+    return [error_of(lambda: Trainer(other, device=CPU).load(1))]
+
+
+def test_a_checkpoint_of_another_dtype_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+    run, batch = {"dir": str(tmp_path)}, make_batch(folder)
+    configs = [settings(folder, run=run, optim={**SMALL, "state_dtype": dtype}) for dtype in ("8bit", "bfloat16")]
+    (error,) = ranks.run(1, loads_other, *configs, batch)[0]
+    assert isinstance(error, CheckpointError) and error.field == "optim.state_dtype" and "8bit" in str(error)
