@@ -276,7 +276,9 @@ def advantages(inputs: AdvantageInputs, estimator: Estimator, options: Advantage
     if "group_ids" in estimator.reads:
         _check_group_sizes(_groups(inputs.group_ids), estimator.smallest_group)
     found = np.asarray(estimator.function(inputs, options), dtype=np.float64)
+    is_finite = False  # as far as is known
     if found.shape == inputs.scores.shape:  # B == R means one token per sample, and then both readings agree
+        is_finite = bool(np.isfinite(found).all())
         found = found[inputs.sample_ids]
     if found.shape != inputs.mask.shape:
         raise BatchError(
@@ -285,8 +287,9 @@ def advantages(inputs: AdvantageInputs, estimator: Estimator, options: Advantage
             field="advantages",
             hint="return one per sample or one per response token",
         )
-    found = np.where(inputs.mask, found, 0.0)
-    if (broken := np.flatnonzero(~np.isfinite(found))).size:
+    if not (is_finite and inputs.mask.all()):
+        found = np.where(inputs.mask, found, 0.0)
+    if not is_finite and (broken := np.flatnonzero(~np.isfinite(found))).size:
         raise BatchError(
             f"advantages has {found[broken[0]]} in sample {inputs.sample_ids[broken[0]]} (response token {broken[0]})",
             field="advantages",

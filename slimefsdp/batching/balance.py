@@ -4,8 +4,10 @@ An item is what stays in one pack: a sample, a pair that a loss compares, or sam
 n log n steps:
 
 1. first-fit decreasing finds how many packs suffice, and so, rounded up to a multiple of dp, how many each rank gets;
+   where bounds on it tell as much, it is not made;
 2. the same items are placed again, longest first, each on the rank with least work so far and there into the pack
-   with least work so far, among those with room for it. This evens out ranks and, within a rank, micro-batches;
+   with least work so far, among those with room for it: at first as if all had. This evens out ranks and, within a
+   rank, micro-batches;
 3. where that does not fit (long items, a tight cap), the packs of pass 1 are kept and dealt to ranks in tiers of
    similar cost, the costliest of a tier to the rank with least so far.
 
@@ -25,28 +27,53 @@ import numpy as np
 Packs = list[list[int]]  # positions in the order of descending length, pack by pack
 
 
-def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) -> list[list[np.ndarray]]:
-    """[dp_rank][pack] -> items, equally many packs for every rank, its costliest first.
+def balanced_packs(tokens: np.ndarray, costs: np.ndarray, *, dp: int, cap: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items pack by pack and rank by rank, equally many packs for every rank, its costliest first.
 
     11/9 of the fewest possible packs at most, plus one and the rounding to dp (first-fit decreasing, Dosa 2007).
 
     Args:
         tokens: int64 [items], each in [1, cap]; at least one.
         costs: float64 [items].
+
+    Returns:
+        The items, int64 [items], and how many of them each pack has, int64 [dp, packs of a rank].
     """
     longest_first = np.argsort(-tokens, kind="stable")  # ties in the order given
     tokens, costs = tokens[longest_first], costs[longest_first]
-    tight = _fewest_packs(tokens.tolist(), cap)
-    micro_batches = -(-len(tight) // dp)
-    packs = _balanced_packs(tokens.tolist(), costs, dp, micro_batches, cap)
-    if packs is None:
-        packs = _deal(_split_costliest(tight, costs, dp * micro_batches), costs, dp)
-    members, pack_of = _flat(packs)
-    sizes, pack_tokens = np.bincount(pack_of, minlength=len(packs)), np.bincount(pack_of, tokens[members])
-    assert sizes.sum() == len(tokens) and pack_tokens.max() <= cap
-    arrays = np.split(longest_first[members], np.cumsum(sizes)[:-1])
-    by_cost = np.argsort(-_costs_of(packs, costs).reshape(dp, micro_batches), axis=1, kind="stable")
-    return [[arrays[rank * micro_batches + index] for index in order] for rank, order in enumerate(by_cost.tolist())]
+    tight: Packs | None = None
+    micro_batches, most = (-(-packs // dp) for packs in _bounds_of_packs(tokens, cap))
+    if micro_batches < most:
+        tight = _fewest_packs(tokens.tolist(), cap)
+        micro_batches = -(-len(tight) // dp)
+    num_packs = dp * micro_batches
+    # Work counts in 2^-20 of the costliest item, at least 1 so that an empty pack always comes first.
+    work = np.maximum(np.rint(costs * (2**20 / costs.max())), 1).astype(np.int64)
+    pack_of = _freely_balanced_packs(work, dp, micro_batches)
+    if np.bincount(pack_of, tokens).max() > cap:
+        held = _balanced_packs(tokens.tolist(), work, dp, micro_batches, cap)
+        if held is None:
+            tight = _fewest_packs(tokens.tolist(), cap) if tight is None else tight
+            held = _dealt(_split_costliest(tight, costs, num_packs), costs, dp)
+        pack_of = held
+    pack_tokens = np.bincount(pack_of, tokens, num_packs)
+    assert len(pack_of) == len(tokens) and pack_tokens.max() <= cap
+    pack_costs = np.bincount(pack_of, costs, num_packs).reshape(dp, micro_batches)
+    place = np.empty_like(pack_costs, dtype=np.int64)  # of every pack among its rank's, the costliest first
+    np.put_along_axis(place, np.argsort(-pack_costs, axis=1, kind="stable"), np.arange(micro_batches)[None], axis=1)
+    pack_of = (np.arange(dp)[:, None] * micro_batches + place).ravel()[pack_of]
+    sizes = np.bincount(pack_of, minlength=num_packs)
+    return longest_first[np.argsort(pack_of, kind="stable")], sizes.reshape(dp, micro_batches)
+
+
+def _bounds_of_packs(tokens: np.ndarray, cap: int) -> tuple[int, int]:
+    """The least and the most packs that first-fit decreasing can make.
+
+    It opens a pack for an item only where no other has room for it: all of those hold more than the cap less the
+    longest item.
+    """
+    total, longest = int(tokens.sum()), int(tokens[0])
+    return -(-total // cap), (total - 1) // (cap - longest + 1) + 1
 
 
 def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
@@ -73,45 +100,67 @@ def _fewest_packs(tokens: Sequence[int], cap: int) -> Packs:
     return packs
 
 
-def _balanced_packs(tokens: Sequence[int], costs: np.ndarray, dp: int, micro_batches: int, cap: int) -> Packs | None:
-    """dp x micro_batches packs, rank by rank: longest item first, to the rank and there to the pack with least work.
+def _freely_balanced_packs(work: np.ndarray, dp: int, micro_batches: int) -> np.ndarray:
+    """As `_balanced_packs` without a cap; where no pack of the result exceeds one, it is that of `_balanced_packs`."""
+    rank_of = _least_loaded(work, dp)
+    if micro_batches == 1:
+        return rank_of
+    by_rank = np.argsort(rank_of, kind="stable")
+    pack_of = np.empty_like(rank_of)
+    for rank, items in enumerate(np.split(by_rank, np.cumsum(np.bincount(rank_of, minlength=dp))[:-1])):
+        pack_of[items] = rank * micro_batches + _least_loaded(work[items], micro_batches)
+    return pack_of
 
-    Returns None if an item finds no room. Groups only get shorter, so a pack without room for the present one is
+
+def _least_loaded(work: np.ndarray, places: int) -> np.ndarray:
+    """Of each item the place with least work when it comes, the first of equal ones, int64 [items]."""
+    keys = list(range(places))
+    taken = [heapreplace(keys, keys[0] + added) for added in (work * places).tolist()]
+    return np.array(taken, dtype=np.int64) % places
+
+
+def _balanced_packs(
+    tokens: Sequence[int], work: np.ndarray, dp: int, micro_batches: int, cap: int
+) -> np.ndarray | None:
+    """The pack of every item, int64, numbered rank by rank: longest item first, to the rank and pack with least work.
+
+    Returns None if an item finds no room. Items only get shorter, so a pack without room for the present one is
     parked and reopened once it has room, and so is a rank without an open pack: a few heap operations per item,
     however tight the cap.
     """
     num_packs = dp * micro_batches
-    packs: Packs = [[] for _ in range(num_packs)]
+    pack_of: list[int] = []
     room = [cap] * num_packs
     # A key is work x num_packs + index. One int compares several times faster than a tuple, and adding to it adds work.
-    # Work counts in 2^-20 of the costliest item, at least 1 so that an empty pack always comes first.
-    added = np.maximum(np.rint(costs * (2**20 / costs.max())), 1).astype(np.int64) * num_packs
+    added = (work * num_packs).tolist()
     open_packs = [list(range(rank * micro_batches, (rank + 1) * micro_batches)) for rank in range(dp)]
     parked_packs: list[list[tuple[int, int]]] = [[] for _ in range(dp)]  # (-room, key)
     open_ranks = list(range(dp))
     parked_ranks: list[tuple[int, int]] = []  # (-room of its roomiest pack, key)
-    for position, (length, work) in enumerate(zip(tokens, added.tolist(), strict=True)):
-        _reopen(parked_ranks, open_ranks, length)
-        if not open_ranks:
-            return None
+    for length, more in zip(tokens, added, strict=True):
+        if parked_ranks:
+            _reopen(parked_ranks, open_ranks, length)
+            if not open_ranks:
+                return None
         rank_key = open_ranks[0]
         of_rank, parked = open_packs[rank_key % num_packs], parked_packs[rank_key % num_packs]
-        _reopen(parked, of_rank, length)
+        if parked:
+            _reopen(parked, of_rank, length)
         pack_key = of_rank[0]
         pack = pack_key % num_packs
-        packs[pack].append(position)
+        pack_of.append(pack)
         room[pack] -= length
         if room[pack] >= length:
-            heapreplace(of_rank, pack_key + work)
+            heapreplace(of_rank, pack_key + more)
         else:
             heappop(of_rank)
-            heappush(parked, (-room[pack], pack_key + work))
+            heappush(parked, (-room[pack], pack_key + more))
         if of_rank:
-            heapreplace(open_ranks, rank_key + work)
+            heapreplace(open_ranks, rank_key + more)
         else:
             heappop(open_ranks)
-            heappush(parked_ranks, (parked[0][0], rank_key + work))
-    return packs
+            heappush(parked_ranks, (parked[0][0], rank_key + more))
+    return np.array(pack_of)
 
 
 def _reopen(parked: list[tuple[int, int]], is_open: list[int], length: int) -> None:
@@ -136,17 +185,20 @@ def _split_costliest(packs: Packs, costs: np.ndarray, num_packs: int) -> Packs:
     return packs + [[] for _ in range(num_packs - len(packs))]
 
 
-def _deal(packs: Packs, costs: np.ndarray, dp: int) -> Packs:
-    """The packs, rank by rank: of every dp packs of similar cost, the costliest to the rank with least work so far."""
+def _dealt(packs: Packs, costs: np.ndarray, dp: int) -> np.ndarray:
+    """The pack of every item, rank by rank: of every dp packs of similar cost, the costliest to the rank with least."""
     pack_costs = _costs_of(packs, costs)
     tiers = np.argsort(-pack_costs, kind="stable").reshape(-1, dp)  # [micro_batches, dp]
-    dealt = np.empty_like(tiers)
+    number = np.empty(len(packs), dtype=np.int64)  # of every pack, rank by rank
     work = np.zeros(dp)
     for micro_batch, tier in enumerate(tiers):
         ranks = np.argsort(work, kind="stable")
-        dealt[micro_batch, ranks] = tier
+        number[tier] = ranks * len(tiers) + micro_batch
         work[ranks] += pack_costs[tier]
-    return [packs[pack] for pack in dealt.T.ravel().tolist()]
+    positions, pack_of = _flat(packs)
+    found = np.empty_like(positions)
+    found[positions] = number[pack_of]
+    return found
 
 
 def _flat(packs: Packs) -> tuple[np.ndarray, np.ndarray]:

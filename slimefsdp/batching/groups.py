@@ -42,14 +42,40 @@ class SampleCosts:
 
     def tokens(self, samples: np.ndarray) -> int:
         """Of these samples in one pack."""
-        return int(self.lengths[samples].sum()) if self.shared is None else self.shared.tokens(self.lengths, samples)
+        return int(self.tokens_each(samples, np.array([len(samples)]))[0])
+
+    def tokens_each(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Tokens of every pack of some, int64 [packs]; arguments as of `works`."""
+        own = self.lengths[samples]
+        if self.shared is not None:
+            samples, shared = self.shared.among_each(samples, sizes)
+            own = self.lengths[samples] - shared
+        before = np.concatenate([[0], np.cumsum(own)])
+        ends = np.cumsum(sizes)
+        return before[ends] - before[ends - sizes]
 
     def work(self, samples: np.ndarray) -> float:
         """Cost of these samples in one pack."""
-        total = float(self.each[samples].sum())
-        if self.shared is not None and len(samples) > 1:
-            total -= float(self.saved(*self.shared.among(samples)).sum())
-        return total
+        return float(self.works(samples, np.array([len(samples)]))[0])
+
+    def works(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Cost of every pack of some, float64 [packs], whose samples lie end to end, `sizes` of each."""
+        ends = np.cumsum(sizes).tolist()
+        bounds = list(zip([0, *ends], ends, strict=False))
+        each = self.each[samples]
+        found = np.array([np.add.reduce(each[start:end]) for start, end in bounds], dtype=np.float64)
+        if self.shared is not None:
+            saved = self.saved(*self.shared.among_each(samples, sizes))
+            found -= [np.add.reduce(saved[start:end]) for start, end in bounds]
+        return found
+
+    def roughly(self, samples: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """As `works`, with other rounding, and sooner."""
+        pack_of = np.repeat(np.arange(len(sizes)), sizes)
+        found = np.bincount(pack_of, self.each[samples], len(sizes))
+        if self.shared is not None:
+            found -= np.bincount(pack_of, self.saved(*self.shared.among_each(samples, sizes)), len(sizes))
+        return found
 
     def saved(self, samples: np.ndarray, shared: np.ndarray) -> np.ndarray:
         """What each sample costs less because its first `shared` tokens are in the pack already; float64 [samples].
@@ -69,53 +95,62 @@ def groups(costs: SampleCosts, samples: np.ndarray, together: np.ndarray) -> Gro
     """Samples of equal number in `together` [B], in the order of these numbers."""
     _, group_of = np.unique(together[samples], return_inverse=True)
     sizes = np.bincount(group_of)
-    members = np.split(samples[np.argsort(group_of, kind="stable")], np.cumsum(sizes)[:-1])
-    return Groups(
-        np.concatenate(members),
-        sizes,
-        np.array([costs.tokens(group) for group in members]),
-        np.array([costs.work(group) for group in members]),
-    )
+    samples = samples[np.argsort(group_of, kind="stable")]
+    return Groups(samples, sizes, costs.tokens_each(samples, sizes), costs.works(samples, sizes))
 
 
-def prefix_groups(costs: SampleCosts, samples: np.ndarray, limit: int) -> Groups:
-    """Samples with a common beginning, as many as make at most `limit` tokens and pairs, or one sample.
+class PrefixGroups:
+    """The ways in which some samples can be parted into groups with a common beginning.
 
-    What shares more stays together longer: a range of samples that is too large is parted where neighbours have least
-    in common, and what that leaves is joined again up to about equally large prefix groups.
+    Args:
+        costs: which know what is shared.
+        samples: int64 [n].
     """
-    assert costs.shared is not None
-    samples, shared = costs.shared.among(samples)
-    own = costs.lengths[samples] - shared  # tokens that each adds to those before it
-    new = np.concatenate([[0], np.cumsum(own)])
-    pairs = np.zeros_like(new) if costs.pairs is None else np.concatenate([[0], np.cumsum(costs.pairs[samples])])
-    spent = np.concatenate([[0.0], np.cumsum(costs.each[samples] - costs.saved(samples, shared))])
-    starts: list[int] = []
 
-    def tokens_in(low: int, high: int) -> int:
-        return int(new[high] - new[low] + shared[low])
+    def __init__(self, costs: SampleCosts, samples: np.ndarray) -> None:
+        assert costs.shared is not None
+        self._costs = costs
+        self._samples, self._shared = costs.shared.among(samples)
+        own = costs.lengths[self._samples] - self._shared  # tokens that each adds to those before it
+        self._new = np.concatenate([[0], np.cumsum(own)])
+        pairs = None if costs.pairs is None else costs.pairs[self._samples]
+        self._pairs = np.zeros_like(self._new) if pairs is None else np.concatenate([[0], np.cumsum(pairs)])
+        spent = costs.each[self._samples] - costs.saved(self._samples, self._shared)
+        self._spent = np.concatenate([[0.0], np.cumsum(spent)])
+        self._unrelated = np.append(np.flatnonzero(self._shared == 0), len(samples))  # who shares with none before
 
-    def size(low: int, high: int) -> int:
-        return max(tokens_in(low, high), int(pairs[high] - pairs[low]))
+    def within(self, limit: int) -> Groups:
+        """As many samples together as make at most `limit` tokens and pairs, or one sample.
 
-    ranges = [(0, len(samples))]
-    while ranges:
-        low, high = ranges.pop()
-        least = int(shared[low + 1 : high].min(initial=np.iinfo(np.int64).max))  # that neighbours have in common
-        if high - low == 1 or (least > 0 and size(low, high) <= limit):
+        What shares more stays together longer: a range of samples that is too large is parted where neighbours have
+        least in common, and what that leaves is joined again up to about equally large prefix groups.
+        """
+        low, high = self._unrelated[:-1], self._unrelated[1:]
+        is_whole = (high - low == 1) | (self._sizes(low, high) <= limit)
+        starts: list[int] = low[is_whole].tolist()
+        ranges = list(zip(low[~is_whole].tolist(), high[~is_whole].tolist(), strict=True))
+        while ranges:
+            ranges += self._parted(*ranges.pop(), limit, starts)
+        bounds = np.array([*sorted(starts), len(self._samples)])
+        first = bounds[:-1]
+        costs = np.diff(self._spent[bounds]) + self._costs.saved(self._samples[first], self._shared[first])
+        return Groups(self._samples, np.diff(bounds), self._sizes(first, bounds[1:]), costs)
+
+    def _sizes(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Tokens of ranges of samples, or their pairs where they are more."""
+        return np.maximum(self._new[high] - self._new[low] + self._shared[low], self._pairs[high] - self._pairs[low])
+
+    def _parted(self, low: int, high: int, limit: int, starts: list[int]) -> list[tuple[int, int]]:
+        """What to look at in place of a range of samples that share; where that is nothing, `starts` has its start."""
+        if high - low == 1 or self._sizes(low, high) <= limit:  # type: ignore[arg-type]
             starts.append(low)
-            continue
-        cuts = [low, *(low + 1 + np.flatnonzero(shared[low + 1 : high] == least)).tolist(), high]
+            return []
+        common = self._shared[low + 1 : high]
+        least = int(common.min())  # that neighbours have in common
+        cuts = [low, *(low + 1 + np.flatnonzero(common == least)).tolist(), high]
         parts = list(pairwise(cuts))
-        ranges += parts if least == 0 else _joined(parts, [tokens_in(*part) for part in parts], pairs, least, limit)
-    bounds = [*sorted(starts), len(samples)]
-    first = np.array(bounds[:-1])
-    return Groups(
-        samples,
-        np.diff(bounds),
-        np.array([size(low, high) for low, high in pairwise(bounds)]),
-        np.diff(spent[bounds]) + costs.saved(samples[first], shared[first]),
-    )
+        tokens = [int(self._new[end] - self._new[start] + self._shared[start]) for start, end in parts]
+        return _joined(parts, tokens, self._pairs, least, limit)
 
 
 def _joined(

@@ -16,7 +16,7 @@ import numpy as np
 
 from slimefsdp.batching.balance import balanced_packs
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, CostModel
-from slimefsdp.batching.groups import Groups, SampleCosts, groups, prefix_groups, singles
+from slimefsdp.batching.groups import Groups, PrefixGroups, SampleCosts, groups, singles
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.errors import BatchError
 
@@ -73,16 +73,22 @@ class Plan:
             cp: ranks that share each pack, as when it was planned.
         """
         costs = SampleCosts(lengths, cost_model, cp, self.max_pack_tokens, self.shared)
-        loads = [[sum(map(costs.work, packs)) for packs in update] for update in self.updates]
-        if not loads:
+        if not self.updates:
             return 1.0
-        by_rank = np.array(loads)  # [updates, dp]
-        return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
+        by_rank = np.array([_loads(*self.packs_of(update), costs) for update in range(len(self.updates))])
+        return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())  # [updates, dp]
 
     def computed_tokens(self, lengths: np.ndarray) -> int:
         """Tokens of all packs, what samples share counted once; of a batch of these lengths, int64 [B]."""
         whole = SampleCosts(lengths, DEFAULT_COST_MODEL, 1, self.max_pack_tokens, self.shared)
-        return sum(whole.tokens(pack) for update in self.updates for packs in update for pack in packs)
+        packs = (self.packs_of(update) for update in range(len(self.updates)))
+        return sum(int(whole.tokens_each(samples, sizes.ravel()).sum()) for samples, sizes in packs)
+
+    def packs_of(self, update: int) -> tuple[np.ndarray, np.ndarray]:
+        """The samples of one update rank by rank and pack by pack, int64, and how many each pack has, [dp, packs]."""
+        packs = [pack for of_rank in self.updates[update] for pack in of_rank]
+        sizes = np.array([len(pack) for pack in packs], dtype=np.int64)
+        return np.concatenate([*packs, np.zeros(0, dtype=np.int64)]), sizes.reshape(len(self.updates[update]), -1)
 
 
 def plan_batch(
@@ -145,13 +151,17 @@ def plan_batch(
         costs = SampleCosts(lengths, cost_model, cp, max_pack_tokens, shared, pairs)
         _refuse_over_the_cap(costs, planned_samples, together)  # all updates, before any is planned
         updates = tuple(plan_update(costs, samples, dp=dp, together=together) for samples in cut.contents)
-        time = sum(_time_of(update, costs) for update in updates)
         num_dropped = len(lengths) - len(planned_samples)
-        return Plan(updates, num_dropped, cut.num_skipped, cut.num_first_epoch, max_pack_tokens, shared, counted), time
+        plan = Plan(updates, num_dropped, cut.num_skipped, cut.num_first_epoch, max_pack_tokens, shared, counted)
+        return plan, sum(_time_of(*plan.packs_of(update), costs) for update in range(len(updates)))
 
     if shared is None or not cut.contents:
         return planned(None)[0]
     with_sharing, time = planned(shared)
+    whole = SampleCosts(lengths, cost_model, cp, max_pack_tokens)
+    least = sum(float(whole.each[samples].sum()) for samples in cut.contents) / dp  # of work that is spread evenly
+    if time <= (1 - min_gain) * least * (1 - 1e-9):  # no plan without sharing comes near
+        return with_sharing
     try:
         without, time_without = planned(None)
     except BatchError:  # a group that fits only because its samples share
@@ -177,22 +187,23 @@ def plan_update(costs: SampleCosts, samples: np.ndarray, *, dp: int, together: n
     _refuse_over_the_cap(costs, samples, together)
     samples = np.sort(samples)
     if together is not None:
-        return _placed(groups(costs, samples, together), costs, dp)
+        return _placed(groups(costs, samples, together), costs, dp).update()
     if costs.shared is None:
-        return _placed(singles(costs, samples), costs, dp)
+        return _placed(singles(costs, samples), costs, dp).update()
     # larger prefix groups share more and are harder to even out: whatever takes the least time by the estimate
+    prefix_groups = PrefixGroups(costs, samples)
     best, least_time = None, float("inf")
     longest, limit = int(costs.lengths[samples].max()), costs.max_pack_tokens
     while best is None or limit >= longest:
-        items = prefix_groups(costs, samples, limit)
-        update = _placed(items, costs, dp)
-        time = _time_of(update, costs)
+        items = prefix_groups.within(limit)
+        placed = _placed(items, costs, dp)
+        time = _time_of(*placed, costs)
         if time < least_time:
-            best, least_time = update, time
+            best, least_time = placed, time
         # what prefix groups have beyond the longest sample is halved: below that hardly anything is left to share
         largest = int(items.tokens.max())
         limit = (largest + longest) // 2 if largest > longest + 1 else longest - 1
-    return best
+    return best.update()
 
 
 class _Cut(NamedTuple):
@@ -247,22 +258,47 @@ def _cut_updates(
     return _Cut(contents, counted, num_skipped, num_first_epoch)
 
 
-def _placed(items: Groups, costs: SampleCosts, dp: int) -> Update:
-    packs = balanced_packs(items.tokens, items.costs, dp=dp, cap=costs.max_pack_tokens)
-    ends = np.cumsum(items.sizes)
+class _Placed(NamedTuple):
+    """An update's samples, pack by pack and rank by rank."""
 
-    def samples_of(pack: np.ndarray) -> np.ndarray:
-        if len(ends) == len(items.samples):  # an item is a sample
-            return np.sort(items.samples[pack])
-        parts = [items.samples[ends[item] - items.sizes[item] : ends[item]] for item in pack.tolist()]
-        return np.sort(np.concatenate(parts)) if parts else pack
+    samples: np.ndarray  # int64 [samples], ascending in every pack
+    sizes: np.ndarray  # int64 [dp, micro_batches], samples of each pack
 
-    return tuple(tuple(map(samples_of, of_rank)) for of_rank in packs)
+    def update(self) -> Update:
+        ends = np.cumsum(self.sizes)
+        starts = (ends - self.sizes.ravel()).reshape(self.sizes.shape).tolist()
+        ends = ends.reshape(self.sizes.shape).tolist()
+        return tuple(
+            tuple(self.samples[start:end] for start, end in zip(*of_rank, strict=True))
+            for of_rank in zip(starts, ends, strict=True)
+        )
 
 
-def _time_of(update: Update, costs: SampleCosts) -> float:
-    """Of the rank with most work; the others wait for it."""
-    return max(sum(map(costs.work, packs)) for packs in update)
+def _placed(items: Groups, costs: SampleCosts, dp: int) -> _Placed:
+    placed, items_of_pack = balanced_packs(items.tokens, items.costs, dp=dp, cap=costs.max_pack_tokens)
+    pack_of_item = np.repeat(np.arange(items_of_pack.size), items_of_pack.ravel())
+    pack_of_given = np.empty_like(pack_of_item)  # by item as given
+    pack_of_given[placed] = pack_of_item
+    num_samples = len(costs.lengths)
+    by_pack = np.sort(np.repeat(pack_of_given, items.sizes) * num_samples + items.samples)
+    pack_of, samples = np.divmod(by_pack, num_samples)
+    return _Placed(samples, np.bincount(pack_of, minlength=items_of_pack.size).reshape(items_of_pack.shape))
+
+
+def _time_of(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> float:
+    """Of the rank with most work; the others wait for it. Arguments as `_Placed`."""
+    ends = np.cumsum(sizes.sum(axis=1))
+    ranks = costs.roughly(samples, sizes.ravel()).reshape(sizes.shape).sum(axis=1)
+    busiest = np.flatnonzero(ranks >= ranks.max() * (1 - 1e-6))  # rounding moves a sum by far less
+    of_busiest = np.concatenate([samples[ends[rank] - sizes[rank].sum() : ends[rank]] for rank in busiest.tolist()])
+    return float(_loads(of_busiest, sizes[busiest], costs).max())
+
+
+def _loads(samples: np.ndarray, sizes: np.ndarray, costs: SampleCosts) -> np.ndarray:
+    """The work of every rank, float64 [dp]; arguments as `_Placed`."""
+    works = costs.works(samples, sizes.ravel()).reshape(sizes.shape)
+    # one after another, as a sum of Python's: a sum of numpy's would depend on its blocks
+    return np.cumsum(works, axis=1)[:, -1] if sizes.shape[1] else np.zeros(len(sizes))
 
 
 def _shuffled(num_units: int, seed: int, epoch: int) -> np.ndarray:

@@ -43,6 +43,19 @@ class SharedPrefixes:
             shared[1:] = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1)
         return samples, shared
 
+    def among_each(self, samples: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As `among` of several choices of samples that lie end to end, `sizes` of each; what comes first shares 0."""
+        num_samples = len(self.place)
+        at = np.empty(num_samples, dtype=np.int64)
+        at[self.place] = np.arange(num_samples)
+        choice, places = np.divmod(
+            np.sort(np.repeat(np.arange(len(sizes)), sizes) * num_samples + self.place[samples]), num_samples
+        )
+        shared = np.zeros(len(places), dtype=np.int64)
+        follows = np.flatnonzero(choice[1:] == choice[:-1]) + 1
+        shared[follows] = _least_of_ranges(self.shared, places[follows - 1] + 1, places[follows] + 1)
+        return at[places], shared
+
     def tokens(self, lengths: np.ndarray, samples: np.ndarray) -> int:
         """Tokens to compute for these samples, together.
 
@@ -85,20 +98,13 @@ def find_prefixes(tokens: np.ndarray, lengths: np.ndarray, least: int = MIN_SHAR
     related = _begin_alike(tokens, starts, lengths, least)
     if len(related) == 0:
         return None
-    # bytes compare like the numbers they hold where the most significant one comes first
-    comparable = {int(i): tokens[starts[i] : starts[i] + lengths[i]].astype(">u4").tobytes() for i in related}
-    related = np.array(sorted(comparable, key=comparable.__getitem__))
-    common = np.zeros(len(related), dtype=np.int64)
-    for at in range(1, len(related)):
-        one, other = related[at - 1], related[at]
-        both = min(lengths[one], lengths[other])
-        differ = tokens[starts[one] : starts[one] + both] != tokens[starts[other] : starts[other] + both]
-        common[at] = differ.argmax() if differ.any() else both
+    related, common = _sorted_by_tokens(tokens, starts, lengths, related)
     shared = np.zeros(len(lengths), dtype=np.int64)
     shared[: len(related)] = _thinned(common, least)
-    others = np.setdiff1d(np.arange(len(lengths)), related)
+    is_other = np.ones(len(lengths), dtype=bool)
+    is_other[related] = False
     place = np.empty(len(lengths), dtype=np.int64)
-    place[np.concatenate([related, others])] = np.arange(len(lengths))
+    place[np.concatenate([related, np.flatnonzero(is_other)])] = np.arange(len(lengths))
     return SharedPrefixes(place, shared) if shared.any() else None
 
 
@@ -161,6 +167,75 @@ def _begin_alike(tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, le
     return long_enough[counts[kind] > 1]
 
 
+def _sorted_by_tokens(
+    tokens: np.ndarray, starts: np.ndarray, lengths: np.ndarray, samples: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Samples in the order of their tokens, equal ones as they were, and what each has in common with the one before.
+
+    Samples that are alike so far are a block. All blocks are looked at together, a few tokens further in every round:
+    where its samples part, a block is sorted by that token and falls into smaller ones; a sample alone is in its place.
+    """
+    ordered, common = samples.copy(), np.zeros(len(samples), dtype=np.int64)
+    at = np.arange(len(samples))  # places whose sample is not known yet, block by block
+    sizes, depth = np.array([len(samples)]), np.zeros(1, dtype=np.int64)  # of every block, and tokens that it shares
+    while len(at):
+        block = np.repeat(np.arange(len(sizes)), sizes)
+        one = ordered[at]
+        ahead = _window(tokens, starts[one] + depth[block], lengths[one] - depth[block])
+        follows = np.concatenate([[False], block[1:] == block[:-1]])
+        column = np.full(len(at), _WINDOW - 1)  # where a sample parts from the one before, or the window ends
+        differs = ahead[1:] != ahead[:-1]
+        parts = np.flatnonzero(follows[1:] & differs.any(axis=1))
+        column[parts + 1] = differs[parts].argmax(axis=1)
+        column = np.minimum.reduceat(column, np.cumsum(sizes) - sizes)
+        token = ahead[np.arange(len(at)), column[block]]
+        order = np.lexsort((token, block))
+        ordered[at], token = one[order], token[order]  # sorting moves samples within their block alone
+        depth = depth + column
+        begins = ~follows | np.concatenate([[True], token[1:] != token[:-1]])
+        parts = np.flatnonzero(begins & follows)
+        common[at[parts]] = depth[block[parts]]
+        ends = ~begins & (token < 0)  # equal to the last token
+        common[at[ends]] = lengths[ordered[at[ends]]]
+        new_block = np.cumsum(begins) - 1
+        goes_on = (np.bincount(new_block) > 1) & (token[begins] >= 0)
+        depth = depth[block[begins]][goes_on] + 1
+        at = at[goes_on[new_block]]
+        sizes = np.bincount(new_block)[goes_on]
+    return ordered, common
+
+
+_WINDOW = 32  # tokens that a round looks ahead
+
+
+def _window(tokens: np.ndarray, starts: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """The next tokens of samples, and -1 behind their ends; int64 [samples, window].
+
+    Args:
+        left: of each sample, its tokens from its start on.
+    """
+    columns = np.arange(_WINDOW)
+    ahead = np.take(tokens, starts[:, None] + columns, mode="clip")
+    short = np.flatnonzero(left < _WINDOW)
+    ahead[short] = np.where(columns < left[short, None], ahead[short], -1)
+    return ahead
+
+
+def _least_of_ranges(values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """The least of values[low:high] for each of many ranges, none of them empty.
+
+    From the least of every run of 1, 2, 4... values: two runs that overlap make a range. n log n whatever the ranges.
+    """
+    found = np.empty(len(low), dtype=values.dtype)
+    level = np.frexp(high - low)[1] - 1  # of the longest run that fits: 2**level <= high - low
+    runs = values
+    for exponent in range(int(level.max(initial=-1)) + 1):
+        here = np.flatnonzero(level == exponent)
+        found[here] = np.minimum(runs[low[here]], runs[high[here] - 2**exponent])
+        runs = np.minimum(runs[: -(2**exponent)], runs[2**exponent :])
+    return found
+
+
 def _thinned(common: np.ndarray, least: int) -> np.ndarray:
     """What neighbours share, cut down so that no node that is shared has fewer than `least` tokens.
 
@@ -168,22 +243,23 @@ def _thinned(common: np.ndarray, least: int) -> np.ndarray:
         common: int64 [n], tokens that each of the sorted samples has in common with the one before; 0 at the first.
     """
     # The least number of a range parts its samples first: those parts lie below it, and so on (a Cartesian tree).
-    above: list[int] = [-1] * len(common)
+    numbers = common.tolist()
+    above: list[int] = [-1] * len(numbers)
     open_: list[int] = []
-    for at in range(1, len(common)):
+    for at in range(1, len(numbers)):
         below = -1
-        while open_ and common[open_[-1]] > common[at]:
+        while open_ and numbers[open_[-1]] > numbers[at]:
             below = open_.pop()
         if below >= 0:
             above[below] = at
         if open_:
             above[at] = open_[-1]
         open_.append(at)
-    thinned = np.zeros_like(common)
+    thinned = [0] * len(numbers)
     # a number below another is no smaller, and among equal ones the earlier is above
-    for at in np.lexsort((np.arange(len(common)), common)).tolist():
+    for at in np.argsort(common, kind="stable").tolist():
         if at == 0:
             continue
         depth = thinned[above[at]] if above[at] >= 0 else 0
-        thinned[at] = common[at] if common[at] - depth >= least else depth
-    return thinned
+        thinned[at] = numbers[at] if numbers[at] - depth >= least else depth
+    return np.array(thinned, dtype=common.dtype)

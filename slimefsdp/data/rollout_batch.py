@@ -215,6 +215,10 @@ class RolloutBatch:
         """[R], the sample that each response token belongs to."""
         return np.repeat(np.arange(self.num_samples, dtype=np.int64), self.response_lengths)
 
+    def any_token(self, values: Bool) -> Bool:
+        """Whether any response token of a sample has a True, [B]; of values [R]."""
+        return np.logical_or.reduceat(values, self.response_offsets[:-1])  # every response has a token
+
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise BatchError naming sample, position and value of the first token id that is not below `vocab_size`."""
         for name in ("tokens", "target_tokens"):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from slimefsdp.errors import SlimeError, portable
 
@@ -19,8 +23,22 @@ def gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def all_equal(value: str, group: dist.ProcessGroup) -> bool:
-    """Collective: whether every rank brings the same value."""
-    return len(set(gathered(value, group))) == 1
+    """Collective: whether every rank brings the same value, as its sha256 tells; no rank is sent the others' values."""
+    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), dtype=np.int64)
+    largest, of_inverted = np.split(_largest([*digest, *~digest], group), 2)
+    return bool((largest == ~of_inverted).all())  # the largest is the smallest, too
+
+
+def any_true(value: bool, group: dist.ProcessGroup) -> bool:
+    """Collective: whether any rank brings True."""
+    return bool(_largest([int(value)], group)[0])
+
+
+def _largest(values: Sequence[int], group: dist.ProcessGroup) -> np.ndarray:
+    """Collective: the largest of what ranks bring, number by number, int64."""
+    found = torch.tensor(np.array(values, dtype=np.int64), device=_get_object_coll_device(group))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return found.cpu().numpy()
 
 
 def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None:
@@ -29,7 +47,8 @@ def run_together(action: Callable[[], object], group: dist.ProcessGroup) -> None
     A typed error names the rank it comes from, here and in `run_on_first`.
     """
     error = error_of(action)
-    raise_first(gathered(sendable(error), group), error, group)
+    if any_true(error is not None, group):
+        raise_first(gathered(sendable(error), group), error, group)
 
 
 def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream: Iterable[object] = ()) -> None:
@@ -41,7 +60,8 @@ def run_on_first(action: Callable[[], object], group: dist.ProcessGroup, stream:
     """
     error = error_of(action) if dist.get_rank(group) == 0 else None
     deque(stream, maxlen=0)  # holds none of them while the next one is made
-    raise_first(gathered(sendable(error), group), error, group)
+    if any_true(error is not None, group):
+        raise_first(gathered(sendable(error), group), error, group)
 
 
 def sendable(error: Exception | None) -> Exception | None:

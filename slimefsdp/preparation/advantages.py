@@ -105,8 +105,8 @@ def has_variance(config: RunConfig, batch: RolloutBatch, advantages: np.ndarray 
         return np.ones(batch.num_samples, dtype=bool)
     _, group_of = np.unique(batch.group_ids, return_inverse=True)
     found = response_advantages(config, batch) if advantages is None else advantages
-    moved = batch.sample_ids[batch.mask & (found != 0)]
-    return np.bincount(group_of[moved], minlength=group_of.max() + 1)[group_of] > 0
+    moves = batch.any_token(batch.mask & (found != 0))
+    return np.bincount(group_of, moves)[group_of] > 0
 
 
 def value_targets(
@@ -150,38 +150,47 @@ def _advantage_inputs(
     earned = _earned(batch)
     if kl_penalty is not None:
         earned -= np.where(batch.mask, kl_penalty, 0.0)
-    scores = np.bincount(batch.sample_ids, earned, batch.num_samples).astype(np.float64)
+    sample_ids, mask = batch.sample_ids, batch.mask
+    rewarded = np.flatnonzero(earned)  # where rewards are of whole samples, few of all tokens
     return AdvantageInputs(
-        scores=scores,
-        token_rewards=_at_trained_tokens(earned, batch),
-        mask=batch.mask,
-        sample_ids=batch.sample_ids,
+        scores=np.bincount(sample_ids[rewarded], earned[rewarded], batch.num_samples).astype(np.float64),
+        token_rewards=_at_trained_tokens(earned, rewarded, mask, sample_ids),
+        mask=mask,
+        sample_ids=sample_ids,
         group_ids=batch.group_ids,
         baseline_rewards=_float64(batch.baseline_rewards),
         values=_float64(batch.values),
     )
 
 
-def _at_trained_tokens(earned: np.ndarray, batch: RolloutBatch) -> np.ndarray:
-    """Rewards at the tokens that the policy chose: those at others move to the trained token before, [R].
+def _at_trained_tokens(
+    earned: np.ndarray, rewarded: np.ndarray, mask: np.ndarray, sample_ids: np.ndarray
+) -> np.ndarray:
+    """Rewards at the tokens that the policy chose, [R]: those at others move to the trained token before.
 
     What an environment answers rewards what was said before it. Ahead of a sample's first trained token they move to
     that one; a sample without any loses them here, and not in its score.
+
+    Args:
+        rewarded: where `earned`, [R], is not 0.
     """
-    trained = np.flatnonzero(batch.mask)
+    if mask[rewarded].all():
+        return earned
+    trained = np.flatnonzero(mask)
     if not trained.size:
         return np.zeros_like(earned)
-    places = np.searchsorted(trained, np.arange(earned.size), side="right") - 1
-    owners = np.stack([trained[np.maximum(places, 0)], trained[np.minimum(places + 1, trained.size - 1)]])
-    is_own = batch.sample_ids[owners] == batch.sample_ids
-    is_own[0] &= places >= 0
-    owner = np.where(is_own[0], owners[0], owners[1])
-    kept = is_own.any(axis=0)
-    return np.bincount(owner[kept], earned[kept], earned.size)
+    places = np.searchsorted(trained, rewarded, side="right") - 1
+    before, behind = trained[np.maximum(places, 0)], trained[np.minimum(places + 1, trained.size - 1)]
+    is_before = (places >= 0) & (sample_ids[before] == sample_ids[rewarded])
+    is_kept = is_before | (sample_ids[behind] == sample_ids[rewarded])
+    owner = np.where(is_before, before, behind)
+    return np.bincount(owner[is_kept], earned[rewarded[is_kept]], earned.size)
 
 
 def scores_of(batch: RolloutBatch) -> np.ndarray:
     """The reward of each whole sample, with all its token rewards; float64 [B]."""
+    if batch.token_rewards is None and batch.rewards is not None:
+        return batch.rewards.astype(np.float64) + 0.0  # a sum is never -0.0
     return np.bincount(batch.sample_ids, _earned(batch), batch.num_samples)
 
 

@@ -48,8 +48,7 @@ def plan_training(
     The shuffle is seeded by `run.seed` and the batch's own tokens, so a recorded batch is replayed in the same order.
     """
     loss = loss or config.loss_name
-    counts = np.zeros(batch.num_samples, dtype=bool)
-    counts[batch.sample_ids[batch.mask]] = True
+    counts = batch.any_token(batch.mask)
     other_terms = config.loss.kl_coefficient > 0 or config.loss.entropy_coefficient > 0
     other_terms |= config.loss.policy in TRAINS_WITHOUT_ADVANTAGE
     trains = counts
@@ -63,7 +62,7 @@ def plan_training(
         max_pack_tokens=config.max_pack_tokens,
         samples_per_update=per_update,
         epochs=config.loss.epochs,
-        seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.tobytes()),
+        seed=None if one_update else config.run.seed + zlib.crc32(batch.tokens.data),
         trains=trains,
         counts=counts,
         drop=config.loss.drop_zero_advantages and config.loss.max_kl is None,  # which is of all samples

@@ -18,6 +18,7 @@ import numpy as np
 
 from slimefsdp.algorithms.registry import PAIRWISE, LossName
 from slimefsdp.batching.cost import CostModel
+from slimefsdp.batching.groups import SampleCosts
 from slimefsdp.batching.plan import Plan
 from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.config import RunConfig
@@ -314,7 +315,7 @@ def check_plan(
             fault = "does not count every sample of an update once in its denominators"
         elif plan.shared is not None and not plan.shared.fit(batch.tokens, batch.lengths):
             fault = "says that samples share what they do not"
-        elif any(_tokens_of(plan, batch, pack) > max_pack_tokens for pack in packs):
+        elif any((_pack_tokens(plan, batch, update) > max_pack_tokens).any() for update in range(len(plan.updates))):
             fault = f"has packs of more than {max_pack_tokens} tokens"
         elif together is not None and any(np.isin(together, together[pack]).sum() != len(pack) for pack in packs):
             fault = "parts samples that the loss compares"
@@ -355,8 +356,12 @@ def _counts_all(plan: Plan, update: int, batch: RolloutBatch) -> bool:
     return bool(are_samples and np.isin(plan.samples_of(update), counted).all())
 
 
-def _tokens_of(plan: Plan, batch: RolloutBatch, pack: np.ndarray) -> int:
-    return int(batch.lengths[pack].sum()) if plan.shared is None else plan.shared.tokens(batch.lengths, pack)
+def _pack_tokens(plan: Plan, batch: RolloutBatch, update: int) -> np.ndarray:
+    """Of every pack of an update, int64 [packs]."""
+    samples, sizes = plan.packs_of(update)
+    return SampleCosts(batch.lengths, CostModel(), 1, plan.max_pack_tokens, plan.shared).tokens_each(
+        samples, sizes.ravel()
+    )
 
 
 def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> np.ndarray:

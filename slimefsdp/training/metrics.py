@@ -133,9 +133,9 @@ class Throughput:
         samples = plan.samples_of(update)
         depths = np.zeros(batch.num_samples, dtype=np.int64)  # tokens that a sample of a pack has from the one before
         if plan.shared is not None:
-            for pack in (pack for packs in plan.updates[update] for pack in packs if len(pack)):
-                ordered, shared = plan.shared.among(pack)
-                depths[ordered] = shared
+            of_packs, sizes = plan.packs_of(update)
+            ordered, shared = plan.shared.among_each(of_packs, sizes.ravel())
+            depths[ordered] = shared
         counted = 0
         if self.has_vocabulary_head:
             in_update = np.zeros(batch.num_samples, dtype=bool)

@@ -330,6 +330,8 @@ def prepared_together(
         digests.extend([_digest(found[0].advantages), found[0].plan.digest()])
 
     error = error_of(decide)  # a function of the user's own may fail on one machine alone
+    if all_equal(f"{content} {given!r} {error is None} {digests}", state.mesh.group) and error is None:
+        return found[0]
     said = gathered((f"{content} {given!r}", sendable(error), digests), state.mesh.group)
     if len({given for given, _, _ in said}) > 1:
         raise StateError(
@@ -340,11 +342,9 @@ def prepared_together(
     raise_first([error for _, error, _ in said], error, state.mesh.group)
     if len({advantages for _, _, (advantages, _) in said}) > 1:
         raise _different_advantages(state.config)
-    if len({plan for _, _, (_, plan) in said}) > 1:
-        raise StateError(
-            "ranks hold different plans", field="plan", hint="call every rank with the same batch and settings"
-        )
-    return found[0]
+    raise StateError(
+        "ranks hold different plans", field="plan", hint="call every rank with the same batch and settings"
+    )
 
 
 def _penalized_advantages(state: RankState, batch: RolloutBatch, penalty: np.ndarray | None) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slimefsdp.batching.cost import CostModel
-from slimefsdp.batching.groups import SampleCosts, groups, prefix_groups
+from slimefsdp.batching.groups import PrefixGroups, SampleCosts, groups
 from slimefsdp.batching.plan import Plan, plan_batch
 from slimefsdp.batching.prefix_tree import SharedPrefixes, find_prefixes
 from slimefsdp.errors import BatchError
@@ -35,7 +35,7 @@ def packs_of(plan: Plan) -> list[np.ndarray]:
 def test_prefix_groups_part_the_samples_and_stay_within_the_limit(limit, system):
     tokens, lengths = grouped(5, 8, 100, 20, system=system)
     costs = SampleCosts(lengths, COST, 1, 10**6, find_prefixes(tokens, lengths))
-    items = prefix_groups(costs, np.arange(0, 40), limit)
+    items = PrefixGroups(costs, np.arange(0, 40)).within(limit)
     assert np.array_equal(np.sort(items.samples), np.arange(40))
     ends = np.cumsum(items.sizes)
     for size, end, tokens_of_item, cost in zip(items.sizes, ends, items.tokens, items.costs, strict=True):
@@ -47,15 +47,15 @@ def test_prefix_groups_part_the_samples_and_stay_within_the_limit(limit, system)
 def test_a_group_that_is_too_large_for_a_pack_is_parted_evenly():
     tokens, lengths = grouped(1, 16, 100, 20)
     costs = SampleCosts(lengths, COST, 1, 10**6, find_prefixes(tokens, lengths))
-    assert sorted(prefix_groups(costs, np.arange(16), 270).sizes.tolist()) == [8, 8]
-    assert sorted(prefix_groups(costs, np.arange(16), 420).sizes.tolist()) == [16]
+    assert sorted(PrefixGroups(costs, np.arange(16)).within(270).sizes.tolist()) == [8, 8]
+    assert sorted(PrefixGroups(costs, np.arange(16)).within(420).sizes.tolist()) == [16]
 
 
 @pytest.mark.parametrize("limit", [60, 250, 400, 1000, 3000, 10**6])
 def test_prefix_groups_have_no_more_pairs_than_the_limit_either(limit):
     tokens, lengths = grouped(5, 8, 100, 0, system=30)
     shared, pairs = find_prefixes(tokens, lengths), lengths - 1
-    items = prefix_groups(SampleCosts(lengths, COST, 1, 10**6, shared, pairs), np.arange(40), limit)
+    items = PrefixGroups(SampleCosts(lengths, COST, 1, 10**6, shared, pairs), np.arange(40)).within(limit)
     assert np.array_equal(np.sort(items.samples), np.arange(40))
     members = np.split(items.samples, np.cumsum(items.sizes)[:-1])
     assert all(pairs[some].sum() <= limit or len(some) == 1 for some in members)
@@ -132,7 +132,7 @@ def test_a_prompt_that_travels_is_sent_once_however_dear_sending_is():
     expected = dear.cost(np.array([300])) + 8 * (dear.cost(np.array([400])) - dear.cost(np.array([300])))
     assert costs.work(group) == pytest.approx((expected.item() + 50 * (300 + 8 * 100)) / 2)
     assert costs.work(group[:1]) == costs.each[0] == pytest.approx((dear.cost(np.array([400])).item() + 50 * 400) / 2)
-    found = prefix_groups(costs, np.arange(32), 10**6)
+    found = PrefixGroups(costs, np.arange(32)).within(10**6)
     assert found.costs.sum() == pytest.approx(4 * costs.work(group))
     assert plan_batch(lengths, dp=1, max_pack_tokens=512, cp=2, cost_model=dear, shared=shared).shared is shared
 

@@ -60,6 +60,42 @@ def test_with_nodes_of_any_length_all_is_shared_that_two_samples_have_in_common(
             assert found == expected
 
 
+@given(related_samples(), st.data())
+@examples(200)
+def test_several_choices_are_looked_up_as_each_of_them_is(samples, data):
+    batch = batch_of(samples)
+    shared = find_prefixes(batch.tokens, batch.lengths, least=1)
+    if shared is None:
+        return
+    some = st.lists(st.sampled_from(range(batch.num_samples)), unique=True, max_size=batch.num_samples)
+    choices = [np.array(one, dtype=np.int64) for one in data.draw(st.lists(some, min_size=1, max_size=4))]
+    found = shared.among_each(np.concatenate(choices), np.array(list(map(len, choices))))
+    each = [shared.among(choice) for choice in choices if len(choice)]
+    for column in (0, 1):
+        assert found[column].tolist() == [number for one in each for number in one[column].tolist()]
+
+
+@given(related_samples())
+@examples(200)
+def test_samples_are_ordered_by_their_tokens_and_equal_ones_stay_as_they_were(samples):
+    batch = batch_of(samples)
+    shared = find_prefixes(batch.tokens, batch.lengths, least=1)
+    if shared is None:
+        return
+    alone = [
+        all(
+            common(tokens_of(batch, one), tokens_of(batch, other)) == 0
+            for other in range(batch.num_samples)
+            if other != one
+        )
+        for one in range(batch.num_samples)
+    ]
+    by_tokens = sorted(
+        range(batch.num_samples), key=lambda one: (alone[one], [] if alone[one] else tokens_of(batch, one).tolist())
+    )
+    assert np.argsort(shared.place).tolist() == by_tokens
+
+
 @given(related_samples(), st.integers(2, 6), st.randoms())
 @examples(200)
 def test_no_shared_node_is_shorter_than_asked(samples, least, random):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slimefsdp.distributed import consensus
 from slimefsdp.distributed.consensus import all_equal, run_on_first, run_together
 from slimefsdp.errors import CheckpointError
 from tests.support.rank_pool import RankPool
@@ -35,6 +36,30 @@ def ranks_compared(rank: int) -> list[bool]:
 def test_values_are_equal_only_if_all_ranks_bring_the_same(ranks: RankPool) -> None:
     assert ranks.run(1, ranks_compared) == [[True, True, True]]
     assert ranks.run(3, ranks_compared) == [[True, False, False]] * 3
+
+
+def gathers_of_agreement(rank: int) -> list[int]:
+    """How often values were gathered: where all went well, and where one rank failed."""
+    gathered, counts = consensus.gathered, [0]
+
+    def counting(*args: Any) -> list[Any]:
+        counts[-1] += 1
+        return gathered(*args)
+
+    consensus.gathered = counting  # type: ignore[assignment]
+    try:
+        run_together(lambda: None, group())
+        run_on_first(lambda: None, group())
+        all_equal(f"of {rank}", group())
+        counts.append(0)
+        caught(lambda: run_together(lambda: rank and fail(CheckpointError("disk full")), group()))
+    finally:
+        consensus.gathered = gathered
+    return counts
+
+
+def test_no_rank_is_sent_what_all_others_say_unless_one_has_an_error(ranks: RankPool) -> None:
+    assert ranks.run(2, gathers_of_agreement) == [[0, 1]] * 2
 
 
 class Unpicklable(Exception):
