@@ -12,7 +12,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from actors.cli.plan_table import plan_table
+from actors.cli.plan_table import longest_context_table, plan_table
 from actors.model_folders import with_model_folders
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.hardware import (
@@ -26,7 +26,7 @@ from slimefsdp.batching.hardware import (
 )
 from slimefsdp.config import RunConfig, load_config
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import BatchError, ConfigError
+from slimefsdp.errors import BatchError, ConfigError, ResourceError, byte_text
 from slimefsdp.io.user_files import path_argument
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, read_model_folder
@@ -39,8 +39,11 @@ from slimefsdp.perf_model.from_config import (
     workload_of,
 )
 from slimefsdp.perf_model.lengths import read_samples
+from slimefsdp.perf_model.longest_context import attention_workspace, longest_contexts
+from slimefsdp.perf_model.memory import Computing
 from slimefsdp.perf_model.recommend import Device, as_record, lightest_strategy, look_ahead
 from slimefsdp.perf_model.simulate import MeshShape
+from slimefsdp.perf_model.step_time import ColocatedModels
 from slimefsdp.preparation.plan import cost_model_of
 from slimefsdp.rpc import Role
 
@@ -57,6 +60,12 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SPEC",
         help="tokens per sample: fixed(n), uniform(min, max), lognormal(mean, sigma, min, max), or a JSON list; or a "
         "file of RolloutBatch.save, which is planned as it would be trained; default: a guess from the settings",
+    )
+    parser.add_argument(
+        "--longest-context",
+        action="store_true",
+        help="instead: the longest sample that fits a rank's memory, term by term, under these settings and under "
+        "other ways to store activations and states",
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="processes to be started; needed where mesh.dp is auto")
     parser.add_argument(
@@ -104,6 +113,8 @@ def plan_command(options: argparse.Namespace) -> int:
         config, model_spec, shape, beside=beside, memory_bytes=device.memory_bytes, on_cpu=device.on_cpu
     )
     computing = computing_of(config, model_spec, on_cpu=device.on_cpu)
+    if options.longest_context:
+        return _print_longest_context(options, config, model_spec, shape, beside, computing, device)
     adapters = computing.adapters_of(model_spec)
     samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
@@ -132,6 +143,52 @@ def plan_command(options: argparse.Namespace) -> int:
     else:
         source = spec if options.lengths is not None else f"{spec} (a guess: give --lengths)"
         print("\n".join(plan_table(config, model_spec, choice, found, outlook, source, batch, adapters)))
+    return 0
+
+
+def _print_longest_context(
+    options: argparse.Namespace,
+    config: RunConfig,
+    model_spec: ModelSpec,
+    mesh: MeshShape,
+    beside: ColocatedModels,
+    computing: Computing,
+    device: Device,
+) -> int:
+    if options.lengths is not None:
+        problem = "--lengths with --longest-context, which looks for the length"
+        raise ConfigError(problem, field="--lengths", hint="leave one of them out")
+    if device.memory_bytes is None:
+        problem = "--longest-context on a device whose memory is not known"
+        raise ConfigError(problem, field="--memory-gb", hint="give it, or --device")
+    assert config.fsdp.sharding != "auto"
+    found = longest_contexts(
+        model_spec,
+        config.fsdp.sharding,
+        mesh=mesh,
+        sizes=byte_sizes_of(config),
+        computing=computing,
+        beside=beside,
+        memory_bytes=device.memory_bytes,
+        counted_share=1.0 if options.counted is None else options.counted,
+    )
+    if not any(one.tokens for one in found):
+        least = min(one.memory.total for one in found)
+        raise ResourceError(
+            f"no sample fits {byte_text(device.memory_bytes)} a rank: one token is estimated at {byte_text(least)}, "
+            "and a tenth is left free",
+            field=device.said_by or "--memory-gb",
+            hint="raise mesh.dp, train adapters (lora.rank), or name a larger device",
+        )
+    if options.json:
+        ways = [
+            {"settings": one.settings, "tokens": one.tokens, "memory": as_record(one.memory),
+             "attention_workspace": attention_workspace(model_spec, one.tokens, mesh.cp)}
+            for one in found
+        ]  # fmt: skip
+        print(json.dumps({"memory_bytes": device.memory_bytes, "longest_context": ways}, indent=1, allow_nan=False))
+    else:
+        print("\n".join(longest_context_table(model_spec, mesh, found, device.memory_bytes)))
     return 0
 
 

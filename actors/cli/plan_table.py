@@ -10,8 +10,10 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import byte_text
 from slimefsdp.model_spec import Adapters, ModelSpec
+from slimefsdp.perf_model.longest_context import LongestContext, attention_workspace
+from slimefsdp.perf_model.memory import Memory
 from slimefsdp.perf_model.recommend import Outlook, lightest_strategy
-from slimefsdp.perf_model.simulate import Simulation
+from slimefsdp.perf_model.simulate import MeshShape, Simulation
 from slimefsdp.perf_model.step_time import Candidate
 from slimefsdp.preparation.plan import may_share
 
@@ -142,14 +144,50 @@ def _memory_lines(config: RunConfig, outlook: Outlook) -> list[str]:
             *(
                 [
                     _marked(level, level == config.fsdp.sharding),
-                    *map(byte_text, (held.parameters, held.gradients, held.optimizer, held.unsharded)),
-                    *map(byte_text, (held.activations, held.head, held.buffers, held.others, held.total)),
+                    *map(byte_text, _terms(held)),
                     *([byte_text(held.host)] if on_host else []),
                 ]
                 for level, held in outlook.memory.items()
             ),
         ),
     ]
+
+
+def longest_context_table(
+    model_spec: ModelSpec, mesh: MeshShape, found: list[LongestContext], memory_bytes: int
+) -> list[str]:
+    """The longest sample of the settings, which come first, and of other ways to store, term by term."""
+    terms = ["weights", "gradients", "optimizer", "gathered", "activations", "head", "buffers", "others", "total"]
+    return [
+        f"the longest sample that fits {byte_text(memory_bytes)} a rank, a tenth of them left free (an estimate); "
+        f"cp {mesh.cp}, {_count(model_spec.parameters)} parameters",
+        *_rows(
+            ["", "tokens", *terms, "on the host", "of the free tenth"],
+            *(
+                [
+                    _marked(_stored(one), index == 0),
+                    f"{one.tokens:,}",
+                    *map(byte_text, _terms(one.memory)),
+                    byte_text(one.memory.host),
+                    byte_text(attention_workspace(model_spec, one.tokens, mesh.cp)),
+                ]
+                for index, one in enumerate(found)
+            ),
+        ),
+        "  * as set. Of the free tenth: what flash attention's backward allocates inside, which no other term has",
+    ]
+
+
+def _stored(one: LongestContext) -> str:
+    text = f"recompute {one.recompute}"
+    text += ", inputs on the host" if one.offload_activations else ""
+    return text + (", states on the host" if one.cpu_offload else "")
+
+
+def _terms(held: Memory) -> tuple[int, ...]:
+    """In the order of the tables' headings."""
+    at_rest = (held.parameters, held.gradients, held.optimizer, held.unsharded)
+    return (*at_rest, held.activations, held.head, held.buffers, held.others, held.total)
 
 
 def _time_lines(outlook: Outlook) -> list[str]:
@@ -178,7 +216,8 @@ def _time_lines(outlook: Outlook) -> list[str]:
 
 def _named(one: Candidate) -> str:
     recompute = f"{one.recompute}/{one.recompute_every}" if one.recompute_every > 1 else one.recompute
-    return f"{one.sharding}, recompute {recompute}{', offload' if one.cpu_offload else ''}"
+    inputs = ", inputs on the host" if one.offload_activations else ""
+    return f"{one.sharding}, recompute {recompute}{inputs}{', offload' if one.cpu_offload else ''}"
 
 
 def _seconds(one: Candidate) -> tuple[float, ...]:

@@ -226,6 +226,11 @@ class ModelSettings(Settings):
         "true is full, false none",
     )
     checkpoint_every_n_layers: PositiveInt = Field(1, description="recompute the first of every so many layers")
+    offload_activations: bool = Field(
+        False,
+        description="under full recomputation: the input of a recomputed layer waits in the host's memory from forward "
+        "to backward, and takes none of the device; on a CPU that is the same memory (docs/long_context.md)",
+    )
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
 
     @model_validator(mode="after")
@@ -234,6 +239,16 @@ class ModelSettings(Settings):
             raise ValueError(
                 f"model.checkpoint_every_n_layers={self.checkpoint_every_n_layers} does nothing with "
                 "model.activation_checkpointing=none; remove it, or choose full or selective"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def offload_activations_requires_full_recomputation(self) -> ModelSettings:
+        if self.offload_activations and self.activation_checkpointing != "full":
+            raise ValueError(
+                f"model.offload_activations=true moves the inputs of recomputed layers, and "
+                f"model.activation_checkpointing={self.activation_checkpointing} keeps more than these; set that to "
+                "full, or remove model.offload_activations"
             )
         return self
 

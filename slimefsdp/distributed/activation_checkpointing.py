@@ -31,17 +31,49 @@ _SAVED_BY_SELECTIVE = [
 ]
 
 
-def recompute_layers(layers: Iterable[nn.Module], kind: Recompute, every: int) -> None:
+def recompute_layers(
+    layers: Iterable[nn.Module], kind: Recompute, every: int, *, offload: bool = False, pin_memory: bool = False
+) -> None:
     """Recomputes the activations of the first of every `every` layers in backward, in place.
 
     Args:
         kind: full: everything but the layer's input; selective: what is cheap to compute again, while matrix products
             and attention outputs are stored.
+        offload: under `full` that input waits in the host's memory from forward to backward.
+        pin_memory: page-locked.
     """
     if kind == "none":
         return
     for layer in list(layers)[::every]:
-        layer.forward = _recomputed(layer.forward, kind)
+        layer.forward = _recomputed(
+            layer.forward, kind, functools.partial(to_host, pin=pin_memory) if offload else None
+        )
+
+
+def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
+    """The same values in the host's memory; what is there already stays where it is.
+
+    On CUDA the copy is one of the device's stream, like whatever reads it back: nobody waits for it here.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+    return host.copy_(tensor, non_blocking=pin)
+
+
+class _Input:
+    """A layer's input, for one forward and the recomputation of it: in between it is where `store` puts it."""
+
+    def __init__(self, hidden: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._hidden: torch.Tensor | None = hidden
+        self._device, self._needs_gradient = hidden.device, hidden.requires_grad
+        self._stored = store(hidden.detach())
+
+    def take(self) -> torch.Tensor:
+        hidden, self._hidden = self._hidden, None
+        if hidden is None:  # recomputing reads values; gradients go through the graph of the forward
+            hidden = self._stored.to(self._device, non_blocking=True).detach().requires_grad_(self._needs_gradient)
+        return hidden
 
 
 def require_compiler(device: torch.device) -> None:
@@ -65,7 +97,11 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def _recomputed(forward: Callable[..., Any], kind: Recompute) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], kind: Recompute, store: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Callable[..., Any]:
+    if store is not None:
+        return _recomputed_from_host(forward, store)
     # no layer draws random numbers, so there are no generators to put back
     run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
     if kind == "selective":
@@ -76,5 +112,22 @@ def _recomputed(forward: Callable[..., Any], kind: Recompute) -> Callable[..., A
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs) if torch.is_grad_enabled() else forward(*args, **kwargs)
+
+    return recomputed
+
+
+def _recomputed_from_host(
+    forward: Callable[..., Any], store: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[..., Any]:
+    def of_taken(hidden: _Input, *args: Any, **kwargs: Any) -> Any:
+        return forward(hidden.take(), *args, **kwargs)
+
+    @functools.wraps(forward)
+    def recomputed(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(hidden, *args, **kwargs)
+        # what checkpoint is given it keeps: not the tensor
+        given = _Input(hidden, store)
+        return checkpoint(of_taken, given, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return recomputed

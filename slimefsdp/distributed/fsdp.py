@@ -40,6 +40,7 @@ class Parallelism:
     pin_memory: bool = False
     recompute: Recompute = "none"
     recompute_every: int = 1  # the first of every so many layers
+    offload_activations: bool = False  # inputs of recomputed layers wait on the host
     compile: bool = False
 
 
@@ -53,7 +54,10 @@ def parallelize(policy: DecoderModel, mesh: Mesh, how: Parallelism) -> DecoderMo
     """
     if how.compile:
         compile_layers(policy.decoder_layers())
-    recompute_layers(policy.decoder_layers(), how.recompute, how.recompute_every)
+    recompute_layers(
+        policy.decoder_layers(), how.recompute, how.recompute_every,
+        offload=how.offload_activations, pin_memory=how.pin_memory,
+    )  # fmt: skip
     apply_fsdp(policy, mesh.fsdp, how)
     return policy
 

@@ -40,6 +40,7 @@ def computing_of(config: RunConfig, model_spec: ModelSpec, *, on_cpu: bool) -> C
     return Computing(
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
+        offload_activations=config.model.offload_activations,
         is_optimizer_fused=config.optim.name != "sgd" and config.optim.implementation != "foreach",
         newton_schulz_steps=config.optim.ns_steps if config.optim.name == "muon" else 0,
         cpu_offload=config.fsdp.cpu_offload,

@@ -91,6 +91,7 @@ class Computing:
     full_kl: bool = False
     newton_schulz_steps: int = 0  # of Muon; 0: another optimiser
     on_cpu: bool = False  # gloo copies what it sends, and memory of the host is the device's
+    offload_activations: bool = False  # inputs of recomputed layers wait on the host, under `full`
 
     def adapters_of(self, model_spec: ModelSpec) -> Adapters | None:
         """What is trained beside a model; None: all of it, or `trained_share`."""
@@ -164,10 +165,11 @@ def step_memory(
     """
     step = _Step(model_spec, sharding, batch, shard_ranks, copies, sizes, computing or Computing())
     fullest = max(step.moments(), key=lambda moment: moment.total)
+    fullest = replace(fullest, host=step.on_host)
     if not step.computing.cpu_offload or step.computing.on_cpu:
         return fullest
     moved = fullest.parameters + fullest.gradients + fullest.optimizer
-    return replace(fullest, parameters=0, gradients=0, optimizer=0, host=moved)
+    return replace(fullest, parameters=0, gradients=0, optimizer=0, host=fullest.host + moved)
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class _Step:
             trained = round(model.parameters * how.trained_share) + self._adapter_parameters
             before = replace(at_rest, gradients=0, unsharded=trained * sizes.reduce)
         layer = LayerActivations.of_model(model, compute=sizes.compute, wide=sizes.wide, adapters=self._adapters)
-        kept = kept_between(layer, model.layers, self.batch.tokens, how.recompute, how.recompute_every)
+        kept = self._kept_between(layer, model.layers)
         yield from self._in_head(before, kept)
         yield from self._in_layers(before, layer)
         yield from self._at_embedding(at_rest if before.gradients else replace(before, gradients=at_rest.gradients))
@@ -228,7 +230,7 @@ class _Step:
         # where layers differ in what they keep, the first that is recomputed is among these
         for behind in range(min(1 + how.recompute_every, model.layers)):  # layers whose backward is over
             at_work = model.layers - 1 - behind
-            below = kept_between(layer, at_work, tokens, how.recompute, how.recompute_every)
+            below = self._kept_between(layer, at_work)
             if is_recomputed(at_work, how.recompute, how.recompute_every) and not layer.is_stream_kept:
                 below += layer.stream * tokens
             # one layer ahead is being gathered, one behind still being summed
@@ -283,6 +285,24 @@ class _Step:
             is_frozen=how.lora_rank is not None,
             on_cpu=how.on_cpu,
         )
+
+    def _kept_between(self, layer: LayerActivations, layers: int) -> int:
+        """Bytes on the device that the first so many layers keep between their forward and their backward."""
+        how = self.computing
+        kept = kept_between(layer, layers, self.batch.tokens, how.recompute, how.recompute_every)
+        return kept - self._offloaded(layers)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of layers' inputs in the host's memory at the end of a forward."""
+        return self._offloaded(self.model_spec.layers)
+
+    def _offloaded(self, layers: int) -> int:
+        how, stream = self.computing, self.model_spec.hidden * self.sizes.compute
+        if not how.offload_activations or how.on_cpu:
+            return 0
+        recomputed = sum(is_recomputed(index, how.recompute, how.recompute_every) for index in range(layers))
+        return self.batch.tokens * recomputed * stream
 
     @cached_property
     def _adapters(self) -> Adapters | None:

@@ -74,6 +74,7 @@ class Candidate:
     sharding: Sharding
     recompute: Recompute
     recompute_every: int
+    offload_activations: bool
     cpu_offload: bool
     memory: Memory
     seconds: StepTime
@@ -84,6 +85,8 @@ class Candidate:
         text = f"fsdp.sharding={self.sharding} model.activation_checkpointing={self.recompute}"
         if self.recompute_every > 1:
             text += f" model.checkpoint_every_n_layers={self.recompute_every}"
+        if self.offload_activations:
+            text += " model.offload_activations=true"
         return text + (" fsdp.cpu_offload=true" if self.cpu_offload else "")
 
 
@@ -144,6 +147,8 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
         sums = 1 if sharding == "optimizer" else work.batch.count
         stored = sizes.master if adapters is None else sizes.compute
         to_host = gathered * stored + trained * sizes.master * sums
+    if computing.offload_activations and not computing.on_cpu:  # there and back
+        to_host += 2 * layer.stream * model.layers * work.tokens * recomputed
     attention_bytes = work.attention_bytes + work.attention_bytes_again * recomputed
     return StepTime(
         products=(work.slowdown * products + orthogonalizing) / (1e12 * rates.matrix_tflops),
@@ -271,6 +276,7 @@ def candidates(work: Workload, rates: Rates, computing: Computing, *, selective:
         for recompute, every in RECOMPUTATIONS:
             for cpu_offload in (False,) if computing.on_cpu else (False, True):
                 how = replace(computing, recompute=recompute, recompute_every=every, cpu_offload=cpu_offload)
+                how = replace(how, offload_activations=computing.offload_activations and recompute == "full")
                 if selective or recompute != "selective":
                     found.append(candidate(work, rates, sharding, how))
     return sorted(found, key=lambda one: (one.seconds.total, one.memory.total))
@@ -282,6 +288,7 @@ def candidate(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
         sharding,
         computing.recompute,
         computing.recompute_every,
+        computing.offload_activations,
         computing.cpu_offload,
         peak_memory(work, sharding, computing),
         step_time(work, rates, sharding, computing),

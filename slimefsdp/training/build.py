@@ -90,6 +90,7 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
         pin_memory=is_host_memory_pinned(config, device),
         recompute=config.model.activation_checkpointing,
         recompute_every=config.model.checkpoint_every_n_layers,
+        offload_activations=config.model.offload_activations,
         compile=config.model.compile,
     )
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from actors.cli.main import main
 from slimefsdp.batching.hardware import LEAST_RATE, MOST_RATE, Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.errors import ResourceError, byte_text
+from slimefsdp.errors import ConfigError, ResourceError, SlimeError, byte_text
 from tests.support.refusals import assert_refusal
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -181,3 +181,31 @@ def test_a_batch_file_is_planned_with_what_its_samples_share(
     assert lines(*guess, "batch.share_prefixes=never") == []
     assert main([*guess, "--json"]) == 0 and record["is_batch"] is True
     assert json.loads(capsys.readouterr().out)["is_batch"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "field"),
+    [
+        (["--lengths", "fixed(10)", "--device", "H100"], ConfigError, "--lengths"),
+        (["--device", "CPU"], ConfigError, "--memory-gb"),
+        (["--memory-gb", "0.00001"], ResourceError, "--memory-gb"),
+    ],
+)
+def test_a_longest_context_that_nobody_can_look_for_is_refused(
+    config: Path, arguments: list[str], error: type[SlimeError], field: str
+) -> None:
+    with pytest.raises(error) as caught:
+        main(["--debug", "plan", str(config), "--longest-context", *arguments])
+    assert_refusal(caught.value, error, field)
+
+
+def test_the_longest_context_of_settings_counts_what_is_trained_and_what_ranks_share(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = {}
+    for name, more in {"whole": [], "half counted": ["--counted", "0.5"], "shared by two": ["mesh.cp=2"]}.items():
+        command = ["plan", str(config), "--longest-context", "--memory-gb", "0.1", "--json", *more]
+        assert main(command) == 0
+        tokens[name] = json.loads(capsys.readouterr().out)["longest_context"][0]["tokens"]
+    assert tokens["whole"] <= tokens["half counted"]
+    assert tokens["shared by two"] >= 1.9 * tokens["whole"]

@@ -325,6 +325,12 @@ RULES = [
         ["run.export_dtype=bfloat16", "run.export_dir"],
     ),
     (
+        "offload_activations_requires_full_recomputation",
+        {"model__activation_checkpointing": "full", "model__offload_activations": True},
+        {"model__activation_checkpointing": "selective", "model__offload_activations": True},
+        ["model.offload_activations=true", "model.activation_checkpointing=selective"],
+    ),
+    (
         "check_compile_with_checkpointing",
         {"model__activation_checkpointing": "full", "model__compile": True},
         {"model__activation_checkpointing": "selective", "model__compile": True},

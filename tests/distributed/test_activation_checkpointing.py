@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed import activation_checkpointing
 from slimefsdp.errors import ConfigError
 from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
@@ -162,3 +164,50 @@ def test_compiling_without_a_compiler_is_refused_at_launch(folder: Path, ranks: 
         ranks.run(2, without_a_compiler, settings(folder, mesh={"dp": 2}, model={"compile": True}))
     assert "CXX" in str(caught.value.hint)
     ranks.run(1, without_a_compiler, settings(folder))
+
+
+# ---------------------------------------------------------------------- inputs on the host
+
+
+def inputs_of_a_step(rank: int, config: RunConfig, batch: RolloutBatch) -> dict[str, Any]:
+    """Gradients of one micro-batch, and the inputs of layers: moved to the host, and still there after the forward.
+
+    The host is the device here, so a copy stands for what is moved.
+    """
+    moved: list[StorageWeakRef] = []
+    left: list[int] = []
+
+    def copied(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
+        assert not pin
+        moved.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor.clone()
+
+    original = activation_checkpointing.to_host
+    activation_checkpointing.to_host = copied  # type: ignore[assignment]
+    try:
+        trainer = Trainer(config, device=CPU)
+        trainer.policy.register_forward_hook(lambda *_: left.append(sum(not one.expired() for one in moved)))
+        trainer.forward_backward(batch)
+        in_training = len(moved)
+        trainer.compute_log_probs(batch)
+    finally:
+        activation_checkpointing.to_host = original
+    trained = [(name, p) for name, p in trainer.policy.named_parameters() if p.grad is not None]
+    gradients = {name: p.grad.full_tensor() for name, p in trained}
+    return {"moved": in_training, "without grad": len(moved) - in_training, "left": left[0], "gradients": gradients}
+
+
+@pytest.mark.parametrize("every, moved", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("parts", [{}, {"mesh": {"dp": 1, "cp": 2}, "lora": {"rank": 2}}], ids=["alone", "adapters"])
+def test_inputs_of_recomputed_layers_leave_the_device_and_change_no_bit(
+    folder: Path, ranks: RankPool, every: int, moved: int, parts: dict[str, Any]
+) -> None:
+    number, batch = 2 if parts else 1, make_batch(folder)
+    stored = ranks.run(number, inputs_of_a_step, settings(folder, **of_model(), **parts), batch)
+    model = of_model(activation_checkpointing="full", offload_activations=True, checkpoint_every_n_layers=every)
+    for found, without in zip(
+        ranks.run(number, inputs_of_a_step, settings(folder, **model, **parts), batch), stored, strict=True
+    ):
+        assert (found["moved"], found["without grad"], found["left"]) == (moved, 0, 0)
+        assert (without["moved"], len(found["gradients"])) == (0, len(without["gradients"])) and found["gradients"]
+        assert largest_difference(found["gradients"], without["gradients"]) == 0.0

@@ -66,13 +66,21 @@ def test_bytes_and_ways_to_compute_are_those_of_the_settings() -> None:
     assert computing_of(muon, MODEL, on_cpu=True).newton_schulz_steps == 3
     assert byte_sizes_of(settings(precision={"reduce_dtype": "bfloat16"})).reduce == 2
     config = settings(
-        model={"activation_checkpointing": "full", "checkpoint_every_n_layers": 2, "frozen": ["*.mlp.*"]},
+        model={
+            "activation_checkpointing": "full",
+            "checkpoint_every_n_layers": 2,
+            "offload_activations": True,
+            "frozen": ["*.mlp.*"],
+        },
         optim={"implementation": "fused"},
         fsdp={"cpu_offload": True},
         loss={"entropy_coefficient": 0.1},
     )
     share = 1 - 4 * 3 * 64 * 128 / MODEL.parameters
-    expected = Computing("full", 2, True, True, pytest.approx(share), entropy_grad=True, on_cpu=True)  # type: ignore[arg-type]
+    expected = Computing(
+        "full", 2, True, True, pytest.approx(share),  # type: ignore[arg-type]
+        entropy_grad=True, on_cpu=True, offload_activations=True,
+    )  # fmt: skip
     assert computing_of(config, MODEL, on_cpu=True) == expected
 
 

@@ -1,0 +1,148 @@
+"""The longest GRPO context of an 8-billion model on one GPU of 80 GB, term by term: `slimefsdp plan`'s estimate of it.
+
+    python benchmarks/longest_context.py
+    python benchmarks/longest_context.py --render docs/long_context.md
+
+Arithmetic from the model's dimensions: nothing is measured, and no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.perf_model.activations import HeadActivations, LayerActivations
+from slimefsdp.perf_model.longest_context import (
+    LongestContext,
+    attention_workspace,
+    longest_contexts,
+    memory_of_context,
+)
+from slimefsdp.perf_model.memory import ByteSizes, Computing
+from slimefsdp.perf_model.simulate import MeshShape
+from slimefsdp.perf_model.step_time import HEADROOM, ColocatedModels
+
+# Qwen3-8B, as its config.json says
+MODEL = ModelSpec(
+    hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12_288, vocab=151_936, has_head_norms=True
+)
+DEVICE_BYTES = 80 * 10**9
+GOAL = 128 * 1024
+ONE = MeshShape(1, 1, 1)
+TRAINED = {
+    "adapters of rank 16": Computing(recompute="full", is_optimizer_fused=True, trained_share=0.0, lora_rank=16),
+    "all parameters": Computing(recompute="full", is_optimizer_fused=True),
+}
+BEGIN, END = "<!-- longest_context -->\n", "<!-- /longest_context -->"
+
+
+def contexts(computing: Computing) -> list[LongestContext]:
+    """Of every way to store; the first is `full`, which comes again, and is left out."""
+    found = longest_contexts(
+        MODEL, "full",
+        mesh=ONE, sizes=ByteSizes(), computing=computing, beside=ColocatedModels(), memory_bytes=DEVICE_BYTES,
+    )  # fmt: skip
+    return list({one.settings: one for one in found}.values())
+
+
+def longest_table() -> str:
+    """The longest context of every way to store, and what is full there."""
+    terms = ("weights", "gradients", "optimiser", "gathered", "activations", "buffers", "total", "on the host")
+    lines = [f"| trained | stored | tokens | {' | '.join(terms)} |", "|---" * (len(terms) + 3) + "|"]
+    for name, computing in TRAINED.items():
+        for one in contexts(computing):
+            held = one.memory
+            sizes = (
+                held.parameters, held.gradients, held.optimizer, held.unsharded, held.activations,
+                held.head + held.buffers, held.total, held.host,
+            )  # fmt: skip
+            cells = [gigabytes(size) for size in sizes] if one.tokens else ["" for _ in sizes]
+            tokens = f"{one.tokens:,}" if one.tokens else f"none: {gigabytes(held.total)} GB"
+            lines.append(f"| {name} | {stored(one)} | {tokens} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def stored(one: LongestContext) -> str:
+    """A way to store in words."""
+    words = {"none": "all activations", "full": "inputs of layers"}[one.recompute]
+    words += " on the host" if one.offload_activations else ""
+    return words + (", states on the host" if one.cpu_offload else "")
+
+
+def terms_table() -> str:
+    """What adapters of rank 16 take at the goal's length, each term by itself, and the fullest moment."""
+    computing, sizes = TRAINED["adapters of rank 16"], ByteSizes()
+    adapters = computing.adapters_of(MODEL)
+    layer = LayerActivations.of_model(MODEL, compute=sizes.compute, wide=sizes.wide, adapters=adapters)
+    head = HeadActivations.of_model(
+        MODEL, compute=sizes.compute, wide=sizes.wide, tokens=GOAL, rows=GOAL, is_frozen=True, on_cpu=False
+    )
+
+    def held(offload: bool) -> int:
+        how = replace(computing, offload_activations=offload)
+        return memory_of_context(
+            MODEL, "full", GOAL, mesh=ONE, sizes=sizes, computing=how, beside=ColocatedModels()
+        ).total
+
+    at_rest = memory_of_context(MODEL, "full", 1, mesh=ONE, sizes=sizes, computing=computing, beside=ColocatedModels())
+    rows = [
+        ("weights in bf16, adapters in float32", at_rest.parameters, "always"),
+        ("gradients and optimiser states of adapters", at_rest.gradients + at_rest.optimizer, "always"),
+        ("inputs of 36 layers", MODEL.layers * layer.stream * GOAL, "forward to backward; or on the host"),
+        ("a layer that is computed again: norms", layer.norms * GOAL, "in its backward"),
+        ("its attention", layer.attention * GOAL, "in its backward"),
+        ("its MLP", layer.mlp * GOAL, "in its backward"),
+        ("what its adapters read", layer.adapters * GOAL, "in its backward"),
+        ("gradients inside its MLP", layer.mlp_backward * GOAL, "in its backward"),
+        ("the head: hidden rows that are kept", head.kept, "in the head"),
+        ("the head: logits of a chunk, gradients of rows", max(head.forward, head.backward), "in the head"),
+        (
+            "attention's own workspace",
+            attention_workspace(MODEL, GOAL, 1),
+            "in a layer's backward, of the tenth left free",
+        ),
+        ("left free: allocator, CUDA context, workspaces", round(DEVICE_BYTES * (1 - HEADROOM)), "always"),
+        ("**fullest moment**, inputs on the device", held(False), verdict(held(False))),
+        ("**fullest moment**, inputs on the host", held(True), verdict(held(True))),
+    ]
+    lines = [f"| {GOAL:,} tokens, adapters of rank 16 | GB | |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {gigabytes(size)} | {when} |" for name, size, when in rows)])
+
+
+def verdict(held: int) -> str:
+    """Whether so many bytes fit."""
+    return "fits" if held <= HEADROOM * DEVICE_BYTES else "does not fit"
+
+
+def gigabytes(size: int) -> str:
+    """Of 10^9 bytes."""
+    return f"{size / 1e9:.1f}"
+
+
+def with_tables(document: str) -> str:
+    """The document with the tables between its marks."""
+    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
+    text = f"{BEGIN}{terms_table()}\n\n{longest_table()}\n{END}"
+    filled, found = re.subn(pattern, lambda _: text, document, flags=re.DOTALL)
+    assert found == 1, f"{BEGIN!r} and {END!r} belong in the document once"
+    return filled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", type=Path, help="write the tables into this document")
+    args = parser.parse_args()
+    if args.render is not None:
+        args.render.write_text(with_tables(args.render.read_text()))
+    else:
+        print(f"{terms_table()}\n\n{longest_table()}")
+
+
+if __name__ == "__main__":
+    main()
