@@ -104,11 +104,33 @@ def token_weights(
         BatchError: the denominator is not a positive number, though there are tokens to train on; or group_ids is
             missing under prompt_mean.
     """
-    _check_constant_length(reduction, constant_length)
-    _check_group_ids(reduction, group_ids, num_samples)
     counts = _trained_tokens_per_sample(mask, sample_of_token, num_samples)
-    samples = Samples(counts, group_ids, constant_length)
+    options = {"group_ids": group_ids, "constant_length": constant_length, "denominator": denominator}
+    of_sample = sample_weights(counts, reduction, **options)  # type: ignore[arg-type]
     weights = np.zeros(mask.shape, dtype=np.float64)
+    weights[mask] = of_sample[sample_of_token[mask]]
+    return weights
+
+
+def sample_weights(
+    counts: Integers,
+    reduction: ReductionName,
+    *,
+    group_ids: Integers | None = None,
+    constant_length: int | None = None,
+    denominator: float | None = None,
+) -> npt.NDArray[np.float64]:
+    """The weight of each trained token of a sample, float64 [samples]; 0 where it has none.
+
+    Args:
+        counts: int64 [samples], trained tokens of each.
+
+    Further arguments and errors as in `token_weights`.
+    """
+    _check_constant_length(reduction, constant_length)
+    _check_group_ids(reduction, group_ids, counts.size)
+    samples = Samples(counts, group_ids, constant_length)
+    weights = np.zeros(counts.shape, dtype=np.float64)
     if not counts.any():
         return weights
     if denominator is None:
@@ -119,8 +141,8 @@ def token_weights(
             field="denominator",
             hint="pass the update_denominator of the whole update, or None for this call's own",
         )
-    lengths = REDUCTIONS[reduction].lengths(samples)
-    weights[mask] = 1.0 / (denominator * lengths[sample_of_token[mask]])
+    trained = counts > 0
+    weights[trained] = 1.0 / (denominator * REDUCTIONS[reduction].lengths(samples)[trained])
     return weights
 
 

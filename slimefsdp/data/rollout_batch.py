@@ -219,6 +219,15 @@ class RolloutBatch:
         """Whether any response token of a sample has a True, [B]; of values [R]."""
         return np.logical_or.reduceat(values, self.response_offsets[:-1])  # every response has a token
 
+    def trained_tokens(self, skipped: Int64 | int = 0) -> Int64:
+        """Trained tokens of each sample, [B], behind the first `skipped` of its response ([B] or one for all)."""
+        skipped = np.minimum(skipped, self.response_lengths)
+        if self.loss_mask is None:
+            return self.response_lengths - skipped
+        offsets = self.response_offsets
+        before = _offsets(self.loss_mask)
+        return before[offsets[1:]] - before[offsets[:-1] + skipped]
+
     def check_token_ids(self, vocab_size: int) -> None:
         """Raise BatchError naming sample, position and value of the first token id that is not below `vocab_size`."""
         for name in ("tokens", "target_tokens"):
@@ -366,7 +375,7 @@ def _restore(*values: Any) -> RolloutBatch:
     return batch
 
 
-def _offsets(lengths: Int64) -> Int64:
+def _offsets(lengths: Int64 | Bool) -> Int64:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 

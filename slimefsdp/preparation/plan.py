@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slimefsdp.algorithms.advantages import zero_variance_share
-from slimefsdp.algorithms.reduction import token_weights
+from slimefsdp.algorithms.reduction import sample_weights
 from slimefsdp.algorithms.registry import PAIRWISE, TRAINS_WITHOUT_ADVANTAGE, LossName
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import DEFAULT_COST_MODEL, ELEMENT_BYTES, CostModel
@@ -165,17 +165,18 @@ def loss_weights(
     """
     if denominator is not None and not isinstance(denominator, int | float):
         raise BatchError(f"denominator={denominator!r} is no number", field="denominator", hint="give a number > 0")
-    in_update = np.zeros(batch.num_samples, dtype=bool)
-    in_update[samples] = True
-    weights = token_weights(
-        batch.mask & in_update[batch.sample_ids],
-        batch.sample_ids,
-        batch.num_samples,
+    counts = np.zeros(batch.num_samples, dtype=np.int64)
+    counts[samples] = batch.trained_tokens()[samples]
+    of_sample = sample_weights(
+        counts,
         config.loss.reduction,
         constant_length=config.loss.constant_length,
         denominator=denominator,
         group_ids=batch.group_ids,
     )
+    weights = np.repeat(of_sample, batch.response_lengths)
+    if batch.loss_mask is not None:
+        weights[~batch.loss_mask] = 0.0
     return weights if batch.loss_weights is None else weights * batch.loss_weights
 
 
@@ -203,11 +204,11 @@ def batch_metrics(
         "response_length_max": float(batch.response_lengths.max()),
     }
     if advantages is not None:
-        of_trained = advantages[batch.mask]
+        of_trained = advantages if batch.loss_mask is None else advantages[batch.loss_mask]
         metrics |= {
             "advantage": float(of_trained.mean()),
             "advantage_std": float(of_trained.std()),
-            "advantage_abs_max": float(np.abs(of_trained).max()),
+            "advantage_abs_max": float(abs(max(of_trained.max(), -of_trained.min()))),
         }
     if batch.group_ids is not None and not (batch.rewards is None and batch.token_rewards is None):
         metrics["zero_variance_groups"] = zero_variance_share(scores_of(batch), batch.group_ids)

@@ -138,12 +138,9 @@ class Throughput:
             depths[ordered] = shared
         counted = 0
         if self.has_vocabulary_head:
-            in_update = np.zeros(batch.num_samples, dtype=bool)
-            in_update[samples] = True
-            first = batch.lengths - batch.response_lengths - batch.response_offsets[:-1]
-            positions = np.arange(batch.num_response_tokens) + first[batch.sample_ids]
-            own = in_update[batch.sample_ids] & (positions >= depths[batch.sample_ids])
-            counted = int((batch.mask & own).sum())
+            # tokens that another sample of the pack computes are no rows here
+            prompts = batch.lengths - batch.response_lengths
+            counted = int(batch.trained_tokens(np.maximum(depths - prompts, 0))[samples].sum())
         return training_flops(
             model_spec,
             batch.lengths[samples] - depths[samples],

@@ -262,3 +262,20 @@ def test_fields_that_do_not_make_a_batch_are_a_batch_error(values, fields, field
     with pytest.raises(BatchError) as caught:
         RolloutBatch(*values, **fields)
     assert caught.value.field == field and caught.value.hint
+
+
+@given(st.data())
+def test_trained_tokens_are_counted_behind_any_number_of_a_response_s_first(data: st.DataObject) -> None:
+    masks = data.draw(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
+    masks[0][0] = True
+    skipped = np.array([data.draw(st.integers(0, 8)) for _ in masks])
+    samples = [{"tokens": [1] * (len(mask) + 1), "response_length": len(mask), "loss_mask": mask} for mask in masks]
+    batch = RolloutBatch.from_samples(samples)
+    expected = [sum(mask[skip:]) for mask, skip in zip(masks, skipped.tolist(), strict=True)]
+    assert batch.trained_tokens(skipped).tolist() == expected
+    assert batch.trained_tokens().tolist() == list(map(sum, masks))
+    assert batch.any_token(batch.mask).tolist() == list(map(any, masks))
+    whole = batch.replace(loss_mask=None)
+    assert whole.trained_tokens(skipped).tolist() == [
+        max(0, len(mask) - skip) for mask, skip in zip(masks, skipped.tolist(), strict=True)
+    ]
