@@ -169,7 +169,7 @@ def call_costs(rounds: int) -> dict[str, float]:
         def call(self, request: Any, role: str) -> None:
             return None
 
-    ray.init(num_cpus=ACTORS, include_dashboard=False, object_store_memory=2 * 2**30, log_to_driver=False)
+    ray.init("local", num_cpus=ACTORS, include_dashboard=False, object_store_memory=2 * 2**30, log_to_driver=False)
     try:
         actors = [remote_class(Idle).options(num_cpus=0).remote() for _ in range(ACTORS)]
         ray.get([actor.__ray_ready__.remote() for actor in actors])
