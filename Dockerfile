@@ -5,7 +5,7 @@
 #       -v "$PWD/data:/home/slimefsdp/data" -v "$PWD/runs:/home/slimefsdp/runs" slimefsdp train configs/NAME.yaml
 # with the models and data that the YAML names under data/ or runs/, and as yourself, who may write there.
 
-# The optional kernels of the `cuda` extra have no wheels for this torch: they are compiled here, and the compiler stays here.
+# The optional kernels of the `cuda` extra have no wheels for this torch: they are compiled here, and CUDA's compiler stays here.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS kernels
 # hadolint ignore=DL3008
 RUN apt-get update \
@@ -23,10 +23,11 @@ RUN FLASH_ATTN_CUDA_ARCHS="$CUDA_ARCHS" MAX_JOBS="$BUILD_JOBS" FLASH_ATTENTION_F
     pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels \
     flash-attn==2.8.3.post2 ring-flash-attn==0.1.8
 
+# gcc and Python's headers are for `model.compile`: Triton makes a launcher in C when a process first uses it.
 FROM nvidia/cuda:13.0.1-runtime-ubuntu24.04
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends python3 python3-venv \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 10001 slimefsdp
 RUN python3 -m venv /venv

@@ -26,6 +26,7 @@ from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
+from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.errors import ConfigError, short_repr
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
@@ -94,7 +95,8 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
 
 
 def check_installed(config: RunConfig) -> None:
-    """Whether the packages and the device that settings ask for are here; another cluster's nodes have their own.
+    """Whether the packages, the compiler and the device that settings ask for are here; another cluster's nodes have
+    their own.
 
     Raises:
         ConfigError: naming the setting.
@@ -115,6 +117,8 @@ def check_installed(config: RunConfig) -> None:
             hint="use auto or cpu, or name a cluster.address with GPUs",
         )
     on_cuda, dtype = config.mesh.device != "cpu" and has_gpu, config.precision.compute_dtype
+    if config.model.compile:
+        require_compiler("cuda" if on_cuda else "cpu")
     is_ring_package = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
     for setting, is_asked, packages in (
         ("attention.kernel=flash_attn", config.attention.kernel == "flash_attn", ("flash_attn",)),

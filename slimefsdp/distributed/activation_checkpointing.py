@@ -7,16 +7,12 @@ layer (FSDP's gathering and freeing) stays outside and is not repeated when the 
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from slimefsdp.errors import ConfigError
 
 Recompute = Literal["none", "full", "selective"]
 
@@ -74,21 +70,6 @@ class _Input:
         if hidden is None:  # recomputing reads values; gradients go through the graph of the forward
             hidden = self._stored.to(self._device, non_blocking=True).detach().requires_grad_(self._needs_gradient)
         return hidden
-
-
-def require_compiler(device: torch.device) -> None:
-    """Whether `compile_layers` can work on this machine.
-
-    Raises:
-        ConfigError: on a CPU without a C++ compiler, which torch needs to make its kernels.
-    """
-    compiler = os.environ.get("CXX", "g++")
-    if device.type == "cpu" and shutil.which(compiler) is None:
-        raise ConfigError(
-            f"model.compile=true needs a C++ compiler on a CPU, and there is no {compiler}",
-            field="model.compile",
-            hint="install g++, name another compiler in CXX, or set model.compile=false",
-        )
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:

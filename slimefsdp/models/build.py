@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.hf_interface import register_attention
 from slimefsdp.attention.select import AttentionShape
-from slimefsdp.distributed.activation_checkpointing import require_compiler
+from slimefsdp.distributed.compiler import require_compiler
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import Parallelism, parallelize
 from slimefsdp.distributed.mesh import Mesh, local_shard
@@ -76,7 +76,7 @@ def load_model(
 
     def build() -> None:  # every rank reads its own copy of the folder, and copies differ
         if how.compile:
-            require_compiler(mesh.device)
+            require_compiler(mesh.device.type)
         built.append(build_model(kind, folder, how.master_dtype))
         if attention_for is not None:
             built[0].attention = attention_for(built[0].attention_shape())

@@ -1,0 +1,93 @@
+"""model.compile without a compiler, Python's headers or Triton is refused, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.cli import preflight
+from slimefsdp.distributed import compiler
+from slimefsdp.distributed.compiler import require_compiler
+from slimefsdp.errors import ConfigError
+from tests.support.plain_step import settings
+from tests.support.refusals import refused
+from tests.support.tiny_models import TinyFolder
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_folder: TinyFolder) -> Path:
+    return tiny_folder()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with nothing on it: programs are found in the folder `bin` of what is returned, headers in it."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("sysconfig.get_path", lambda name: {"include": str(tmp_path)}[name])
+    monkeypatch.setattr(compiler, "find_spec", lambda name: None)
+    return tmp_path
+
+
+def install(program: Path) -> None:
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+
+
+def test_on_a_cpu_it_takes_a_cxx_compiler_and_headers(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(machine / "bin/gcc")
+    with refused(ConfigError, "model.compile", "C++", "g++"):
+        require_compiler("cpu")
+    monkeypatch.setenv("CXX", "c++-14")
+    with refused(ConfigError, "model.compile", "c++-14"):
+        require_compiler("cpu")
+    install(machine / "bin/c++-14")
+    with refused(ConfigError, "model.compile", f"{machine}/Python.h"):
+        require_compiler("cpu")
+    (machine / "Python.h").touch()
+    require_compiler("cpu")
+
+
+@pytest.mark.parametrize("usual", ["gcc", "clang"])
+def test_on_cuda_it_takes_a_c_compiler_headers_and_triton(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, usual: str
+) -> None:
+    install(machine / "bin/g++")
+    with refused(ConfigError, "model.compile", "gcc or clang"):
+        require_compiler("cuda")
+    install(machine / "bin" / usual)
+    with refused(ConfigError, "model.compile", f"{machine}/Python.h"):
+        require_compiler("cuda")
+    (machine / "Python.h").touch()
+    with refused(ConfigError, "model.compile", "triton"):
+        require_compiler("cuda")
+    monkeypatch.setattr(compiler, "find_spec", lambda name: name == "triton" or None)
+    require_compiler("cuda")
+    monkeypatch.setenv("CC", "none-such")
+    with refused(ConfigError, "model.compile", "none-such"):
+        require_compiler("cuda")
+
+
+@pytest.mark.parametrize(("device", "compiled_for"), [("cpu", "cpu"), ("auto", "cuda"), ("cuda", "cuda")])
+def test_the_driver_looks_for_what_its_ranks_will_compile_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, device: str, compiled_for: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(preflight, "has_nvidia_driver", lambda: True)
+    monkeypatch.setattr(preflight, "require_compiler", asked.append)
+    mesh = {"device": device}
+    preflight.check_installed(settings(folder, mesh=mesh))
+    preflight.check_installed(settings(folder, mesh=mesh, model={"compile": True}, cluster={"address": "auto"}))
+    assert asked == []  # nothing is compiled; another cluster's nodes have compilers of their own
+    preflight.check_installed(settings(folder, mesh=mesh, model={"compile": True}))
+    assert asked == [compiled_for]
+
+
+def test_the_image_has_what_compiling_on_cuda_takes() -> None:
+    text = (Path(__file__).parents[2] / "Dockerfile").read_text().replace("\\\n", " ")
+    last_stage = text.rpartition("\nFROM ")[2]
+    (install_line,) = (line for line in last_stage.splitlines() if "apt-get install" in line)
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(install_line.split("&&")[1].split())
