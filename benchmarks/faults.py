@@ -2,6 +2,7 @@
 
     python benchmarks/faults.py --json benchmarks/results/kill_matrix.json
     python benchmarks/faults.py --ranks 4 --json benchmarks/results/kill_matrix_4.json
+    python benchmarks/faults.py --device cuda    # on two GPUs, with deterministic kernels; not yet run on a GPU
 
 A job of recorded batches runs undisturbed on a plain WorkerGroup, then once a case on a SupervisedGroup in which the
 case's faults fire. Losses, log-probs, what a receiver was sent, the last checkpoint's tensors and the exported weights
@@ -50,8 +51,8 @@ OTHER_KINDS = {
     "GIL": ("before forward", "after backward", "weight update"),
 }
 WHAT = (
-    "Seconds from a fault until it was noticed, and from then until the group was where it had been, on a tiny Qwen3 "
-    "over gloo; identical: losses, log-probs, weights sent, checkpoint and exported weights equal those of an "
+    "Seconds from a fault until it was noticed, and from then until the group was where it had been, on a tiny Qwen3; "
+    "identical: losses, log-probs, weights sent, checkpoint and exported weights equal those of an "
     f"undisturbed run to the last bit; a rank that is silent for {PING_TIMEOUT_S:g} s counts as hung"
 )
 
@@ -74,6 +75,7 @@ class Arena:
 
     folder: Path
     ranks: int
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         self._model = save_tiny_model(self.folder / "model")
@@ -85,7 +87,7 @@ class Arena:
 
     def settings(self, run: str, **sections: dict[str, Any]) -> RunConfig:
         """Those of a run in a folder of this name."""
-        mesh = {"dp": 2, "cp": self.ranks // 2}
+        mesh = {"dp": 2, "cp": self.ranks // 2, "device": self.device}
         cluster = {"ping_timeout_s": PING_TIMEOUT_S}
         return settings(self._model, self.folder / run, mesh=mesh, cluster=cluster, **sections)
 
@@ -212,6 +214,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="4: dp 2 x cp 2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as many GPUs as ranks")
     parser.add_argument("--only", default="", help="cases whose names hold this")
     parser.add_argument("--resume", action="store_true", help="leave out what the record holds already")
     parser.add_argument("--json", type=Path, help="write the record here")
@@ -221,7 +224,7 @@ def main() -> None:
         done = json.loads(args.json.read_text())["results"]["cases"]
     failed = [f"{case['case']}: {miss}" for case in done for miss in case["misses"]]
     with tempfile.TemporaryDirectory() as folder:
-        matrix = Matrix(Arena(Path(folder), args.ranks))
+        matrix = Matrix(Arena(Path(folder), args.ranks, args.device))
         for faults in cases_of(args.ranks):
             name = " + ".join(map(str, faults))
             if args.only not in name or name in [case["case"] for case in done]:
@@ -238,7 +241,12 @@ def main() -> None:
                 done.append(case)
                 times = f"noticed {case['noticed_s']:6.3f} s  recovered {case['recovered_s']:5.2f} s"
                 print(f"{name:48s} {times}  {', '.join(case['misses'])}", flush=True)
-            write_record(args.json, WHAT, 1, {"ranks": args.ranks, **software(), "failed": failed, "cases": done})
+            write_record(
+                args.json,
+                WHAT,
+                1,
+                {"ranks": args.ranks, "device": args.device, **software(), "failed": failed, "cases": done},
+            )
         matrix.close()
         disconnect()
     print(table(done))
