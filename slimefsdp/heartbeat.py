@@ -41,6 +41,7 @@ class ProgressSnapshot:
     usual_gap_s: float | None
     place: str  # in the code, of the thread that has the call
     waits: bool  # that thread waits for others, as far as its frame tells
+    collectives: int = 0  # that it has begun with others, as far as somebody counts them
 
 
 class Progress:
@@ -61,6 +62,7 @@ class Progress:
         self._thread = threading.get_ident()
         self._own = threading.local()  # `is_aside`, where a thread's work is none of the call's
         self._joined = False
+        self.collectives: Callable[[], int] = lambda: 0  # begun so far; whoever makes process groups sets it
 
     @contextmanager
     def during(self, activity: str) -> Iterator[None]:
@@ -120,7 +122,9 @@ class Progress:
         frame = _current_frames().get(self._thread)
         while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
             frame = frame.f_back
-        return ProgressSnapshot(activity, ticks, since_tick_s, usual_gap_s, _place(frame), _waits(frame))
+        return ProgressSnapshot(
+            activity, ticks, since_tick_s, usual_gap_s, _place(frame), _waits(frame), self.collectives()
+        )
 
 
 def _current_frames() -> dict[int, FrameType]:
@@ -148,6 +152,11 @@ def _place(frame: FrameType | None) -> str:
 
 def _waits(frame: FrameType | None) -> bool:
     return frame is not None and any(part in frame.f_code.co_filename for part in _WAITING)
+
+
+def count_collectives(begun: Callable[[], int]) -> None:
+    """From now on a snapshot of this process has what `begun` says; it is called from another thread."""
+    _of_this_process.collectives = begun
 
 
 _of_this_process = Progress()

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future as Begun
 from typing import Any
 
@@ -93,6 +93,8 @@ class CallFuture:
                         continue
                     failure = meaning_of(error, self._ranks[ref], self.running.name)
                     failures.append((self._ranks[ref], failure))
+                    if not isinstance(failure, SlimeError) or isinstance(failure, WorkerDied):
+                        self.running.let_go([rank for rank, _ in failures])
                     # nothing explains an end but the end itself
                     grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
                     give_up = min(give_up, time.monotonic() + grace_s)
@@ -138,6 +140,7 @@ class Running:
         self.name = name
         self.pending = pending  # ref -> rank, of those that had not answered when last looked
         self.hung: WorkerHung | None = None  # what was said when it was last waited for
+        self._is_let_go = False
         self._timeout_s = timeout_s
         self._watchdog = watchdog
         self._began = time.monotonic() if began is None else began
@@ -209,6 +212,12 @@ class Running:
         except WorkerHung as error:
             self.hung = error
             raise
+
+    def let_go(self, lost: Collection[int]) -> None:
+        """After the loss of ranks: frees the others from collectives that their end alone does not free them from."""
+        if self._watchdog is not None and not self._is_let_go:
+            self._is_let_go = True
+            self._watchdog.let_go(lost)
 
     def overdue(self, ranks: Sequence[int], late: Sequence[int] = ()) -> WorkerHung:
         """The error of this call when its deadline has passed.

@@ -15,7 +15,7 @@ from actors.workers.group_calls import RankRequest
 from actors.workers.watchdog import Watched
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ResourceError, SlimeError, portable
+from slimefsdp.errors import PeerFailed, ResourceError, SlimeError, portable
 from slimefsdp.results import Health
 from slimefsdp.rpc import DEFAULT_ADAPTER
 
@@ -33,6 +33,7 @@ class TrainWorker(Watched):
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
         self._last_update: Any = None  # with its group or its buffers, for the next one
         self._listener: socket.socket | None = None  # of rank 0, until its process group has it
+        self._is_let_go = False  # its collectives were ended, and what they brought may be anything
 
     def free_address(self) -> tuple[str, int]:
         """An address of this node and a port, where rank 0 listens from now on: nobody else can take it before `start`.
@@ -114,9 +115,11 @@ class TrainWorker(Watched):
         if trainer.mesh.device.type == "cuda":
             torch.cuda.set_device(trainer.mesh.device)  # per thread
         try:
+            self._require_peers()
             if role == "actor" and trainer.config.lora.rank is not None and request.name not in _OF_NO_ADAPTER:
                 trainer.use_adapter(request.adapter or DEFAULT_ADAPTER)
             result = getattr(trainer, request.name)(*args())
+            self._require_peers()
         except Exception as error:
             raise self._failed(error, request.name, trainer.config, role) from None
         return result if request.of_all_ranks or self.rank == 0 else None
@@ -187,6 +190,19 @@ class TrainWorker(Watched):
         updates = self.trainers[role].updates_taken if role in self.trainers else 0
         return Health(self.rank, os.getpid(), updates)
 
+    @ray.method(concurrency_group="control")
+    def let_go(self) -> None:
+        """Another rank is lost: ends collectives that its end alone does not end, and then refuses this one's calls."""
+        from slimefsdp.distributed.collectives import abort_collectives
+
+        self._is_let_go = abort_collectives() or self._is_let_go
+
+    def _require_peers(self) -> None:
+        if self._is_let_go:
+            raise PeerFailed(
+                "another rank of this group is gone", field="process_group", hint="look at what ended that rank"
+            )
+
     def _failed(self, error: Exception, call: str, config: RunConfig, role: str) -> Exception:
         """What the caller gets to know; after an error that peers cannot know of, ends this process and so frees them.
 
@@ -194,7 +210,7 @@ class TrainWorker(Watched):
         collective lets go when the connections close, and torch keeps them open while anything refers to the process
         group, also after `destroy_process_group`.
         """
-        if isinstance(error, SlimeError):
+        if isinstance(error, SlimeError) and (not self._is_let_go or isinstance(error, PeerFailed)):
             error.call = call
             if error.rank is None:  # else it is agreed on, and says where it happened
                 error.rank = self.rank
@@ -204,8 +220,10 @@ class TrainWorker(Watched):
         from slimefsdp.distributed.torch_errors import is_out_of_memory, lost_a_peer, peer_failed
 
         try:
-            told = peer_failed(error) if lost_a_peer(error) else error
-            if is_out_of_memory(error):
+            # a collective that was ended leaves values that may break anything behind it
+            has_lost_a_peer = self._is_let_go or lost_a_peer(error)
+            told = peer_failed(error) if has_lost_a_peer else error
+            if is_out_of_memory(error) and not has_lost_a_peer:
                 folder = self.trainers[role].folder.config if role in self.trainers else None
                 told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
             if isinstance(told, SlimeError):
@@ -213,5 +231,5 @@ class TrainWorker(Watched):
             told.add_note(f"on rank {self.rank}, in {call}:\n{''.join(traceback.format_exception(error)).rstrip()}")
             return portable(told)
         finally:
-            if not lost_a_peer(error):  # once it is worded, which may take longer than to send it
+            if not has_lost_a_peer:  # once it is worded, which may take longer than to send it
                 threading.Timer(EXIT_AFTER_S, os._exit, (1,)).start()

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +94,10 @@ class Watched:
         """How far this process is; answers while a call is stuck."""
         stacks = None if self._stacks is None else self._stacks.name
         return Pulse(heartbeat.snapshot(), os.getpid(), _stat(os.getpid())[1], _own_node(), stacks)
+
+    @ray.method(concurrency_group="control")
+    def let_go(self) -> None:
+        """Others of this process's group are lost: ends what its call waits for them in; here it waits for nobody."""
 
 
 @functools.cache
@@ -199,6 +203,12 @@ class Watchdog:
                 problem += f": {self._kind} {rank} has not answered since it was started"
             return self._hung(waiting, rank, timeout_s, problem, setting)
 
+    def let_go(self, lost: Collection[int]) -> None:
+        """Tells all but those that are lost that they wait for them in vain; waits for no answer."""
+        for rank, actor in enumerate(self._actors):
+            if rank not in lost:
+                actor.let_go.remote()
+
     def kill_stopped(self) -> None:
         """Ends processes of this node that are stopped: of one, Ray waits 5 s for it to end itself."""
         if cluster_is_gone():  # and they with it
@@ -266,12 +276,14 @@ class Watchdog:
         return max(least_s, min(SLOWER_BY * progress.usual_gap_s, progress.usual_gap_s + SLOWER_BY * hang_s))
 
     def _most_behind(self, ranks: Sequence[int], now: float) -> int:
-        def order(rank: int) -> tuple[bool, bool, int, int]:
+        def order(rank: int) -> tuple[bool, bool, int, int, int]:
             process = self._processes[rank]
             answers = process.silent_s(now) <= _SILENT_S
             if process.pulse is None or not answers:
-                return answers, False, 0, rank
-            return answers, process.pulse.progress.waits, process.pulse.progress.ticks, rank
+                return answers, False, 0, 0, rank
+            progress = process.pulse.progress
+            # on NCCL no frame tells that a rank waits, and ticks are as many on those that wait for the device
+            return answers, progress.waits, progress.collectives, progress.ticks, rank
 
         return min(ranks, key=order)
 

@@ -6,6 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor
 
+from slimefsdp import heartbeat
+from slimefsdp.distributed.collectives import collectives_begun
 from slimefsdp.errors import ConfigError
 
 
@@ -107,6 +110,7 @@ def start_process_group(
         world_size=world_size,
         timeout=timeout,
     )
+    heartbeat.count_collectives(partial(collectives_begun, device.type))
 
 
 def start_process_group_from_environment(device: torch.device, *, timeout_s: float) -> None:

@@ -369,9 +369,15 @@ def judged(made_up: MadeUpRay) -> Judge:
 
 
 def at(
-    since_tick_s: float, *, activity: str = "p", ticks: int = 5, usual_gap_s: float | None = 0.1, waits: bool = False
+    since_tick_s: float,
+    *,
+    activity: str = "p",
+    ticks: int = 5,
+    usual_gap_s: float | None = 0.1,
+    waits: bool = False,
+    collectives: int = 0,
 ) -> Any:
-    return ProgressSnapshot(activity, ticks, since_tick_s, usual_gap_s, "somewhere", waits)
+    return ProgressSnapshot(activity, ticks, since_tick_s, usual_gap_s, "somewhere", waits, collectives)
 
 
 def test_a_rank_that_waits_for_a_stuck_one_is_not_blamed_though_it_is_still_for_longer(judged: Judge) -> None:
@@ -380,6 +386,13 @@ def test_a_rank_that_waits_for_a_stuck_one_is_not_blamed_though_it_is_still_for_
     assert judged(at(30, waits=True), at(9, waits=True)) == []
     assert judged(at(30, ticks=6, waits=True), at(30, ticks=4, waits=True), at(12, waits=True)) == [1]
     assert judged(at(30, waits=True), at(0, activity=IDLE), waiting=[0]) == [0], "nobody else is in the call"
+
+
+def test_where_no_frame_says_who_waits_the_rank_that_has_begun_fewest_collectives_is_blamed(judged: Judge) -> None:
+    # as on NCCL: the host waits for the device, somewhere in the code of the step
+    assert judged(at(30, collectives=7), at(12, collectives=7), at(30, collectives=6, ticks=9)) == [2]
+    assert judged(at(30, collectives=7), at(30, collectives=7, ticks=4)) == [1]
+    assert judged(at(30, collectives=6, waits=True), at(30, collectives=7)) == [1], "its frame says that it waits"
 
 
 def test_activities_have_ten_times_as_long_as_they_usually_take_up_to_a_bound(judged: Judge) -> None:

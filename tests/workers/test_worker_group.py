@@ -23,8 +23,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from actors.cluster.placement import reserve
+from actors.workers import worker_group
 from actors.workers.futures import CallFuture, QueuedCall
 from actors.workers.group_calls import RankRequest
+from actors.workers.train_worker import TrainWorker
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
@@ -34,6 +36,7 @@ from slimefsdp.errors import (
     CheckpointError,
     ConfigError,
     ModelError,
+    PeerFailed,
     ResourceError,
     SlimeError,
     StateError,
@@ -433,6 +436,43 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     pid = health[0].pid
     assert wait_until(lambda: isinstance(doomed.health()[1], WorkerDied))
     assert isinstance(doomed.health()[0], Health) and doomed.health()[0].pid == pid
+
+
+def test_a_rank_that_its_peers_end_does_not_free_is_let_go_and_answers_nothing_that_came_after(
+    cluster: None, make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL, whose kernels wait for a peer that is gone and end without an error when they are aborted."""
+
+    class OnNccl(TrainWorker):  # defined here, so that it travels by value
+        def add_trainer(self, config: RunConfig, role: str) -> int:
+            import threading
+
+            from slimefsdp.distributed import collectives
+
+            vocab_size = super().add_trainer(config, role)
+            is_aborted = threading.Event()
+            self.trainers[role].in_a_kernel = lambda: is_aborted.wait(600) and "whatever was in memory"
+            collectives.abort_collectives = lambda: (is_aborted.set(), True)[1]
+            return vocab_size
+
+    monkeypatch.setattr(worker_group, "TrainWorker", OnNccl)
+    group = WorkerGroup.launch(make_config())
+    try:
+        survivor, doomed = (health.pid for health in group.health() if isinstance(health, Health))
+        request = RankRequest("in_a_kernel", of_all_ranks=True)
+        calls = [worker.call.remote(request) for worker in group.receivers]
+        os.kill(doomed, signal.SIGKILL)
+        with pytest.raises(WorkerDied) as died:
+            CallFuture(calls, name="a call", timeout_s=600, first_only=False, watchdog=group._watchdog).result()
+        assert died.value.rank == 1
+        with pytest.raises(PeerFailed) as freed:
+            ray.get(calls[0], timeout=PATIENCE_S)
+        assert (freed.value.rank, freed.value.call) == (0, "in_a_kernel")
+        with pytest.raises(PeerFailed):
+            ray.get(group.receivers[0].call.remote(RankRequest("memory", of_all_ranks=True)), timeout=PATIENCE_S)
+        assert isinstance(group.health()[0], Health) and is_alive(survivor), "it ends with the group"
+    finally:
+        group.shutdown()
 
 
 def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config: Any, tmp_path: Path) -> None:
