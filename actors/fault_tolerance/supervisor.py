@@ -140,6 +140,7 @@ class Supervisor:
         self.before_relaunch: list[Callable[[], None]] = []
         self._config = config
         self._places = PlacementGroups()
+        self._sharding: dict[Role, str] = {}
         self._lock = threading.RLock()  # calls of several threads keep one order, also while ranks are replaced
         self._call_log = CallLog()
         # without a run.dir there is no checkpoint either, and batches stay in the object store
@@ -288,11 +289,12 @@ class Supervisor:
             raise _shut_down()
         self._launches += 1
         self._doomed = None
-        self._actor = WorkerGroup.launch(self._config, places=self._places)
+        self._actor = WorkerGroup.launch(self._config, places=self._places, sharding=self._sharding)
         if self._is_shut_down:  # meanwhile, by another thread
             self._end()
             raise _shut_down()
         self._config = self._actor.config  # a job keeps its number of ranks
+        self._sharding = self._actor.sharding  # and its levels, whatever memory is free when it is launched again
         self._call_log.has_critic = self._actor.critic is not None
 
     def _start_on_ranks(self, call: Call) -> None:

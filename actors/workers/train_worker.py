@@ -7,7 +7,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -22,6 +22,13 @@ from slimefsdp.rpc import DEFAULT_ADAPTER
 _OF_NO_ADAPTER = {"create_adapter", "delete_adapter", "adapters", "sleep", "wake_up", "memory", "describe"}
 """Calls for which it does not matter whose matrices are in the model."""
 EXIT_AFTER_S = 2.0  # long enough for the error to reach the driver
+
+
+class Loaded(NamedTuple):
+    """What a rank tells of the model that it has loaded."""
+
+    vocab_size: int
+    sharding: str  # the level; what `auto` became
 
 
 class TrainWorker(Watched):
@@ -52,8 +59,8 @@ class TrainWorker(Watched):
             ) from error
         return host, self._listener.getsockname()[1]
 
-    def start(self, config: RunConfig, role: str, address: str, port: int) -> int:
-        """Joins the process group and loads the model; returns the vocabulary size."""
+    def start(self, config: RunConfig, role: str, address: str, port: int) -> Loaded:
+        """Joins the process group and loads the model."""
         self.keep_stacks(config.run.dir, f"{role}_rank_{self.rank}")
         import torch
 
@@ -76,8 +83,8 @@ class TrainWorker(Watched):
             raise self._failed(error, "start", config, role) from None
         return self.add_trainer(config, role)
 
-    def add_trainer(self, config: RunConfig, role: str) -> int:
-        """Loads the model of a role into the process group that there is; returns the vocabulary size."""
+    def add_trainer(self, config: RunConfig, role: str) -> Loaded:
+        """Loads the model of a role into the process group that there is."""
         import torch
 
         from slimefsdp.distributed.mesh import choose_device
@@ -93,7 +100,7 @@ class TrainWorker(Watched):
             raise self._failed(error, "start", config, role) from None
         self.trainers[role] = trainer
         heartbeat.enter(heartbeat.IDLE)
-        return int(trainer.folder.vocab_size)
+        return Loaded(int(trainer.folder.vocab_size), trainer.config.fsdp.sharding)
 
     def call(self, request: RankRequest, role: str = "actor") -> Any:
         """A method of the role's Trainer; None where only rank 0's result is wanted and this is another rank.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from actors.cluster.connect import connect, with_cluster_ranks
@@ -20,7 +21,7 @@ from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
 from actors.workers.group_calls import GroupCalls, RankRequest
 from actors.workers.named_group import NamedGroup
-from actors.workers.train_worker import TrainWorker
+from actors.workers.train_worker import Loaded, TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ModelError, PeerFailed, SlimeError, StateError, WorkerDied, WorkerHung
@@ -73,6 +74,7 @@ class WorkerGroup(GroupCalls):
         *,
         beside: WorkerGroup | None = None,
         places: PlacementGroups | None = None,
+        sharding: Mapping[Role, str] = MappingProxyType({}),
     ) -> WorkerGroup:
         """Starts one process a rank, joins them and loads the model; all ranks are ready on return.
 
@@ -82,6 +84,7 @@ class WorkerGroup(GroupCalls):
         Args:
             beside: for a critic, the actor group in whose processes it is to be; it ends with them.
             places: where the processes go, kept by the caller when the group ends; None: places of its own.
+            sharding: levels by role, as of the group that this one replaces; the memory that is free now says nothing.
 
         Raises:
             ResourceError: the cluster is too small. ModelError: the folder cannot be loaded, or had from the hub.
@@ -91,7 +94,7 @@ class WorkerGroup(GroupCalls):
         config = with_model_folders(config)
         found = _model_folder(config, role)
         if beside is not None:
-            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, found)
+            return cls._beside(beside, config.with_ranks(beside.config.ranks), role, found, sharding)
         if role == "actor" and config.algorithm == "ppo":
             _require_vocabulary(_model_folder(config, "critic"), found)
         connect(config)
@@ -99,13 +102,13 @@ class WorkerGroup(GroupCalls):
         taken = PlacementGroups() if places is None else places
         group: WorkerGroup | None = None
         try:
-            workers, watchdog, vocab_size = _start_ranks(config, role, taken)
+            workers, watchdog, loaded = _start_ranks(_sharded_as(config, sharding.get(role)), role, taken)
             group = cls(
-                config, role, workers, vocab_size, found,
+                config.with_sharding(loaded.sharding), role, workers, loaded.vocab_size, found,
                 watchdog=watchdog, places=taken, owns_places=places is None,
             )  # fmt: skip
             if role == "actor":
-                group._launch_others(taken)
+                group._launch_others(config, taken, sharding)
         except BaseException:  # Ctrl-C too: in a notebook the driver lives on
             if group is not None:
                 group.end()
@@ -130,7 +133,9 @@ class WorkerGroup(GroupCalls):
         return NamedGroup.attach(name, write=write, wait_s=wait_s, address=address)
 
     @classmethod
-    def _beside(cls, actor: WorkerGroup, config: RunConfig, role: Role, folder: ModelFolder) -> WorkerGroup:
+    def _beside(
+        cls, actor: WorkerGroup, config: RunConfig, role: Role, folder: ModelFolder, sharding: Mapping[Role, str]
+    ) -> WorkerGroup:
         if role != "critic" or actor.role != "actor":
             raise StateError(
                 f"a group of role {role!r} beside one of role {actor.role!r}",
@@ -138,8 +143,9 @@ class WorkerGroup(GroupCalls):
                 hint="only a critic shares the processes of an actor group; launch others without it",
             )
         actor._require_workers("launch")
-        vocab_size = actor._queue.begin(
-            lambda: [worker.add_trainer.remote(config, role) for worker in actor._workers],
+        given = _sharded_as(config, sharding.get(role))
+        loaded = actor._queue.begin(
+            lambda: [worker.add_trainer.remote(given, role) for worker in actor._workers],
             name="launch",
             timeout_s=config.cluster.launch_timeout_s,
             first_only=True,
@@ -147,25 +153,30 @@ class WorkerGroup(GroupCalls):
             setting="cluster.launch_timeout_s",
         ).result()
         group = cls(
-            config, role, actor._workers, vocab_size, folder,
+            config.with_sharding(loaded.sharding), role, actor._workers, loaded.vocab_size, folder,
             watchdog=actor._watchdog, places=actor.places, is_guest=True,
         )  # fmt: skip
         group._queue = actor._queue  # both roles' collectives are on the same ranks
         return group
 
-    def _launch_others(self, places: PlacementGroups) -> None:
-        config = self.config
+    def _launch_others(self, config: RunConfig, places: PlacementGroups, sharding: Mapping[Role, str]) -> None:
         if config.reference.placement == "group":
-            self._refer_to(self.launch(config, "ref", places=places))
+            self._refer_to(self.launch(config, "ref", places=places, sharding=sharding))
         if config.algorithm == "ppo" and config.critic.placement == "colocated":
-            self.critic = self.launch(config, "critic", beside=self)
+            self.critic = self.launch(config, "critic", beside=self, sharding=sharding)
         elif config.algorithm == "ppo":
-            self.critic = self.launch(config, "critic", places=places)
+            self.critic = self.launch(config, "critic", places=places, sharding=sharding)
 
     def _refer_to(self, reference: WorkerGroup) -> None:
         """Has a group that was just launched answer for the reference; its calls and this group's keep one order."""
         self.reference_group = reference
         reference._queue = CallQueue(self._queue.dispatcher)
+
+    @property
+    def sharding(self) -> dict[Role, str]:
+        """The level of fsdp.sharding by role, of this group and those that it launched."""
+        groups = [group for group in (self, self.critic, self.reference_group) if group is not None]
+        return {group.role: group.config.fsdp.sharding for group in groups}
 
     @property
     def receivers(self) -> list[Any]:
@@ -359,8 +370,12 @@ def _require_vocabulary(critic: ModelFolder, policy: ModelFolder) -> None:
         )
 
 
-def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, int]:
-    """The processes of a group with its model loaded, who looks after them, and the vocabulary size."""
+def _sharded_as(config: RunConfig, level: str | None) -> RunConfig:
+    return config if level is None else config.with_sharding(level)
+
+
+def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tuple[list[Any], Watchdog, Loaded]:
+    """The processes of a group with its model loaded, who looks after them, and what they say of it."""
     began = time.monotonic()
     timeout_s = config.cluster.launch_timeout_s
     placement, gpus = places.reserve_for_ranks(config, role)

@@ -395,7 +395,7 @@ class FsdpSettings(Settings):
         "reshard_after_forward=False): they stay whole from forward to backward; optimizer (as ZeRO-1): they stay "
         "whole, and gradients too, over all micro-batches of an update, which are summed over ranks once; replicate "
         "(as DDP): every rank holds everything; auto: of the first three the one that sends least and, by the estimate "
-        "of `slimefsdp plan`, fits the memory that is free",
+        "of `slimefsdp plan`, fits the memory that is free; a resumed run of the same mesh keeps it",
     )
     wrap_layers: Annotated[tuple[str, ...], BeforeValidator(_class_names)] | None = Field(
         None, description="classes of modules that are units; null: decoder layers and an untied embedding"

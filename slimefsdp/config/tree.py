@@ -407,6 +407,12 @@ class RunConfig(AlgorithmSettings):
             raise ConfigError(problem[0], field="rollout.engines", hint=problem[1])
         return found
 
+    def with_sharding(self, level: str) -> RunConfig:
+        """These settings with fsdp.sharding at a level that `auto` has become."""
+        if level == self.fsdp.sharding:
+            return self
+        return self.model_copy(update={"fsdp": self.fsdp.model_copy(update={"sharding": level})})
+
     @property
     def max_pack_tokens(self) -> int:
         """Hard cap on the tokens of one pack, which the cp ranks share."""

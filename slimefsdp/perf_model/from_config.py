@@ -14,10 +14,13 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.perf_model.memory import ByteSizes, Computing, MicroBatches, choose_sharding
+from slimefsdp.perf_model.memory import ByteSizes, Computing, MicroBatches, Sharding, choose_sharding
 from slimefsdp.perf_model.simulate import MeshShape, Simulation, simulate, simulate_plan
 from slimefsdp.perf_model.step_time import HEADROOM, ColocatedModels, Workload, bytes_beside
 from slimefsdp.preparation.plan import plan_training
+
+AUTO_LEVELS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer")
+"""What `fsdp.sharding=auto` chooses from."""
 
 
 def byte_sizes_of(config: RunConfig) -> ByteSizes:
@@ -103,9 +106,9 @@ def with_chosen_sharding(
             computing=computing,
             # the levels to choose from hold equally much at rest
             others=bytes_beside(beside, "full", shard_ranks=shard_ranks, sizes=sizes, computing=computing),
-            levels=("full", "keep_parameters", "optimizer"),
+            levels=AUTO_LEVELS,
         )
-    return config.model_copy(update={"fsdp": config.fsdp.model_copy(update={"sharding": level})})
+    return config.with_sharding(level)
 
 
 def simulate_settings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,14 @@ from slimefsdp.attention.backends import flash_attn_package
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import CostModel
+from slimefsdp.checkpoint.compatibility import check_info
+from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.distributed.consensus import all_equal, gathered, run_on_first, run_together
 from slimefsdp.distributed.fsdp import Parallelism
 from slimefsdp.distributed.memory_manager import MemoryManager, free_bytes
 from slimefsdp.distributed.mesh import Mesh, build_mesh
-from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.errors import CheckpointError, ConfigError, ModelError
 from slimefsdp.io.hub import HubId, reads_like_id, snapshot
 from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
@@ -33,7 +36,7 @@ from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer import MuonRule, build_optimizer, learning_rate, matrix_names, undecayed_names
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
 from slimefsdp.perf_model.flops import peak_tflops
-from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
+from slimefsdp.perf_model.from_config import AUTO_LEVELS, colocated_models_of, with_chosen_sharding
 from slimefsdp.perf_model.simulate import MeshShape
 from slimefsdp.perf_model.step_time import ColocatedModels
 from slimefsdp.preparation.plan import cost_model_of, model_spec_of
@@ -218,9 +221,18 @@ def peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder |
 
 
 def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> RunConfig:
-    """Collective: settings whose fsdp.sharding is a level, on every rank the same; `auto` looks at what is free now."""
+    """Collective: settings whose fsdp.sharding is a level, on every rank the same.
+
+    `auto` is what the checkpoint says from which the run is resumed, if that is of the same mesh: at another level the
+    same gradients are summed in another order. Else it looks at what is free now.
+    """
     if config.fsdp.sharding != "auto":
         return config
+    found: list[str | None] = []
+    run_on_first(lambda: found.append(_recorded_sharding(config, role, mesh)), mesh.group)
+    recorded: str | None = gathered(found, mesh.group)[0][0]
+    if recorded is not None:
+        return config.with_sharding(recorded)
     free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
     dist.all_reduce(free, op=dist.ReduceOp.MIN, group=mesh.group)
     shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
@@ -228,6 +240,21 @@ def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh
     # a reference and a critic are loaded after the policy, and taken to be as large
     beside = colocated_models_of(config, policy, policy) if role == "actor" else ColocatedModels()
     return with_chosen_sharding(config, policy, shape, beside=beside, memory_bytes=int(free), on_cpu=on_cpu)
+
+
+def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
+    """The level at which the role trained that this run resumes, on this mesh; None: no checkpoint says it."""
+    if not config.checkpoint.resume or config.run.dir is None or role == "ref":
+        return None
+    store = CheckpointStore.of_run(config.run.dir, role)
+    for folder in store.candidates()[0]:
+        with suppress(CheckpointError):  # a damaged one is passed over when it is loaded, too
+            info = store.manifest_of(folder).info
+            check_info(info, folder)
+            level = info["config"].get("fsdp", {}).get("sharding")
+            is_of_this_mesh = info["mesh"] == {"dp_replicate": mesh.dp_replicate, "dp": mesh.dp, "cp": mesh.cp}
+            return level if is_of_this_mesh and level in AUTO_LEVELS else None
+    return None
 
 
 def model_for(

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +65,7 @@ class Scripted:
         self.may_plan = threading.Event()  # cleared: what plans batches waits
         self.may_plan.set()
         self.drift = 0  # of what ranks answer, from what others answered
+        self.levels_given: list[Any] = []  # of sharding, by launch
         self.stored = weakref.WeakSet[Ref]()  # batches that the object store has to keep
         placement = "group" if with_reference else "colocated"
         sections = {
@@ -75,8 +76,9 @@ class Scripted:
         }
         self.config: Any = SimpleNamespace(**{name: SimpleNamespace(**values) for name, values in sections.items()})
 
-    def launch(self, config: Any, places: Any = None) -> Any:
+    def launch(self, config: Any, places: Any = None, sharding: Any = None) -> Any:
         self.launches += 1
+        self.levels_given.append(dict(sharding))
         self.group = ScriptedGroup(self, "actor")  # the ranks there are now, to look at
         return self.group
 
@@ -119,6 +121,8 @@ class Planner:
 
 
 class ScriptedGroup:
+    sharding = MappingProxyType({"actor": "optimizer", "critic": "full"})  # of ranks that had less memory free later
+
     def __init__(self, script: Scripted, role: str, actor: ScriptedGroup | None = None) -> None:
         self.script, self.role, self.config = script, role, script.config
         self.state: tuple[Any, ...] = ()
@@ -376,6 +380,12 @@ def test_every_caller_sees_what_an_unlost_group_says(
     straight, struck = Scripted(set(), keep_last=keep_last), Scripted(losses, keep_last=keep_last)
     straight.in_background = struck.in_background = in_background
     assert after(actions, straight) == after(actions, struck)
+
+
+def test_ranks_that_replace_others_keep_their_levels_of_sharding(supervised: Any) -> None:
+    group = supervised(script := Scripted({1, 2}))
+    job(group, [("train_step", number) for number in (1, 2, 3)])
+    assert script.levels_given == [{}, ScriptedGroup.sharding, ScriptedGroup.sharding]
 
 
 def test_what_else_is_on_the_devices_leaves_them_before_ranks_are_started(supervised: Any) -> None:

@@ -270,6 +270,42 @@ def test_the_rank_with_least_memory_decides_for_all(ranks: RankPool, tiny_folder
     assert ranks.run(2, sharding_of_rank, config, [10**12, 10**3]) == ["full", "full"]
 
 
+def level_and_save(rank: int, config: RunConfig, free: int, step: int | None = None) -> str:
+    """What `auto` becomes with so much memory free, on every rank; it leaves a checkpoint of a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "free_bytes", lambda device: free)
+        trainer = Trainer(config, device=torch.device("cpu"))
+    if step is not None:
+        trainer.save(step)
+    return trainer.config.fsdp.sharding
+
+
+def test_a_resumed_run_keeps_its_level_while_its_mesh_is_the_same(
+    ranks: RankPool, tiny_folder: TinyFolder, tmp_path: Path
+) -> None:
+    much, little = 10**12, 10**3
+
+    def resumed(resume: bool = True, dp: int = 2, **fsdp: Any) -> RunConfig:
+        return settings(
+            model={"path": str(tiny_folder())},
+            mesh={"dp": dp, "device": "cpu"},
+            fsdp={"sharding": "auto", **fsdp},
+            run={"dir": str(tmp_path)},
+            checkpoint={"resume": resume},
+        )
+
+    assert ranks.run(2, level_and_save, resumed(resume=False), much, 1) == ["optimizer"] * 2
+    assert ranks.run(2, level_and_save, resumed(), little, 2) == ["optimizer"] * 2
+    assert ranks.run(2, level_and_save, resumed(resume=False), little) == ["full"] * 2, "another run"
+    assert ranks.run(1, level_and_save, resumed(dp=1), little) == ["full"], "another mesh"
+    assert ranks.run(2, level_and_save, resumed(sharding="replicate"), little) == ["replicate"] * 2, "another setting"
+    newest = tmp_path / "checkpoints" / "step_00000002" / "manifest.json"
+    newest.write_text(newest.read_text().replace("optimizer", "optimiser", 1))
+    assert ranks.run(2, level_and_save, resumed(), little) == ["optimizer"] * 2, "the one before is whole"
+    ranks.run(2, level_and_save, resumed(sharding="replicate"), little, 3)
+    assert ranks.run(2, level_and_save, resumed(), little) == ["full"] * 2, "auto never takes what that one names"
+
+
 def test_an_actor_leaves_room_for_the_reference_that_it_loads_next(ranks: RankPool, tiny_folder: TinyFolder) -> None:
     folder = tiny_folder()
     model_spec = ModelSpec.from_config(read_model_folder(folder).config)
