@@ -90,6 +90,8 @@ class Trainer:
             config = config.with_ranks(dist.get_world_size())
         self.call_lock = CallLock()
         mesh = build.mesh_for(config, role, device)
+        if (threads := build.host_threads(config, mesh)) is not None:
+            torch.set_num_threads(threads)
         run_together(lambda: check_policy_loss(config), mesh.group)
         config = build.with_model_folders(config, mesh.group)
         folder = build.folder_for(config, role, mesh.group)

@@ -405,7 +405,21 @@ class FsdpSettings(Settings):
     )
     prefetch_layers: int = Field(0, ge=0, description="units gathered ahead of their use; 0: FSDP2's own order")
     cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
+    offload_threads: PositiveInt | None = Field(
+        None,
+        description="threads of a rank under cpu_offload, whose updates the host computes; null: on CUDA a machine's "
+        "cores over the ranks on it, on a CPU as many as ranks without cpu_offload have, which is one under Ray",
+    )
     pin_memory: bool = Field(True, description="page-locked host memory for sleep and cpu_offload, where there is CUDA")
+
+    @model_validator(mode="after")
+    def check_offload_threads(self) -> FsdpSettings:
+        if self.offload_threads is not None and not self.cpu_offload:
+            raise ValueError(
+                f"fsdp.offload_threads={self.offload_threads} does nothing without fsdp.cpu_offload; "
+                "set that, or remove it"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_fsdp_wrapping(self) -> FsdpSettings:

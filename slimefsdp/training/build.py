@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -116,6 +117,19 @@ def set_numerics(config: RunConfig) -> None:
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.run.deterministic:
         make_deterministic()
+
+
+def host_threads(config: RunConfig, mesh: Mesh) -> int | None:
+    """Collective: threads for what a rank computes on the host under fsdp.cpu_offload; None: as many as there are.
+
+    Launchers give a rank one, for which AdamW over a large model is a matter of many seconds.
+    """
+    if not config.fsdp.cpu_offload:
+        return None
+    if config.fsdp.offload_threads is not None or mesh.device.type == "cpu":
+        return config.fsdp.offload_threads
+    hosts = gathered(socket.gethostname(), mesh.group)
+    return max(1, len(os.sched_getaffinity(0)) // hosts.count(socket.gethostname()))
 
 
 def make_deterministic() -> None:

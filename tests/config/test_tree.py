@@ -421,6 +421,12 @@ RULES = [
         ["lora.sync=adapters", "rollout.weight_transport=disk"],
     ),
     (
+        "check_offload_threads",
+        {"fsdp__cpu_offload": True, "fsdp__offload_threads": 4},
+        {"fsdp__offload_threads": 4},
+        ["fsdp.offload_threads=4", "fsdp.cpu_offload"],
+    ),
+    (
         "check_fsdp_wrapping",
         {"fsdp__wrap_layers": ["Qwen3MLP"]},
         {"fsdp__wrap_layers": ["Qwen3MLP"], "fsdp__wrap_min_parameters": 1000},
