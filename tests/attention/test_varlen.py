@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.attention.backends import eager
+from slimefsdp.attention.backends.eager import Blocking
 from slimefsdp.attention.call_plan import AttentionParams, CallPlan, ring_plan
 from slimefsdp.attention.ring import _RingAttention, ring_attention
 from slimefsdp.attention.varlen import Saved, _kernel_for, varlen_backward, varlen_forward
@@ -67,6 +69,15 @@ def dense_attention(
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
+@contextmanager
+def blocking(joined_bytes: int | None) -> Iterator[None]:
+    """Inside, the kernel in plain torch joins segments in blocks of so many bytes; None: it does as on this device."""
+    with pytest.MonkeyPatch.context() as patch:
+        if joined_bytes is not None:
+            patch.setattr(eager, "blocking_on", lambda device: Blocking(joined_bytes, joins_segments=True))
+        yield
+
+
 def assert_equals_dense(
     call: CallPlan,
     *,
@@ -78,14 +89,19 @@ def assert_equals_dense(
     scale: float | None = None,
     softcap: float | None = None,
     plainly: bool = False,
+    joined_bytes: int | None = None,
 ) -> None:
+    """
+    Args:
+        joined_bytes: have the kernel in plain torch join segments as on CUDA, in blocks of scores of so many bytes.
+    """
     scale = head_dim**-0.5 if scale is None else scale
     q, k, v = (x.requires_grad_() for x in random_qkv(call, heads, kv_heads, head_dim))
     expected_out, expected_lse = dense_attention(q, k, v, visible(call, causal=causal, window=window), scale, softcap)
     grad_out = torch.randn_like(expected_out)
     expected = (expected_out, expected_lse, *torch.autograd.grad(expected_out, (q, k, v), grad_out))
     scoring = AttentionParams(scale, window=window, softcap=softcap)
-    with torch.no_grad():
+    with torch.no_grad(), blocking(joined_bytes):
         if plainly:
             out, lse = eager.forward(q, k, v, call, scoring, causal=causal)
             grads = eager.backward(grad_out, q, k, v, out, lse, call, scoring, causal=causal)
@@ -106,6 +122,7 @@ def assert_equals_dense(
     scale=st.none() | st.floats(0.05, 2.0),
     softcap=st.none() | st.floats(0.5, 30.0),
     plainly=st.booleans(),
+    joined_bytes=st.sampled_from([None, 1, 2**16, 2**30]),
 )
 def test_any_lengths_window_scale_and_soft_cap_equal_dense_softmax(
     lengths: list[int],
@@ -115,6 +132,7 @@ def test_any_lengths_window_scale_and_soft_cap_equal_dense_softmax(
     scale: float | None,
     softcap: float | None,
     plainly: bool,
+    joined_bytes: int | None,
 ) -> None:
     assert_equals_dense(
         call_plan(lengths),
@@ -124,6 +142,7 @@ def test_any_lengths_window_scale_and_soft_cap_equal_dense_softmax(
         scale=scale,
         softcap=softcap,
         plainly=plainly,
+        joined_bytes=joined_bytes,
     )
 
 
@@ -132,12 +151,14 @@ def test_any_lengths_window_scale_and_soft_cap_equal_dense_softmax(
     lengths=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 80)), min_size=1, max_size=4),
     softcap=st.none() | st.just(2.0),
     plainly=st.booleans(),
+    joined_bytes=st.sampled_from([None, 1, 2**16, 2**30]),
 )
 def test_non_causal_calls_over_keys_of_other_lengths_equal_dense_softmax(
-    lengths: list[tuple[int, int]], softcap: float | None, plainly: bool
+    lengths: list[tuple[int, int]], softcap: float | None, plainly: bool, joined_bytes: int | None
 ) -> None:
     q_lengths, k_lengths = zip(*lengths, strict=True)
-    assert_equals_dense(call_plan(q_lengths, k_lengths), causal=False, softcap=softcap, plainly=plainly)
+    call = call_plan(q_lengths, k_lengths)
+    assert_equals_dense(call, causal=False, softcap=softcap, plainly=plainly, joined_bytes=joined_bytes)
 
 
 @examples(30)
@@ -145,13 +166,42 @@ def test_non_causal_calls_over_keys_of_other_lengths_equal_dense_softmax(
     lengths=st.lists(st.tuples(st.integers(1, 80), st.integers(0, 90)), min_size=1, max_size=4),
     window=st.none() | st.integers(1, 100),
     plainly=st.booleans(),
+    joined_bytes=st.sampled_from([None, 1, 2**16, 2**30]),
 )
 def test_causal_calls_with_more_keys_than_queries_end_together(
-    lengths: list[tuple[int, int]], window: int | None, plainly: bool
+    lengths: list[tuple[int, int]], window: int | None, plainly: bool, joined_bytes: int | None
 ) -> None:
     q_lengths = [queries for queries, _ in lengths]
     call = call_plan(q_lengths, [queries + more for queries, more in lengths])
-    assert_equals_dense(call, window=window, plainly=plainly)
+    assert_equals_dense(call, window=window, plainly=plainly, joined_bytes=joined_bytes)
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts what would be a launch on a GPU: operations that write something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view and "empty" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_segments_that_are_joined_take_few_operations_however_many_they_are(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    call = call_plan(torch.randint(20, 90, (64,), generator=generator).tolist())
+    q, k, v = random_qkv(call, 4, 2, 8)
+    scoring = AttentionParams(0.3, window=window, softcap=5.0)
+    counts = []
+    for joined_bytes in (None, 2**24):
+        with blocking(joined_bytes), CountOperations() as counted:
+            for _ in range(2):  # as every layer: where the pieces lie is worked out once
+                out, lse = eager.forward(q, k, v, call, scoring, causal=True)
+                eager.backward(torch.ones_like(out), q, k, v, out, lse, call, scoring, causal=True)
+        counts.append(counted.count)
+    assert counts[1] * 8 < counts[0], counts
 
 
 def test_bands_of_a_long_causal_call_with_more_keys_meet() -> None:

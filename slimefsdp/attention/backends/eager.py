@@ -1,6 +1,8 @@
 """Variable-length attention in plain torch, for what flash kernels lack: soft-capped scores, any dtype, any head size.
 
-Scores are held for one block of queries at a time, so memory stays linear in the length. The interface is that of
+Scores are held for one block of queries at a time, so memory stays linear in the length. On CUDA, where each operation
+is a launch, a block is larger and holds pieces of several segments: of those with about as many queries and keys the
+shorter ones are filled up with their last row, which a mask keeps from counting. The interface is that of
 `slimefsdp.attention.varlen`: the backward takes output and log-sum-exp as given. With S = scale * q k^T, capped scores
 C = cap * tanh(S / cap) and P = exp(C - lse):
 
@@ -10,13 +12,34 @@ C = cap * tanh(S / cap) and P = exp(C - lse):
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
-from slimefsdp.attention.call_plan import AttentionParams, CallPlan
+from slimefsdp.attention.call_plan import AttentionParams, CallPlan, Rows
+from slimefsdp.batching.packing import on_device
 
-_BLOCK_BYTES = 32 * 2**20  # of one block's scores
+_FILL = 2  # pieces of a block have at least 1/_FILL of the scores of its largest
+_FAR = 2**60  # behind all rows
+_SHARE_OF_MEMORY = 128  # of a GPU, for the scores of a block; a backward pass holds about five times that
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """How calls are cut into blocks."""
+
+    score_bytes: int  # of one block
+    joins_segments: bool  # a block holds pieces of several segments
+
+
+def blocking_on(device: torch.device) -> Blocking:
+    """A CPU's caches are small and its operations cheap to begin; a GPU is the other way round."""
+    if device.type == "cpu":
+        return Blocking(32 * 2**20, joins_segments=False)
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return Blocking(memory // _SHARE_OF_MEMORY, joins_segments=True)
 
 
 def forward(
@@ -26,13 +49,14 @@ def forward(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=wide)
-    for qs, ks, is_hidden in _blocks(call, q, scoring.window, causal=causal):
+    for block in _blocks(call, q, scoring.window, causal=causal):
+        qs, ks = block.queries, block.keys
         queries, keys, values = _grouped(q[qs], k.shape[1], wide), _keys(k[ks], wide), _keys(v[ks], wide)
-        scores = _scores(queries, keys, scoring, is_hidden)
-        row_lse = scores.logsumexp(-1)  # [kv_heads, group, rows]
+        scores = _scores(queries, keys, scoring, block.is_hidden)
+        row_lse = scores.logsumexp(-1)  # [.., kv_heads, group, rows]
         probabilities = (scores - row_lse.unsqueeze(-1)).exp_()
-        out[qs] = _ungrouped(probabilities @ values.unsqueeze(1)).to(q.dtype)
-        lse[:, qs] = row_lse.flatten(0, 1)
+        out[qs] = _ungrouped(probabilities @ values.unsqueeze(-3)).to(q.dtype)
+        lse[:, qs] = row_lse.flatten(-3, -2).movedim(-2, 0)
     return out, lse
 
 
@@ -50,65 +74,180 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v in their shapes and dtypes."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty_like(q)
-    dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for qs, ks, is_hidden in _blocks(call, q, scoring.window, causal=causal):
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    for block in _blocks(call, q, scoring.window, causal=causal):
+        qs, ks = block.queries, block.keys
         queries, keys, values = _grouped(q[qs], k.shape[1], wide), _keys(k[ks], wide), _keys(v[ks], wide)
         grads = _grouped(grad_out[qs], k.shape[1], wide)
-        scores = _scores(queries, keys, scoring, is_hidden)
-        row_lse = lse[:, qs].unflatten(0, (k.shape[1], -1)).unsqueeze(-1)
+        if block.is_filler is not None:
+            grads = grads.masked_fill(block.is_filler, 0.0)
+        scores = _scores(queries, keys, scoring, block.is_hidden)
+        row_lse = lse[:, qs].movedim(0, -2).unflatten(-2, (k.shape[1], -1)).unsqueeze(-1)
         probabilities = (scores - row_lse).exp_()
-        dv[ks] += (probabilities.transpose(-1, -2) @ grads).sum(1).transpose(0, 1)
+        _add(dv, ks, (probabilities.transpose(-1, -2) @ grads).sum(-3).transpose(-3, -2))
         delta = (grads * _grouped(out[qs], k.shape[1], wide)).sum(-1, keepdim=True)
-        d_scores = probabilities * (grads @ values.unsqueeze(1).transpose(-1, -2) - delta)
+        d_scores = probabilities * (grads @ values.unsqueeze(-3).transpose(-1, -2) - delta)
         if scoring.softcap is not None:
             # a hidden score is -inf: its probability, and with it its gradient, is 0 already
             slope = 1 - (scores / scoring.softcap).square()
-            d_scores *= slope if is_hidden is None else slope.masked_fill_(is_hidden, 0.0)
+            d_scores *= slope if block.is_hidden is None else slope.masked_fill_(block.is_hidden, 0.0)
         d_scores *= scoring.scale
-        dq[qs] = _ungrouped(d_scores @ keys.unsqueeze(1)).to(q.dtype)
-        dk[ks] += (d_scores.transpose(-1, -2) @ queries).sum(1).transpose(0, 1)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+        d_queries = _ungrouped(d_scores @ keys.unsqueeze(-3))
+        if isinstance(qs, slice):
+            dq[qs] = d_queries
+        else:
+            _add(dq, qs, d_queries)
+        _add(dk, ks, (d_scores.transpose(-1, -2) @ queries).sum(-3).transpose(-3, -2))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _add(into: torch.Tensor, rows: Rows, values: torch.Tensor) -> None:
+    if isinstance(rows, slice):
+        into[rows] += values
+    else:  # a row may occur more than once: pieces of one segment see the same keys, and fillers bring zeros
+        into.index_add_(0, rows.flatten(), values.flatten(0, 1))
 
 
 def _scores(
     queries: torch.Tensor, keys: torch.Tensor, scoring: AttentionParams, is_hidden: torch.Tensor | None
 ) -> torch.Tensor:
-    """[kv_heads, group, rows, keys], minus infinity where a query does not see."""
-    scores = (queries @ keys.unsqueeze(1).transpose(-1, -2)).mul_(scoring.scale)
+    """[.., kv_heads, group, rows, keys], minus infinity where a query does not see."""
+    scores = (queries @ keys.unsqueeze(-3).transpose(-1, -2)).mul_(scoring.scale)
     if scoring.softcap is not None:
         scores = scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     return scores if is_hidden is None else scores.masked_fill_(is_hidden, float("-inf"))
 
 
 def _grouped(x: torch.Tensor, kv_heads: int, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
+    return x.to(dtype).unflatten(-2, (kv_heads, -1)).movedim(-4, -2)  # [.., kv_heads, group, rows, head_dim]
 
 
 def _ungrouped(x: torch.Tensor) -> torch.Tensor:
-    return x.permute(2, 0, 1, 3).flatten(1, 2)  # [rows, heads, head_dim]
+    return x.movedim(-2, -4).flatten(-3, -2)  # [.., rows, heads, head_dim]
 
 
 def _keys(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype).transpose(0, 1)  # [kv_heads, keys, head_dim]
+    return x.to(dtype).transpose(-3, -2)  # [.., kv_heads, keys, head_dim]
 
 
-def _blocks(
-    call: CallPlan, q: torch.Tensor, window: int | None, *, causal: bool
-) -> Iterator[tuple[slice, slice, torch.Tensor | None]]:
-    """(queries, keys, [rows, keys] bool of what is hidden) of every block."""
-    for (q0, q1), (k0, k1) in zip(pairwise(call.cu_q), pairwise(call.cu_k), strict=True):
+# ---------------------------------------------------------------------- blocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some queries and the keys that they see some of: of one segment, or [pieces, ..] of several."""
+
+    queries: Rows
+    keys: Rows
+    is_hidden: torch.Tensor | None  # [(pieces, 1, 1,) rows, keys]; None: every query sees every key
+    is_filler: torch.Tensor | None = None  # [pieces, 1, 1, rows, 1] queries that are there a second time
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Queries of one segment and their keys, as rows of q and of k."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    own: int  # of its first query: the newest key that it sees
+
+    @property
+    def scores(self) -> int:
+        return (self.q1 - self.q0) * (self.k1 - self.k0)
+
+
+def _blocks(call: CallPlan, q: torch.Tensor, window: int | None, *, causal: bool) -> Iterator[_Block]:
+    blocking = blocking_on(q.device)
+    most_scores = blocking.score_bytes // (torch.promote_types(q.dtype, torch.float32).itemsize * q.shape[1])
+    if blocking.joins_segments:
+        for joined in _joined(call.cu_q, call.cu_k, window, causal, most_scores, q.device):
+            yield joined.block(window, causal=causal)
+        return
+    for piece in _pieces(call.cu_q, call.cu_k, window, causal, most_scores):
+        is_hidden = None
+        if causal:
+            query_places = torch.arange(piece.own, piece.own + piece.q1 - piece.q0, device=q.device)[:, None]
+            distance = query_places - torch.arange(piece.k0, piece.k1, device=q.device)[None, :]
+            is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+        yield _Block(slice(piece.q0, piece.q1), slice(piece.k0, piece.k1), is_hidden)
+
+
+def _pieces(
+    cu_q: tuple[int, ...], cu_k: tuple[int, ...], window: int | None, causal: bool, most_scores: int
+) -> Iterator[_Piece]:
+    """The segments, cut into so many queries that a piece has about `most_scores` scores a head at most."""
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         queries, keys = q1 - q0, k1 - k0
         more = keys - queries
         seen = keys if window is None else min(keys, window + 16)
-        rows = max(16, _BLOCK_BYTES // (torch.promote_types(q.dtype, torch.float32).itemsize * q.shape[1] * seen))
+        rows = max(16, most_scores // seen)
         for start in range(0, queries, rows):
             end = min(start + rows, queries)
-            if not causal:
-                yield slice(q0 + start, q0 + end), slice(k0, k1), None
-                continue
-            first_key = 0 if window is None else max(0, start + more - window + 1)
-            query_places = torch.arange(start + more, end + more, device=q.device)[:, None]
-            distance = query_places - torch.arange(first_key, end + more, device=q.device)[None, :]
-            is_hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            yield slice(q0 + start, q0 + end), slice(k0 + first_key, k0 + end + more), is_hidden
+            first_key = 0 if window is None or not causal else max(0, start + more - window + 1)
+            last_key = end + more if causal else keys
+            yield _Piece(q0 + start, q0 + end, k0 + first_key, k0 + last_key, k0 + start + more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Pieces that are computed at once; all int64 on the device, rows of fillers being those of the last one."""
+
+    queries: torch.Tensor  # [pieces, rows]
+    keys: torch.Tensor  # [pieces, keys]
+    newest: torch.Tensor  # [pieces, rows] the key that a query sees last
+    key_places: torch.Tensor  # [pieces, keys] as `keys`, and behind all queries where it is a filler
+    is_filler: torch.Tensor  # [pieces, rows] bool
+
+    def block(self, window: int | None, *, causal: bool) -> _Block:
+        """With the mask, which is larger than all of these, and so is not kept."""
+        distance = self.newest.unsqueeze(-1) - self.key_places.unsqueeze(-2)
+        is_hidden = distance < 0
+        if causal and window is not None:
+            is_hidden |= distance >= window
+        return _Block(self.queries, self.keys, is_hidden[:, None, None], self.is_filler[:, None, None, :, None])
+
+
+@lru_cache(maxsize=16)  # every layer asks, in forward and backward: a few kinds of layers, and calls, of one pack
+def _joined(
+    cu_q: tuple[int, ...],
+    cu_k: tuple[int, ...],
+    window: int | None,
+    causal: bool,
+    most_scores: int,
+    device: torch.device,
+) -> tuple[_Joined, ...]:
+    most_of_piece = most_scores
+    if window is not None and causal:  # pieces of more queries would have ever more keys that most of these do not see
+        most_of_piece = min(most_scores, max(window, 128) * (window + 16))
+    pieces = sorted(_pieces(cu_q, cu_k, window, causal, most_of_piece), key=lambda piece: -piece.scores)
+    found: list[_Joined] = []
+    while pieces:
+        taken, rows, keys = 0, 0, 0
+        for piece in pieces:
+            more_rows, more_keys = max(rows, piece.q1 - piece.q0), max(keys, piece.k1 - piece.k0)
+            is_full = (taken + 1) * more_rows * more_keys > most_scores
+            if taken and (is_full or _FILL * piece.scores < more_rows * more_keys):
+                break
+            taken, rows, keys = taken + 1, more_rows, more_keys
+        found.append(_join(pieces[:taken], rows, keys, causal, device))
+        del pieces[:taken]
+    return tuple(found)
+
+
+def _join(pieces: list[_Piece], rows: int, keys: int, causal: bool, device: torch.device) -> _Joined:
+    """Pieces of at most so many rows and keys."""
+    q0, q1, k0, k1, own = (
+        torch.tensor([getattr(piece, name) for piece in pieces])[:, None] for name in ("q0", "q1", "k0", "k1", "own")
+    )
+    queries, key_rows = q0 + torch.arange(rows), k0 + torch.arange(keys)
+    held = torch.minimum(queries, q1 - 1)
+    newest = own + held - q0 if causal else torch.full_like(queries, _FAR)
+    return _Joined(
+        queries=on_device(held, device),
+        keys=on_device(torch.minimum(key_rows, k1 - 1), device),
+        newest=on_device(newest, device),
+        key_places=on_device(key_rows.masked_fill(key_rows >= k1, 2 * _FAR), device),
+        is_filler=on_device(queries >= q1, device),
+    )
