@@ -122,6 +122,7 @@ def check_installed(config: RunConfig) -> None:
     is_ring_package = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
     for setting, is_asked, packages in (
         ("attention.kernel=flash_attn", config.attention.kernel == "flash_attn", ("flash_attn",)),
+        ("attention.kernel=flash_attn_3", config.attention.kernel == "flash_attn_3", ("flash_attn_interface",)),
         ("attention.strategy=ring_flash_attn", is_ring_package, ("flash_attn", "ring_flash_attn")),
     ):
         field = setting.partition("=")[0]
@@ -130,7 +131,8 @@ def check_installed(config: RunConfig) -> None:
             raise ConfigError(
                 f"{setting} needs {' and '.join(missing)}, not installed here",
                 field=field,
-                hint=f"install the `cuda` extra, or leave {field} at its default, which needs no package",
+                hint=f"install {'FlashAttention 3' if packages == ('flash_attn_interface',) else 'the `cuda` extra'}, "
+                f"or leave {field} at its default, which needs no package",
             )
         if is_asked and (not on_cuda or dtype not in ("bfloat16", "float16")):
             raise ConfigError(

@@ -347,8 +347,10 @@ class AttentionSettings(Settings):
         "auto",
         description="how cp ranks exchange keys and values; auto: chosen by model and mesh, as `train` prints",
     )
-    kernel: Literal["torch", "flash_attn"] = Field(
-        "torch", description="torch's own kernels, or the flash-attn package"
+    kernel: Literal["torch", "flash_attn", "flash_attn_3"] = Field(
+        "torch",
+        description="torch's own kernels, the flash-attn package, or FlashAttention 3 in the place of torch's flash "
+        "kernels, on Hopper GPUs where torch has a switch for it (2.13) and the package flash_attn_interface is",
     )
 
 

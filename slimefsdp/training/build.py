@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from slimefsdp.attention.backends import flash_attn_package
+from slimefsdp.attention.backends import flash_attn_3, flash_attn_package
+from slimefsdp.attention.call_plan import KernelName
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import AttentionShape, choose_strategy
 from slimefsdp.batching.cost import CostModel
@@ -67,6 +68,7 @@ def mesh_for(config: RunConfig, role: Role, device: torch.device) -> Mesh:
     """
     if config.attention.kernel == "flash_attn":
         flash_attn_package.require("attention.kernel=flash_attn", device, compute_dtype(config))
+    flash_attn_3.switch(on=config.attention.kernel == "flash_attn_3", device=device, dtype=compute_dtype(config))
     dp_replicate, dp = config.mesh_of(role)
     return build_mesh(
         dp,
@@ -339,7 +341,9 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
     choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
     if choice.name == "ring_flash_attn":
         flash_attn_package.require("attention.strategy=ring_flash_attn", mesh.device, compute_dtype(config))
-    return Attention(choice, mesh.cp_group, config.attention.kernel, cost)
+    # FlashAttention 3 takes the place of torch's own kernels in the whole process: `mesh_for` has seen to that
+    kernel: KernelName = "flash_attn" if config.attention.kernel == "flash_attn" else "torch"
+    return Attention(choice, mesh.cp_group, kernel, cost)
 
 
 def reference_for(

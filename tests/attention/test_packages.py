@@ -8,14 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slimefsdp.attention.backends import flash_attn_package, ring_flash_attn_package
+from slimefsdp.attention.backends import flash_attn_3, flash_attn_package, ring_flash_attn_package
 from slimefsdp.attention.context_parallel import Attention
 from slimefsdp.attention.select import Choice
+from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError
+from slimefsdp.trainer import Trainer
 from tests.support import fake_flash_attn
 from tests.support.attention_cases import CPU, Case, inputs, largest_differences
+from tests.support.plain_step import settings
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
+from tests.support.tiny_models import TinyFolder
 
 
 def with_packages(rank: int, case: Case, strategy: Any, kernel: Any) -> tuple[list[torch.Tensor], list[Any]]:
@@ -82,3 +86,63 @@ def test_a_package_that_is_missing_or_cannot_compute_here_is_refused_by_its_sett
     for device, dtype in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
         with refused(ConfigError, "attention.strategy", "ring_flash_attn", dtype, device):
             flash_attn_package.require("attention.strategy=ring_flash_attn", torch.device(device), dtype)
+
+
+@pytest.fixture
+def switched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The switches of a Hopper's torch with the package, as they are made."""
+    made: list[str] = []
+    torch_attention = torch.nn.attention
+    monkeypatch.setattr(torch_attention, "list_flash_attention_impls", lambda: ["FA3", "FA4"], raising=False)
+    monkeypatch.setattr(torch_attention, "activate_flash_attention_impl", made.append, raising=False)
+    monkeypatch.setattr(
+        torch_attention, "restore_flash_attention_impl", lambda: made.append("torch's own"), raising=False
+    )
+    monkeypatch.setattr(
+        torch_attention, "current_flash_attention_impl", lambda: made[-1] if made else None, raising=False
+    )
+    monkeypatch.setattr(flash_attn_3, "find_spec", lambda name: name == "flash_attn_interface" or None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return made
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_flash_attention_3_is_switched_on_where_it_is_asked_for_and_off_for_who_comes_next(switched: list[str]) -> None:
+    flash_attn_3.switch(on=False, device=CUDA, dtype=torch.bfloat16)
+    assert switched == [], "nobody had asked for it"
+    flash_attn_3.switch(on=True, device=CUDA, dtype=torch.bfloat16)
+    flash_attn_3.switch(on=False, device=CPU, dtype=torch.float32)
+    flash_attn_3.switch(on=False, device=CPU, dtype=torch.float32)
+    assert switched == ["FA3", "torch's own"]
+
+
+def test_flash_attention_3_that_cannot_compute_here_is_refused_by_its_setting(
+    switched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*named: object, device: torch.device = CUDA, dtype: torch.dtype = torch.bfloat16) -> None:
+        with refused(ConfigError, "attention.kernel", "attention.kernel=flash_attn_3", *named):
+            flash_attn_3.switch(on=True, device=device, dtype=dtype)
+
+    refuse("cpu", device=CPU)
+    refuse(torch.float32, dtype=torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    refuse("8.6")
+    monkeypatch.setattr(flash_attn_3, "find_spec", lambda name: None)
+    refuse("flash_attn_interface")
+    monkeypatch.delattr(torch.nn.attention, "list_flash_attention_impls")
+    refuse(torch.__version__)
+    assert switched == []
+
+
+def test_a_trainer_that_asks_for_flash_attention_3_switches_it_on_or_is_refused(
+    ranks: RankPool, tiny_folder: TinyFolder
+) -> None:
+    config = settings(tiny_folder(), attention={"kernel": "flash_attn_3"})
+    with refused(ConfigError, "attention.kernel", "attention.kernel=flash_attn_3"):
+        ranks.run(1, trainer_of, config)
+
+
+def trainer_of(rank: int, config: RunConfig) -> None:
+    Trainer(config, device=CPU)

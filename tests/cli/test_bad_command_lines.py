@@ -193,6 +193,7 @@ SETTINGS += [
     ("advantage.estimator=gae", 2, "advantage.estimator"), ("algorithm=dpo", 2, "algorithm"),
     ("algorithm=sft", 2, "rollout.reward"), ("attention.strategy=star", 2, "attention.strategy"),
     ("mesh.device=cuda", 2, "mesh.device"), ("attention.kernel=flash_attn", 2, "attention.kernel"),
+    ("attention.kernel=flash_attn_3", 2, "attention.kernel"),
     ("attention.strategy=ring_flash_attn mesh.cp=2 mesh.dp=1", 2, "attention.strategy"),
     ("run.wandb_project=x", 2, "run.wandb_project"), ("cluster.call_timeout_s=1e300", 2, "cluster.call_timeout_s"),
     ("cluster.call_timeout_s=0", 2, "cluster.call_timeout_s"), ("cluster.address=''", 2, "cluster.address"),
