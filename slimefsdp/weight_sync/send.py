@@ -80,9 +80,17 @@ def _send(
 ) -> None:
     for receiver in receivers:
         receiver.begin(version, manifest, *more)
+    needs_host = not all(getattr(receiver, "takes_device_tensors", False) for receiver in receivers)
+    coming: HostCopy | None = None
     while bucket := next(buckets, None):
-        _hand_over(bucket, receivers)
-        del bucket  # before the next one is gathered
+        ready: HostCopy | None = HostCopy(bucket, is_needed=needs_host)
+        if ready is not None and ready.is_under_way:
+            ready, coming = coming, ready  # receivers take the one before while this one comes
+        if ready is not None:
+            _hand_over(ready, receivers)
+        del bucket, ready  # before the next one is gathered
+    if coming is not None:
+        _hand_over(coming, receivers)
     for receiver in receivers:
         receiver.commit(version)
 
@@ -97,14 +105,10 @@ def all_take_adapters(receivers: Sequence[Receiver], group: dist.ProcessGroup) -
     return of_first
 
 
-def _hand_over(bucket: Bucket, receivers: Sequence[Receiver]) -> None:
-    on_host = None
+def _hand_over(copy: HostCopy, receivers: Sequence[Receiver]) -> None:
     for receiver in receivers:
-        if getattr(receiver, "takes_device_tensors", False):
-            receiver.receive(bucket)
-            continue
-        on_host = on_host or _on_host(bucket)
-        receiver.receive(on_host)
+        is_for_device = getattr(receiver, "takes_device_tensors", False)
+        receiver.receive(copy.bucket if is_for_device else copy.result())
 
 
 def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.ProcessGroup) -> bool:
@@ -119,14 +123,28 @@ def _have_frozen(receivers: Sequence[Receiver], source: str, group: dist.Process
     return bool(of_first) and all(of_first)
 
 
-def _on_host(bucket: Bucket) -> Bucket:
-    """The tensors in host memory; from a CUDA device they come through pinned memory, at the bus's own speed."""
-    if all(tensor.device.type == "cpu" for _, tensor in bucket):
-        return bucket
-    # torch keeps pinned memory that is freed, and hands it out again
-    pinned = [
-        (name, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
-        for name, tensor in bucket
-    ]
-    torch.cuda.current_stream(bucket[0][1].device).synchronize()
-    return pinned
+class HostCopy:
+    """A bucket on its way to host memory: from a CUDA device through pinned memory, at the bus's own speed.
+
+    Args:
+        bucket: on the host already, or on a device, which goes on meanwhile as this process does.
+        is_needed: else nothing is copied.
+    """
+
+    def __init__(self, bucket: Bucket, *, is_needed: bool) -> None:
+        self.bucket = bucket
+        self._on_host, self._copied = bucket, None
+        self.is_under_way = is_needed and any(tensor.device.type != "cpu" for _, tensor in bucket)
+        if self.is_under_way:
+            # torch keeps pinned memory that is freed and hands it out again, so these are a few buffers by turns
+            self._on_host = [
+                (name, torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True))
+                for name, tensor in bucket
+            ]
+            self._copied = torch.cuda.current_stream(bucket[0][1].device).record_event()
+
+    def result(self) -> Bucket:
+        """The tensors in host memory, when they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._on_host

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from slimefsdp.config import RunConfig
@@ -14,7 +17,7 @@ from slimefsdp.trainer import Trainer
 from slimefsdp.weight_sync import send
 from slimefsdp.weight_sync.gather import DEFAULT_BUCKET_BYTES, Bucket
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
-from slimefsdp.weight_sync.send import BeginAgain
+from slimefsdp.weight_sync.send import BeginAgain, HostCopy, stream_weights
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import CPU, fresh_batch, settings
@@ -98,3 +101,65 @@ def test_frozen_weights_are_sent_again_only_where_they_may_be_others_or_somebody
         if rank == 0:
             assert [one[1] for one in found] == [whole[1], part[1], part[1], whole[1], whole[1]]
             assert [one[2:] for one in found] == [(True, version) for version in (0, 1, 2, 2, 2)]
+
+
+@dataclass
+class Told:
+    """A receiver that writes down what becomes of buckets."""
+
+    told: list[str]
+    takes_device_tensors: bool = False
+
+    def begin(self, version: int, manifest: Manifest) -> None:
+        self.told.append("begin")
+
+    def receive(self, bucket: Bucket) -> None:
+        self.told.append(f"receive {bucket[0][0]}")
+
+    def commit(self, version: int) -> None:
+        self.told.append("commit")
+
+
+def sent_from(device: str, patch: pytest.MonkeyPatch, *, to_device: bool = False) -> list[str]:
+    """What happens to three buckets, in order; as from a GPU where `device` says so."""
+    told: list[str] = []
+
+    class Copy(HostCopy):
+        def __init__(self, bucket: Bucket, *, is_needed: bool) -> None:
+            super().__init__(bucket, is_needed=is_needed)
+            self.is_under_way = is_needed and device == "cuda"
+            if self.is_under_way:
+                told.append(f"begin to copy {bucket[0][0]}")
+
+        def result(self) -> Bucket:
+            if self.is_under_way:
+                told.append(f"copied {self.bucket[0][0]}")
+            return super().result()
+
+    def buckets() -> Iterator[Bucket]:
+        for name in "abc":
+            told.append(f"gather {name}")
+            yield [(name, torch.zeros(1))]
+
+    patch.setattr(send, "HostCopy", Copy)
+    patch.setattr(send, "full_weights", lambda *args, **options: buckets())
+    named = [(name, torch.nn.Parameter(torch.zeros(1))) for name in "abc"]
+    receiver = Told(told, to_device)
+    group = dist.group.WORLD
+    stream_weights(named, [receiver], version=1, shard_group=group, group=group, dtype=torch.float32)
+    return told
+
+
+def orders(rank: int) -> list[list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        return [sent_from("cpu", patch), sent_from("cuda", patch, to_device=True), sent_from("cuda", patch)]
+
+
+def test_from_a_device_a_bucket_comes_to_the_host_while_receivers_take_the_one_before(ranks: RankPool) -> None:
+    on_host, stays_there, from_device = ranks.run(1, orders)[0]
+    one_by_one = [f"{what} {name}" for name in "abc" for what in ("gather", "receive")]
+    assert on_host == stays_there == ["begin", *one_by_one, "commit"]
+    assert from_device == [
+        *("begin", "gather a", "begin to copy a", "gather b", "begin to copy b", "copied a", "receive a"),
+        *("gather c", "begin to copy c", "copied b", "receive b", "copied c", "receive c", "commit"),
+    ]
