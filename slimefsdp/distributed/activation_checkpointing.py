@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Recompute = Literal["none", "full", "selective"]
@@ -73,9 +74,25 @@ class _Input:
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compiles the computation of each layer for shapes that change from pack to pack, in place."""
+    """Compiles the computation of each layer for shapes that change from pack to pack, in place.
+
+    Passes without gradients run the graph of those with gradients: it is compiled once, and both round alike, so that
+    the first ratio of old log-probs is 1.
+    """
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = _in_one_graph(torch.compile(layer.forward, dynamic=True))
+
+
+def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiled)
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return compiled(hidden_states, *args, **kwargs)
+        with torch.enable_grad():
+            out = compiled(hidden_states.detach().requires_grad_(), *args, **kwargs)
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, out)  # what backward would read is freed with the graph
+
+    return forward
 
 
 def _recomputed(

@@ -82,7 +82,8 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
     fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for module in policy.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            if mesh.size() > 1:  # of one rank torch would divide all gradients by 1, in a pass of its own
+                module.set_gradient_divide_factor(1.0)
             # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
     if how.prefetch_layers:
