@@ -3,14 +3,16 @@
     python benchmarks/gpu/step.py --json step.json
     python benchmarks/gpu/step.py --models 0.6B --tokens 16384 --systems slimefsdp hf
     python benchmarks/gpu/step.py --models 4B --tokens 16384 --systems slimefsdp --compile --head-chunk-mib 1024
-    python benchmarks/gpu/step.py --device cpu --models tiny --tokens 512
+    python benchmarks/gpu/step.py --models 4B --tokens 65536 --checkpointing full --systems slimefsdp --compile
+    python benchmarks/gpu/step.py --device cpu --models tiny --tokens 512 --lengths uneven
 
 Needs torch and transformers alone: no Ray, no download, no settings file. Models are made from their sizes with random
 weights. A step is GRPO's loss on samples of one length, forward and backward in bfloat16 over float32 masters, clipping
 and AdamW. The peers get the same samples and the same weights: a plain Hugging Face loop whose logits become log-probs
-in float32, and TRL's GRPOTrainer where it is installed, which computes logits for the completions alone. All samples
-are equally long, so that no peer pads: what differs is the step itself. They are computed at once, or as many as fit:
-half as many after each time that memory ran out.
+in float32, and TRL's GRPOTrainer where it is installed, which computes logits for the completions alone. Samples are
+equally long, so that no peer pads and what differs is the step itself; under --lengths uneven responses have from a
+quarter of the longest on, and peers pad. They are computed at once, or as many as fit: half as many after each time
+that memory ran out, with the same model.
 
 The gradient norms of a model's cases with as many tokens must agree but for rounding: a line PASS or FAIL says whether
 they do, and the exit status is 1 where they do not. At the time limit the program ends, whatever it is doing, with the
@@ -18,7 +20,8 @@ record of what it has measured and exit status 1.
 
 MFU is model FLOPs (`perf_model/flops.py`) over the matrix rate that this script measures on the device first, and over
 the rate that its maker states. What does not fit is reported as out of memory, what the time limit leaves as not run, a
-peer that is not installed as absent. --compile, --head-chunk-mib and --profile change or watch slimefsdp's steps alone.
+peer that is not installed as absent. --compile, --head-chunk-mib, --sharding and --profile change or watch slimefsdp's
+steps alone.
 """
 
 from __future__ import annotations
@@ -133,10 +136,14 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--checkpointing", nargs="+", choices=["none", "full"], default=["none", "full"])
     parser.add_argument("--sample-tokens", type=int, default=2048, help="prompt and response of a sample")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="of a sample, not trained")
+    parser.add_argument("--lengths", choices=["equal", "uneven"], default="equal", help="of responses")
     parser.add_argument("--steps", type=int, default=5, help="timed ones; the median counts")
     parser.add_argument("--compile", action="store_true", help="slimefsdp's decoder layers, as model.compile does")
     parser.add_argument(
         "--head-chunk-mib", type=int, help="of the logits that slimefsdp's head holds; default: its own"
+    )
+    parser.add_argument(
+        "--sharding", choices=["full", "keep_parameters", "optimizer"], help="of slimefsdp; default: keep_parameters"
     )
     parser.add_argument("--profile", type=Path, help="write a table of what one more slimefsdp step runs here")
     args = parser.parse_args(arguments)
@@ -144,9 +151,11 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--steps and --prompt-tokens are at least 1, --tokens and --sample-tokens at least 2")
     if args.head_chunk_mib is not None and args.head_chunk_mib < 1:
         parser.error("--head-chunk-mib is at least 1")
-    is_varied = args.compile or args.head_chunk_mib is not None or args.profile is not None
-    if is_varied and "slimefsdp" not in args.systems:
-        parser.error("--compile, --head-chunk-mib and --profile do nothing without slimefsdp; name it in --systems")
+    own = {"--compile": args.compile or None, "--head-chunk-mib": args.head_chunk_mib}
+    own |= {"--sharding": args.sharding, "--profile": args.profile}
+    given = [option for option, value in own.items() if value is not None]
+    if given and "slimefsdp" not in args.systems:
+        parser.error(f"{', '.join(given)}: without effect where slimefsdp is not measured; name it in --systems")
     return args
 
 
@@ -173,6 +182,7 @@ class OwnOptions:
 
     compile: bool = False
     head_chunk_bytes: int | None = None  # None: the head's own
+    sharding: str = "keep_parameters"
     profile: Path | None = None  # a table of a step of each case is added to this file
 
 
@@ -186,6 +196,7 @@ class Bench:
     steps: int
     sample_tokens: int
     prompt_tokens: int
+    is_uneven: bool
     matrix_tflops: float
     stated_tflops: float | None
 
@@ -195,21 +206,14 @@ class Bench:
             return {"absent": "pip install trl"}
         model_spec = ModelSpec.from_config(transformers.Qwen3Config(**MODELS[model]).to_dict())
         shape = (tokens, min(self.sample_tokens, tokens), min(self.prompt_tokens, tokens // 2))
-        batch = recorded_batch(shape, model_spec.vocab)
-        at_once, seconds = batch.num_samples, list[float]()
-        while not seconds:
-            parts = [np.arange(at, min(at + at_once, batch.num_samples)) for at in range(0, batch.num_samples, at_once)]
-            work = Work(MODELS[model], batch, parts, checkpointing == "full", self.mesh, self.dtype, self.own)
-            try:
-                seconds, norm = step_seconds(system, work, self.steps)
-            except torch.cuda.OutOfMemoryError:
-                if at_once == 1:
-                    return {"failed": "out of memory"}
-                at_once = -(-at_once // 2)
-            finally:
-                gc.collect()
-                if self.mesh.device.type == "cuda":
-                    torch.cuda.empty_cache()
+        batch = recorded_batch(shape, model_spec.vocab, is_uneven=self.is_uneven)
+        work = Work(MODELS[model], batch, checkpointing == "full", self.mesh, self.dtype, self.own)
+        try:
+            at_once, seconds, norm = step_seconds(system, work, self.steps)
+        except torch.cuda.OutOfMemoryError:
+            return {"failed": "out of memory"}
+        finally:
+            free_memory(self.mesh.device)
         median = statistics.median(seconds)
         flops = training_flops(model_spec, batch.lengths, counted_rows=batch.num_response_tokens).total
         tflops = flops / median / 1e12
@@ -257,11 +261,13 @@ def bench_for(args: argparse.Namespace, device: torch.device) -> Bench:
         own=OwnOptions(
             compile=args.compile,
             head_chunk_bytes=None if args.head_chunk_mib is None else args.head_chunk_mib * 2**20,
+            sharding=args.sharding or "keep_parameters",
             profile=args.profile,
         ),
         steps=args.steps,
         sample_tokens=args.sample_tokens,
         prompt_tokens=args.prompt_tokens,
+        is_uneven=args.lengths == "uneven",
         matrix_tflops=matrix_tflops(device, dtype),
         stated_tflops=peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
     )
@@ -278,7 +284,6 @@ class Work:
 
     sizes: dict[str, Any]
     batch: RolloutBatch
-    parts: list[np.ndarray]  # samples computed at once
     recompute: bool
     mesh: Mesh
     dtype: torch.dtype
@@ -294,30 +299,76 @@ class Work:
         return self.mesh.device
 
     @property
+    def responses(self) -> int:
+        """Tokens of the longest response."""
+        return int(self.batch.response_lengths.max())
+
+    @property
+    def is_counted(self) -> torch.Tensor:
+        """[samples, responses] bool, False where a response is filled up."""
+        return torch.arange(self.responses) < torch.from_numpy(self.batch.response_lengths.copy())[:, None]
+
+    @property
     def advantages(self) -> torch.Tensor:
-        """[samples, response tokens]; the samples are equally long."""
+        """[samples, responses], 0 where a response is filled up."""
         assert self.batch.advantages is not None
-        return torch.from_numpy(self.batch.advantages.copy()).view(self.batch.num_samples, -1)
+        found = torch.zeros(self.batch.num_samples, self.responses)
+        found[self.is_counted] = torch.from_numpy(self.batch.advantages.copy()).float()
+        return found
 
     @property
     def tokens(self) -> torch.Tensor:
-        """[samples, tokens]"""
-        return torch.from_numpy(self.batch.tokens.copy()).view(self.batch.num_samples, -1)
+        """[samples, tokens]; prompts are equally long, and shorter samples are filled up behind."""
+        lengths = torch.from_numpy(self.batch.lengths.copy())
+        found = torch.zeros(self.batch.num_samples, int(lengths.max()), dtype=torch.int64)
+        found[torch.arange(found.shape[1]) < lengths[:, None]] = torch.from_numpy(self.batch.tokens.copy()).long()
+        return found
+
+    def parts(self, at_once: int) -> list[np.ndarray]:
+        """The samples, so many at a time."""
+        count = self.batch.num_samples
+        return [np.arange(at, min(at + at_once, count)) for at in range(0, count, at_once)]
 
 
-def step_seconds(system: str, work: Work, steps: int) -> tuple[list[float], float]:
-    """Of so many steps after one that compiles, allocates and warms up; and the gradient norm of that one."""
+Step = Callable[[Sequence[np.ndarray]], float]
+"""Takes an update from samples, computed part by part, and returns the gradient norm; without memory it drops all."""
+
+
+def step_seconds(system: str, work: Work, steps: int) -> tuple[int, list[float], float]:
+    """How many samples fit at once, seconds of so many steps, and the gradient norm of the first one.
+
+    The first one compiles, allocates and warms up; where memory runs out it is taken again with half as many samples.
+
+    Raises:
+        torch.cuda.OutOfMemoryError: the model does not fit, or not with a single sample.
+    """
     own = work.own if system == "slimefsdp" else OwnOptions()
     # the model's forward takes no chunk size: no setting has one
     with patch.object(decoder, "token_log_probs", head_in_chunks(own.head_chunk_bytes)):
-        take_step = STEPS[system](work)
-        norm = take_step()
-        reset_peak(work.device)
-        seconds = [timed(take_step, work.device) for _ in range(steps)]
+        take_step, at_once = STEPS[system](work), work.batch.num_samples
+        while True:
+            try:
+                norm = take_step(work.parts(at_once))
+                reset_peak(work.device)
+                seconds = [timed(lambda: take_step(work.parts(at_once)), work.device) for _ in range(steps)]  # noqa: B023
+                break
+            except torch.cuda.OutOfMemoryError:
+                if at_once == 1:
+                    raise
+                at_once = -(-at_once // 2)
+            free_memory(work.device)  # not where the error still holds what ran out
         if own.profile is not None:
             with own.profile.open("a") as file:
-                file.write(f"{work.title}\n{profiled(take_step, work.device)}\n\n")
-    return seconds, norm
+                table = profiled(lambda: take_step(work.parts(at_once)), work.device)
+                file.write(f"{work.title}\n{table}\n\n")
+    return at_once, seconds, norm
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def profiled(step: Callable[[], object], device: torch.device) -> str:
@@ -331,22 +382,32 @@ def profiled(step: Callable[[], object], device: torch.device) -> str:
     return table
 
 
-def recorded_batch(shape: tuple[int, int, int], vocab: int) -> RolloutBatch:
-    """Samples of random tokens with random advantages; what the prompts have in common is nothing."""
+def recorded_batch(shape: tuple[int, int, int], vocab: int, *, is_uneven: bool = False) -> RolloutBatch:
+    """Samples of random tokens with random advantages; what the prompts have in common is nothing.
+
+    Args:
+        shape: tokens in all, of the longest sample, of a prompt.
+        is_uneven: responses have from a quarter of the longest on; the last one has what is left.
+    """
     tokens, length, prompt = shape
     rng = np.random.default_rng(0)
-    samples = [
-        {
-            "tokens": rng.integers(0, vocab, length).tolist(),
-            "response_length": length - prompt,
-            "advantages": [float(rng.normal())] * (length - prompt),
-        }
-        for _ in range(tokens // length)
-    ]
+    longest = length - prompt
+    samples: list[dict[str, Any]] = []
+    while tokens >= prompt + 1 if is_uneven else tokens >= length:
+        response = int(rng.integers(max(1, longest // 4), longest + 1)) if is_uneven else longest
+        response = min(response, tokens - prompt)
+        tokens -= prompt + response
+        samples.append(
+            {
+                "tokens": rng.integers(0, vocab, prompt + response).tolist(),
+                "response_length": response,
+                "advantages": [float(rng.normal())] * response,
+            }
+        )
     return RolloutBatch.from_samples(samples)
 
 
-def own_step(work: Work) -> Callable[[], float]:
+def own_step(work: Work) -> Step:
     """slimefsdp: each part as one pack, the model sharded over one rank."""
     batch, mesh = work.batch, work.mesh
     config = transformers.Qwen3Config(**work.sizes)
@@ -358,7 +419,7 @@ def own_step(work: Work) -> Callable[[], float]:
     how = Parallelism(
         work.dtype,
         torch.float32,
-        keep_parameters=True,
+        keep_parameters=work.own.sharding != "full",
         recompute="full" if work.recompute else "none",
         compile=work.own.compile,
     )
@@ -372,12 +433,15 @@ def own_step(work: Work) -> Callable[[], float]:
         weights=torch.full((batch.num_response_tokens,), 1 / batch.num_response_tokens),
         sample_ids=torch.from_numpy(batch.sample_ids),
         num_samples=batch.num_samples,
-        advantages=work.advantages.flatten(),
+        advantages=work.advantages[work.is_counted],
     )
+    sum_once = work.own.sharding == "optimizer"
 
-    def step() -> float:
+    def step(parts: Sequence[np.ndarray]) -> float:
         sums = MetricSums(mesh.device)
-        accumulate_gradients(model, batch, work.parts, inputs, objective, mesh, sums, temperature=1.0)
+        accumulate_gradients(
+            model, batch, parts, inputs, objective, mesh, sums, temperature=1.0, sum_once=sum_once
+        )  # which drops all gradients where memory runs out
         sums.reduce(mesh.group)
         return updater.step(mesh.group)["grad_norm"]
 
@@ -412,22 +476,23 @@ def plain_model(work: Work) -> Any:
     return hf.train()
 
 
-def hf_step(work: Work) -> Callable[[], float]:
+def hf_step(work: Work) -> Step:
     """A plain loop: all logits, log-softmax in float32, the same loss, autocast over float32 masters."""
     model = plain_model(work)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
-    tokens = work.tokens.to(work.device)
-    response = int(work.batch.response_lengths[0])
-    advantages = work.advantages.to(work.device)
+    tokens, response = work.tokens.to(work.device), work.responses
+    advantages, is_counted = work.advantages.to(work.device), work.is_counted.to(work.device)
 
-    def step() -> float:
-        for part in work.parts:
+    def step(parts: Sequence[np.ndarray]) -> float:
+        optimizer.zero_grad()  # of a step that memory ran out in
+        for part in parts:
             rows, credit = tokens[part[0] : part[-1] + 1], advantages[part[0] : part[-1] + 1]
             with torch.autocast(work.device.type, work.dtype, enabled=work.dtype is not torch.float32):
                 logits = model(rows, use_cache=False).logits[:, -response - 1 : -1]
             log_probs = logits.float().log_softmax(-1).gather(-1, rows[:, -response:, None]).squeeze(-1)
             ratio = torch.exp(log_probs - log_probs.detach())
-            loss = -torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit).sum() / advantages.numel()
+            gain = torch.minimum(ratio * credit, ratio.clamp(0.8, 1.2) * credit)
+            loss = -(gain * is_counted[part[0] : part[-1] + 1]).sum() / work.batch.num_response_tokens
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -437,7 +502,7 @@ def hf_step(work: Work) -> Callable[[], float]:
     return step
 
 
-def trl_step(work: Work) -> Callable[[], float]:
+def trl_step(work: Work) -> Step:
     """TRL's own loss and backward on prepared samples; generation is left out."""
     from datasets import Dataset
     from tokenizers import Tokenizer
@@ -449,7 +514,7 @@ def trl_step(work: Work) -> Callable[[], float]:
         pad_token="<pad>",
         eos_token="<eos>",
     )
-    count, response = work.batch.num_samples, int(work.batch.response_lengths[0])
+    response = work.responses
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(prefix="trl-"), use_cpu=work.device.type == "cpu",
         bf16=work.dtype is torch.bfloat16, gradient_checkpointing=work.recompute, report_to=[], loss_type="dapo",
@@ -465,19 +530,20 @@ def trl_step(work: Work) -> Callable[[], float]:
     )
     model = trainer.model.train()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)  # type: ignore[arg-type]
-    trainer.current_gradient_accumulation_steps = len(work.parts)
     tokens = work.tokens.to(work.device)
     inputs = {
         "prompt_ids": tokens[:, :-response],
         "prompt_mask": torch.ones_like(tokens[:, :-response]),
         "completion_ids": tokens[:, -response:],
-        "completion_mask": torch.ones_like(tokens[:, -response:]),
+        "completion_mask": work.is_counted.to(work.device).to(tokens.dtype),
         "advantages": work.advantages[:, 0].to(work.device),
     }
-    in_all = torch.tensor(count * response, device=work.device)
+    in_all = torch.tensor(work.batch.num_response_tokens, device=work.device)
 
-    def step() -> float:
-        for part in work.parts:
+    def step(parts: Sequence[np.ndarray]) -> float:
+        optimizer.zero_grad()  # of a step that memory ran out in
+        trainer.current_gradient_accumulation_steps = len(parts)
+        for part in parts:
             here = {name: value[part[0] : part[-1] + 1] for name, value in inputs.items()}
             with trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(model, here | {"num_items_in_batch": in_all})
@@ -490,7 +556,7 @@ def trl_step(work: Work) -> Callable[[], float]:
     return step
 
 
-STEPS: dict[str, Callable[..., Callable[[], float]]] = {"slimefsdp": own_step, "hf": hf_step, "trl": trl_step}
+STEPS: dict[str, Callable[[Work], Step]] = {"slimefsdp": own_step, "hf": hf_step, "trl": trl_step}
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
