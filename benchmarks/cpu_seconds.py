@@ -73,9 +73,10 @@ class CpuMeter:
     def sample(self) -> float:
         """CPU-seconds so far."""
         with self._lock:
-            found = _below(self._root)
             try:
-                waited_for = sum(map(int, _fields(self._root)[13:15])) * _TICK_S
+                waited_for = None
+                while waited_for != (now := self._waited_for()):  # whoever ended meanwhile may have been counted twice
+                    waited_for, found = now, _below(self._root)
             except OSError:  # it has ended, and with it the account
                 return self._seconds[-1]
             self._forgotten += sum(
@@ -87,6 +88,9 @@ class CpuMeter:
             self._times.append(time.time())
             self._seconds.append(waited_for + self._forgotten + sum(one.seconds for one in found.values()))
             return self._seconds[-1]
+
+    def _waited_for(self) -> float:
+        return sum(map(int, _fields(self._root)[13:15])) * _TICK_S
 
     def _is_forgotten(self, process: _Process) -> bool:
         """Whether an ended process is in nobody's count: its parent, as last seen, does not wait for children."""

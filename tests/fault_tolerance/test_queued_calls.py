@@ -106,7 +106,7 @@ class Job:
         self.launches = 0
         self.dies_in_update = False
 
-        def launched(config: RunConfig, places: Any) -> Any:
+        def launched(config: RunConfig, places: Any, sharding: Any) -> Any:
             self.launches += 1
             self.ranks = launch(self, config)
             return self.ranks
@@ -137,7 +137,7 @@ def launch(example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Run
     monkeypatch.setattr(worker_group, "store", lambda work, field: work)
     monkeypatch.setattr(worker_group, "end_processes", end)
     folder = read_model_folder(example / "model")
-    watchdog: Any = SimpleNamespace(kill_stopped=lambda: None, look=lambda waiting: None)
+    watchdog: Any = SimpleNamespace(kill_stopped=lambda: None, look=lambda waiting: None, let_go=lambda lost: None)
 
     def make(job: Job, config: RunConfig) -> Any:
         group = WorkerGroup(config, "actor", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog)
@@ -245,7 +245,7 @@ def test_calls_that_are_made_again_read_the_reference_in_their_order_too(
     calls = [job.group.update_ref_async(), job.group.reference_group.compute_log_probs_async(batch, "ref")]
     assert job.has_begun("compute_log_probs", "train_step", "compute_log_probs")
 
-    def launched(config: RunConfig, places: Any) -> Any:
+    def launched(config: RunConfig, places: Any, sharding: Any) -> Any:
         group = launch(job, config)
         arrives_late(group.receivers[0], monkeypatch)
         return group
