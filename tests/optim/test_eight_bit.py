@@ -12,19 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import eight_bit
 from slimefsdp.optim.eight_bit import block_of, dequantized, dynamic_map, quantize
 from slimefsdp.optim.optimizer import build_optimizer, update_shards
-from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
-from tests.support.float64 import KeepFloat64
+from tests.support.moments import SPREADS, loads_other, trained
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder
-from tests.support.trainers import error_of
 
 SHAPES = {"matrix": (5, 64), "vector": (7,), "thin": (3, 4), "stack": (5, 6, 32), "wide": (9, 512), "prime": (2, 257)}
 OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3, "undecayed": ["vector"]}
@@ -206,33 +202,6 @@ def test_a_small_problem_converges_as_in_float32() -> None:
 SMALL: dict[str, Any] = {"name": "adamw", "lr": 0.01, "eps": 1e-3, "state_dtype": "8bit"}
 
 
-def trained(rank: int, config: RunConfig, batch: RolloutBatch, loads: bool, saves: bool) -> dict[str, Any]:
-    with KeepFloat64():
-        trainer = Trainer(config, device=CPU)
-        if loads:
-            trainer.load(1)
-        else:
-            trainer.train_step(batch)
-        if saves:
-            trainer.save(1)
-        trainer.sleep()
-        trainer.train_step(batch)
-    weights = {name: p.full_tensor().detach().clone() for name, p in trainer.policy.named_weights()}
-    in_sync, held = trainer.check_sync().is_in_sync, trainer.memory().optimizer
-    trainer.updater.begin_anew()
-    left = max(float(v.abs().max()) for state in trainer.updater.optimizer.state.values() for v in state.values())
-    return {"weights": weights, "in sync": in_sync, "bytes": held, "left": left}
-
-
-SPREADS: dict[str, dict[str, Any]] = {
-    "dp 2": {"mesh": {"dp": 2}},
-    "summed once": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
-    "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
-    "two copies of two shards": {"mesh": {"dp_replicate": 2, "dp": 2}},
-    "cp 2": {"mesh": {"cp": 2}},
-}
-
-
 @pytest.mark.parametrize("spread", SPREADS)
 def test_training_and_resuming_on_any_mesh_end_as_on_one_rank(
     tiny_folder: TinyFolder, ranks: RankPool, tmp_path: Path, spread: str
@@ -250,13 +219,6 @@ def test_training_and_resuming_on_any_mesh_end_as_on_one_rank(
     exact = ranks.run(1, trained, settings(folder, optim={**SMALL, "state_dtype": "auto"}), batch, False, False)[0]
     assert 1e-6 < largest_difference(exact["weights"], alone["weights"]) < 0.1
     assert exact["bytes"] / alone["bytes"] > 5  # float64 against codes and scales, and vectors as they are
-
-
-def loads_other(rank: int, config: RunConfig, other: RunConfig, batch: RolloutBatch) -> Any:
-    trainer = Trainer(config, device=CPU)
-    trainer.train_step(batch)
-    trainer.save(1)
-    return [error_of(lambda: Trainer(other, device=CPU).load(1))]
 
 
 def test_a_checkpoint_of_another_dtype_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:

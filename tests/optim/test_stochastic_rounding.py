@@ -14,18 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from slimefsdp.config import RunConfig
-from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import stochastic_rounding
 from slimefsdp.optim.optimizer import build_optimizer, update_shards
 from slimefsdp.optim.stochastic_rounding import noise_of, rounded
-from slimefsdp.trainer import Trainer
 from tests.support.comparisons import largest_difference
-from tests.support.float64 import KeepFloat64
+from tests.support.moments import SPREADS, loads_other, trained
 from tests.support.plain_step import make_batch, settings
 from tests.support.rank_pool import RankPool
-from tests.support.trainers import error_of
 
 SHAPES = {"matrix": (5, 9), "vector": (7,), "thin": (1, 4), "stack": (5, 3, 2), "large": (40, 30)}
 OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.3, "undecayed": ["vector"]}
@@ -204,30 +200,6 @@ def test_a_small_problem_converges_as_in_float32() -> None:
 SMALL: dict[str, Any] = {"name": "adamw", "lr": 0.01, "eps": 1e-3, "state_dtype": "bfloat16"}
 
 
-def trained(rank: int, config: RunConfig, batch: RolloutBatch, loads: bool, saves: bool) -> dict[str, Any]:
-    with KeepFloat64():
-        trainer = Trainer(config, device=torch.device("cpu"))
-        if loads:
-            trainer.load(1)
-        else:
-            trainer.train_step(batch)
-        if saves:
-            trainer.save(1)
-        trainer.sleep()
-        trainer.train_step(batch)
-    weights = {name: p.full_tensor().detach().clone() for name, p in trainer.policy.named_weights()}
-    return {"weights": weights, "in sync": trainer.check_sync().is_in_sync, "bytes": trainer.memory().optimizer}
-
-
-SPREADS: dict[str, dict[str, Any]] = {
-    "dp 2": {"mesh": {"dp": 2}},
-    "summed once": {"mesh": {"dp": 2}, "fsdp": {"sharding": "optimizer"}},
-    "on the host": {"mesh": {"dp": 2}, "fsdp": {"cpu_offload": True}},
-    "two copies of two shards": {"mesh": {"dp_replicate": 2, "dp": 2}},
-    "cp 2": {"mesh": {"cp": 2}},
-}
-
-
 @pytest.mark.parametrize("spread", SPREADS)
 def test_training_and_resuming_on_any_mesh_end_as_on_one_rank(
     folder: Path, ranks: RankPool, tmp_path: Path, spread: str
@@ -243,13 +215,6 @@ def test_training_and_resuming_on_any_mesh_end_as_on_one_rank(
     exact = ranks.run(1, trained, settings(folder, optim={**SMALL, "state_dtype": "auto"}), batch, False, False)[0]
     assert 1e-6 < largest_difference(exact["weights"], alone["weights"]) < 0.05
     assert exact["bytes"] / alone["bytes"] == pytest.approx(4, rel=0.01)  # float64 against bfloat16
-
-
-def loads_other(rank: int, config: RunConfig, other: RunConfig, batch: RolloutBatch) -> Any:
-    trainer = Trainer(config, device=torch.device("cpu"))
-    trainer.train_step(batch)
-    trainer.save(1)
-    return [error_of(lambda: Trainer(other, device=torch.device("cpu")).load(1))]
 
 
 @pytest.mark.parametrize("dtypes", [("auto", "bfloat16"), ("bfloat16", "auto")], ids=str)
