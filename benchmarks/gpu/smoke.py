@@ -119,8 +119,11 @@ PACKS = {
     "head_dim_256": Pack((200, 133), head_dim=256),
     "one_key_head": Pack((200, 133), head_dim=64, kv_heads=1),
     "head_dim_72": Pack((200, 133), head_dim=72),
-    "softcap": Pack((200, 133), softcap=20.0),  # this one and float32: on CUDA the kernel in plain torch
+    # soft caps and float32: on CUDA the kernel in plain torch
+    "softcap": Pack((200, 133), softcap=20.0),
+    "softcap_shared_prompt": Pack(GROUP, GROUP_PARENTS, softcap=20.0),
     "float32": Pack((200, 133), dtype=torch.float32),
+    "float32_many_samples": Pack(tuple(range(1, 41)), window=16, has_sinks=True, dtype=torch.float32),
 }
 RING_PACKS = {
     "two_samples": Pack((301, 339)),

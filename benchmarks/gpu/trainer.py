@@ -1,4 +1,4 @@
-"""A Trainer on one device: exact first ratio and KL, repeatability, sleep, host syncs, FSDP's modes, compiled layers.
+"""A Trainer on one device: first ratio, KL, repeatability, sleep, host syncs, FSDP's modes, compiling, optimisers.
 
     python benchmarks/gpu/trainer.py --json trainer.json
     python benchmarks/gpu/trainer.py --only 'modes/*' compile
@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu import checks
 from benchmarks.gpu.checks import Check, Finding
+from benchmarks.sleep_wake import plain_copies
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import start_process_group_from_environment
@@ -49,10 +50,17 @@ COMMON = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_wor
 MODES: dict[str, dict[str, Any]] = {
     "recompute_full": {"model": {"activation_checkpointing": "full"}},
     "recompute_selective": {"model": {"activation_checkpointing": "selective"}},
+    "offload_activations": {"model": {"activation_checkpointing": "full", "offload_activations": True}},
     "cpu_offload": {"fsdp": {"cpu_offload": True}},
     "prefetch": {"fsdp": {"prefetch_layers": 1}},
     "optimizer": {"fsdp": {"sharding": "optimizer"}},
     "replicate": {"fsdp": {"sharding": "replicate"}},
+}
+UPDATES: dict[str, dict[str, Any]] = {
+    "muon": {"optim": {"name": "muon"}},
+    "bfloat16_moments": {"optim": {"state_dtype": "bfloat16"}},
+    "8bit_moments": {"optim": {"state_dtype": "8bit"}},
+    "lora": {"lora": {"rank": 16}},
 }
 STEPS, SLEEPS = 3, 3
 MOST_BYTES_ASLEEP = 1.5e9  # of the whole process on the GPU: CUDA's own, and NCCL's
@@ -83,6 +91,7 @@ def checks_of(folder: Path, device: torch.device) -> list[Check]:
         Check("sleep", bench.sleep),
         *[Check(f"modes/{name}", partial(bench.mode, settings)) for name, settings in MODES.items()],
         Check("compile", bench.compile),
+        *[Check(f"updates/{name}", partial(bench.update, settings)) for name, settings in UPDATES.items()],
     ]
 
 
@@ -172,7 +181,9 @@ class TrainerBench:
 
     def run(self, **sections: dict[str, Any]) -> Run:
         """A new Trainer's first steps."""
-        trainer = self.trainer(**sections)
+        return self._steps_of(self.trainer(**sections))
+
+    def _steps_of(self, trainer: Trainer) -> Run:
         metrics = tuple(trainer.train_step(self.batch(seed)) for seed in range(STEPS))
         return Run(metrics, digest_of(trainer.policy.parameters()))
 
@@ -257,6 +268,7 @@ class TrainerBench:
             left = memory.parameters + memory.optimizer + memory.reference
             used = device_bytes_used(self._device)
             awake = trainer.wake_up()
+        copies = self._copies(asleep.device_bytes_before)
         is_equal = digest_of(state_of(trainer)) == before
         losses.append(trainer.train_step(self.batch(STEPS - 1))["loss"].hex())
         whole = trainer.compute_log_probs(self.batch(STEPS)).log_probs
@@ -270,9 +282,18 @@ class TrainerBench:
             "gb": asleep.device_bytes_before / 1e9,
             "sleep_gb_per_s": asleep.bytes_per_s / 1e9,
             "wake_up_gb_per_s": awake.bytes_per_s / 1e9,
+            "of_a_pinned_copy": asleep.bytes_per_s / copies["copy to the host"],
+            "of_a_pinned_copy_into_new_memory": awake.bytes_per_s / copies["copy back into new memory"],
             "bytes_left": left,
             "device_gb_used_asleep": used / 1e9,
         }
+
+    def _copies(self, nbytes: int) -> dict[str, float]:
+        """Bytes a second of plain copies of so many bytes, to page-locked memory on the host and back."""
+        flat = torch.ones(nbytes, dtype=torch.uint8, device=self._device)
+        host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        taken = [plain_copies(flat, host, self._device) for _ in range(SLEEPS)]
+        return {name: nbytes / min(copy[name] for copy in taken) for name in taken[0]}
 
     # ------------------------------------------------------------------ modes
 
@@ -283,6 +304,24 @@ class TrainerBench:
     def compile(self) -> Finding:
         """Compiled layers round otherwise; but a step's first ratio is exactly 1 with them, too."""
         return self._against_plain({"model": {"compile": True}}, is_exact=False)
+
+    def update(self, settings: dict[str, dict[str, Any]]) -> Finding:
+        """Another way to update weights: it begins with the same loss, repeats to the bit, and moves the policy."""
+        trainer = self.trainer(run={"deterministic": True}, **settings)
+        found = self._steps_of(trainer)
+        state_gb = trainer.memory().optimizer / 1e9
+        del trainer
+        begins_alike = found.losses[0] == self.deterministic.losses[0]
+        repeats = found.equals(self.run(run={"deterministic": True}, **settings))
+        kl = [step["kl_ref"] for step in found.metrics]
+        moves = kl[0] == 0 and math.isfinite(kl[-1]) and kl[-1] != 0
+        return begins_alike and repeats and moves, {
+            "begins_alike": begins_alike,
+            "repeats": repeats,
+            "kl_ref": kl[-1],
+            "optimizer_state_gb": state_gb,
+            "last_step_s": found.metrics[-1]["train_seconds"],
+        }
 
     def _against_plain(self, settings: dict[str, dict[str, Any]], *, is_exact: bool) -> Finding:
         began = time.perf_counter()
