@@ -35,7 +35,7 @@ from slimefsdp.attention.ring import _RingAttention
 from slimefsdp.attention.select import Choice
 from slimefsdp.batching.cp_sharding import zigzag_layout
 from slimefsdp.distributed.memory_manager import StorageOffloader, prefer_expandable_segments
-from slimefsdp.models.fused_log_probs import token_log_probs
+from slimefsdp.models.fused_log_probs import HeadInputs, token_log_probs, token_log_probs_and_kl
 
 HEADS = 8
 MESSAGE_TIMEOUT_S = 60.0
@@ -55,6 +55,7 @@ def checks_of(device: torch.device) -> list[Check]:
     for cp, name in ((2, "two_samples"), (4, "short_samples"), (2, "shared_prompt")):
         found.append(Check(f"ring/cp{cp}_{name}", partial(ring, RING_PACKS[name], cp, device)))
     found += [Check(f"head/{name}", partial(head, size, device)) for name, size in HEAD_SIZES.items()]
+    found.append(Check("head/same_bits", partial(head_bits, device)))
     found.append(Check("head/host_syncs", partial(head_without_host_sync, device), needs_cuda=True))
     found.append(Check("sleep/storages", partial(sleep, device)))
     found.append(Check("large/head_chunks", partial(head_chunks, device), needs_cuda=True))
@@ -275,12 +276,15 @@ class HeadSize:
     vocab: int
     hidden_dim: int
     softcap: float | None = None
+    entropy_grad: bool = True
 
 
 HEAD_SIZES = {
     "several_chunks": HeadSize(517, 5003, 256),
     "softcap": HeadSize(33, 4096, 64, softcap=30.0),
     "one_row": HeadSize(1, 1000, 64),
+    "log_probs_alone": HeadSize(517, 5003, 256, entropy_grad=False),
+    "whole_vocabulary": HeadSize(65, 151936, 128, entropy_grad=False),
 }
 LARGE_HEAD = HeadSize(14336, 151936, 2560)  # of Qwen3-4B
 CHUNKS_MIB = (128, 256, 512, 1024, 2048, 4096)
@@ -303,10 +307,12 @@ def head(size: HeadSize, device: torch.device) -> Finding:
     slopes = torch.randn(size.rows, device=device)
     log_probs, entropy = token_log_probs(
         hidden, weight, targets,
-        with_entropy=True, entropy_grad=True, softcap=size.softcap, temperature=TEMPERATURE, chunk_bytes=2 * MIB,
+        with_entropy=True, entropy_grad=size.entropy_grad, softcap=size.softcap, temperature=TEMPERATURE,
+        chunk_bytes=2 * MIB,
     )  # fmt: skip
     assert entropy is not None
-    grads = torch.autograd.grad((log_probs * slopes).sum() + 0.1 * entropy.sum(), (hidden, weight))
+    entropy_slope = 0.1 if size.entropy_grad else 0.0
+    grads = torch.autograd.grad((log_probs * slopes).sum() + entropy_slope * entropy.sum(), (hidden, weight))
     wide = [leaf.detach().double().requires_grad_() for leaf in (hidden, weight)]
     logits = wide[0] @ wide[1].t()
     if size.softcap is not None:
@@ -314,11 +320,28 @@ def head(size: HeadSize, device: torch.device) -> Finding:
     log_softmax = (logits / TEMPERATURE).log_softmax(-1)
     plain = log_softmax.gather(1, targets[:, None]).squeeze(1)
     plain_entropy = -(log_softmax.exp() * log_softmax).sum(1)
-    plain_grads = torch.autograd.grad((plain * slopes).sum() + 0.1 * plain_entropy.sum(), wide)
+    plain_grads = torch.autograd.grad((plain * slopes).sum() + entropy_slope * plain_entropy.sum(), wide)
     values = errors_of((log_probs, entropy), (plain, plain_entropy), "log_probs entropy")
     gradients = errors_of(grads, plain_grads, "dhidden dweight")
     bound = tolerance(hidden.dtype, device)
     return max(values.values()) < 1e-4 and max(gradients.values()) < bound, values | gradients
+
+
+def head_bits(device: torch.device) -> Finding:
+    """Log-probs and entropies have the same bits without gradients, and beside a reference, of which an equal one is
+    exactly as far away as nothing.
+    """
+    hidden, weight, targets = head_inputs(HEAD_SIZES["several_chunks"], device)
+    alone = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=2 * MIB)
+    with torch.no_grad():
+        without = token_log_probs(hidden, weight, targets, with_entropy=True, chunk_bytes=2 * MIB)
+        bare, _ = token_log_probs(hidden, weight, targets, chunk_bytes=2 * MIB)
+    model, reference = HeadInputs(hidden, weight), HeadInputs(hidden.detach(), weight.detach())
+    *beside, kl = token_log_probs_and_kl(model, targets, reference, chunk_bytes=2 * MIB)
+    assert alone[1] is not None and without[1] is not None
+    is_equal = all(torch.equal(alone[0], found) for found in (without[0], bare, beside[0]))
+    is_equal = is_equal and torch.equal(alone[1], without[1]) and torch.equal(alone[1], beside[1])
+    return is_equal and bool((kl == 0).all()), {"equal": is_equal, "largest_kl": float(kl.abs().max())}
 
 
 def head_without_host_sync(device: torch.device) -> Finding:

@@ -547,7 +547,8 @@ def trl_step(work: Work) -> Step:
 
     def step(parts: Sequence[np.ndarray]) -> float:
         optimizer.zero_grad()  # of a step that memory ran out in
-        trainer.current_gradient_accumulation_steps = len(parts)
+        # of a step in several parts; TRL scales the sum of a loss by what both say
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = len(parts)
         for part in parts:
             here = {name: value[part[0] : part[-1] + 1] for name, value in inputs.items()}
             with trainer.compute_loss_context_manager():

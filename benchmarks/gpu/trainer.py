@@ -12,6 +12,7 @@ computed under run.deterministic, which a process keeps for good.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -57,6 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
     "replicate": {"fsdp": {"sharding": "replicate"}},
 }
 UPDATES: dict[str, dict[str, Any]] = {
+    "adamw": {},
     "muon": {"optim": {"name": "muon"}},
     "bfloat16_moments": {"optim": {"state_dtype": "bfloat16"}},
     "8bit_moments": {"optim": {"state_dtype": "8bit"}},
@@ -261,6 +263,7 @@ class TrainerBench:
         trainer = self.trainer(run={"deterministic": True})
         losses = [trainer.train_step(self.batch(seed))["loss"].hex() for seed in range(STEPS - 1)]
         trainer.wake_up()
+        gc.collect()  # what is left of other Trainers, in cycles
         before = digest_of(state_of(trainer))
         for _ in range(SLEEPS):
             asleep = trainer.sleep()
@@ -286,6 +289,7 @@ class TrainerBench:
             "of_a_pinned_copy_into_new_memory": awake.bytes_per_s / copies["copy back into new memory"],
             "bytes_left": left,
             "device_gb_used_asleep": used / 1e9,
+            "device_gb_reserved_asleep": asleep.device_reserved / 1e9,
         }
 
     def _copies(self, nbytes: int) -> dict[str, float]:
@@ -310,6 +314,7 @@ class TrainerBench:
         trainer = self.trainer(run={"deterministic": True}, **settings)
         found = self._steps_of(trainer)
         state_gb = trainer.memory().optimizer / 1e9
+        update_ms = self._update_ms(trainer)
         del trainer
         begins_alike = found.losses[0] == self.deterministic.losses[0]
         repeats = found.equals(self.run(run={"deterministic": True}, **settings))
@@ -320,8 +325,22 @@ class TrainerBench:
             "repeats": repeats,
             "kl_ref": kl[-1],
             "optimizer_state_gb": state_gb,
-            "last_step_s": found.metrics[-1]["train_seconds"],
+            "update_ms": update_ms,
         }
+
+    def _update_ms(self, trainer: Trainer) -> float:
+        """Milliseconds of an update alone: norm, clipping, and the optimiser's step."""
+        taken = []
+        for _ in range(STEPS):  # the first one allocates
+            for parameter in trainer.policy.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+            synchronise(self._device)
+            began = time.perf_counter()
+            trainer.updater.step(trainer.mesh.group)
+            synchronise(self._device)
+            taken.append(1e3 * (time.perf_counter() - began))
+        return min(taken)
 
     def _against_plain(self, settings: dict[str, dict[str, Any]], *, is_exact: bool) -> Finding:
         began = time.perf_counter()
@@ -382,6 +401,12 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     assert trainer.reference is not None
     moments = [value for state in trainer.updater.optimizer.state.values() for value in state.values()]
     return [*trainer.policy.parameters(), *trainer.reference.parameters(), *moments]
+
+
+def synchronise(device: torch.device) -> None:
+    """Waits for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def device_bytes_used(device: torch.device) -> int:

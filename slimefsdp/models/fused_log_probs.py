@@ -10,7 +10,8 @@ and q the same of a reference, K = sum_j p_j log(p_j / q_j):
                                            d H / d z_j        = -p_j (log p_j + H)
                                            d K / d z_j        = p_j (log(p_j / q_j) - K)
 
-Logits are never rounded below float32: half-precision inputs go through products with float32 results.
+Logits are never rounded below float32: half-precision inputs go through products with float32 results. On CUDA a kernel
+of slimefsdp.models.head_kernels does at once what torch does to a tile in many passes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slimefsdp.models import head_kernels
 from slimefsdp.models.head_tiles import DeviceType, HeadTiles
 
 
@@ -160,7 +162,8 @@ class _TokenLogProbs(torch.autograd.Function):
         largest, exp_sums, exp_logits = by_tile(), by_tile(), by_tile()
         ref_largest, ref_exp_sums, differences = by_tile(), by_tile(), by_tile()
         held = _held_logits(tiles, at_target)
-        exps_buffer = at_target.new_empty(tiles.elements)
+        has_kernels = _has_kernels(at_target)
+        exps_buffer = at_target.new_empty(0 if has_kernels and reference is None else tiles.elements)
         ref_buffer = exps_buffer if reference is None else torch.empty_like(exps_buffer)
         slots = _slots(tiles, held)
         for part, words in enumerate(tiles.words):
@@ -168,25 +171,38 @@ class _TokenLogProbs(torch.autograd.Function):
             ref_head = None if reference is None else _Words.of_reference(reference, words, temperature)
             for start, end in tiles.rows:
                 rows = slice(start, end)
-                logits, exps = head.tile_of(next(slots), rows), head.tile_of(exps_buffer, rows)
+                logits = head.tile_of(next(slots), rows)
                 head.write_logits(hidden, rows, logits)
                 head.read_targets(logits, targets[rows], at_target[rows])
-                torch.amax(logits, dim=1, out=largest[part, rows])
-                logits.sub_(largest[part, rows, None])
+                if has_kernels:
+                    head_kernels.row_sums(logits, largest[part, rows], exp_sums[part, rows], exp_logits[part, rows])
+                    if ref_head is None:
+                        continue
+                else:
+                    torch.amax(logits, dim=1, out=largest[part, rows])
+                exps = head.tile_of(exps_buffer, rows)
+                # kernels of backward take logits as they are
+                shifted = torch.sub(logits, largest[part, rows, None], out=exps if has_kernels else logits)
                 if ref_head is not None:
                     assert reference is not None
                     difference = ref_head.tile_of(ref_buffer, rows)
                     ref_head.write_logits(reference.hidden, rows, difference)
-                    torch.amax(difference, dim=1, out=ref_largest[part, rows])
-                    difference.sub_(ref_largest[part, rows, None])
-                    torch.sum(torch.exp(difference, out=exps), dim=1, out=ref_exp_sums[part, rows])
-                    torch.sub(logits, difference, out=difference)
-                torch.exp(logits, out=exps)
-                torch.sum(exps, dim=1, out=exp_sums[part, rows])
+                    if has_kernels:  # as above: of equal logits all sums are equal
+                        ref_sums = ref_largest[part, rows], ref_exp_sums[part, rows], differences[part, rows]
+                        head_kernels.row_sums(difference, *ref_sums)
+                        difference.sub_(ref_largest[part, rows, None])
+                    else:
+                        torch.amax(difference, dim=1, out=ref_largest[part, rows])
+                        difference.sub_(ref_largest[part, rows, None])
+                        torch.sum(torch.exp(difference, out=exps), dim=1, out=ref_exp_sums[part, rows])
+                    torch.sub(shifted, difference, out=difference)
+                torch.exp(shifted, out=exps)
+                if not has_kernels:
+                    torch.sum(exps, dim=1, out=exp_sums[part, rows])
                 if ref_head is not None:
                     torch.sum(difference.mul_(exps), dim=1, out=differences[part, rows])
-                if with_entropy:
-                    torch.sum(exps.mul_(logits), dim=1, out=exp_logits[part, rows])
+                if with_entropy and not has_kernels:
+                    torch.sum(exps.mul_(shifted), dim=1, out=exp_logits[part, rows])
         # the tiles' sums, relative to the largest logit of all
         top = largest.amax(0)
         below = largest - top
@@ -214,7 +230,8 @@ class _TokenLogProbs(torch.autograd.Function):
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.softcap, ctx.tiles = temperature, softcap, tiles
-        ctx.kept = None if softcap is not None else held  # logits relative to the largest of their own tile
+        ctx.kept = None if softcap is not None else held
+        ctx.has_kernels = has_kernels  # without them, kept logits are relative to the largest of their own tile
         return log_probs, entropy, kl
 
     @staticmethod
@@ -227,7 +244,8 @@ class _TokenLogProbs(torch.autograd.Function):
         tiles: HeadTiles = ctx.tiles
         # how far the largest of each part is below the largest of all
         has_parts = len(tiles.words) > 1
-        below = largest - largest.amax(0) if has_parts else None
+        top = largest.amax(0) if has_parts else largest[0]
+        below = largest - top if has_parts else None
         ref_below = ref_largest - ref_largest.amax(0) if has_parts and ref_largest is not None else None
         if log_probs_grad is None:
             log_probs_grad = torch.zeros_like(exp_sums)
@@ -237,15 +255,30 @@ class _TokenLogProbs(torch.autograd.Function):
         )
         weight_grad = torch.zeros_like(weight, dtype=exp_sums.dtype) if ctx.needs_input_grad[1] else None
         high_grad = torch.zeros_like(high, dtype=exp_sums.dtype) if ctx.needs_input_grad[3] else None
+
+        def add_products(logits_grad: Tensor, head: _Words, rows: slice) -> None:
+            own = slice(*head.words)
+            if hidden_grad is not None:
+                hidden_grad.add(rows, logits_grad, head.weight)
+            if weight_grad is not None:
+                _add_product(logits_grad.t(), hidden[rows], weight_grad[own])
+            if low_grad is not None and head.high is not None:
+                low_grad.add(rows, logits_grad, head.high)
+            if high_grad is not None:
+                _add_product(logits_grad.t(), low[rows], high_grad[own])
+
         kept, ctx.kept = ctx.kept, None  # another backward of this graph finds gradients in their place
         held = _held_logits(tiles, exp_sums) if kept is None else kept
         takes = (entropy_grad is not None or kl_grad is not None, kl_grad is not None, ctx.softcap is not None)
         beside = [exp_sums.new_empty(tiles.elements) if is_taken else None for is_taken in takes]
+        has_kernel = ctx.has_kernels and not any(takes)
+        grads_buffer = None
+        if has_kernel and weight.is_cuda and weight.dtype != exp_sums.dtype:  # rounded as the products take it
+            grads_buffer = weight.new_empty(tiles.elements)
         slots = reversed(list(enumerate(_slots(tiles, held))))
         first_kept = 0 if kept is None else len(tiles.words) * len(tiles.rows) - tiles.held
         for part, words in reversed(list(enumerate(tiles.words))):
             head = _Words(weight, low, high, words, ctx.temperature, ctx.softcap)
-            own = slice(*words)
             ref_head = None
             if kl_grad is not None:
                 reference = HeadInputs(ref_hidden, ref_weight, ctx.ref_softcap)
@@ -255,14 +288,22 @@ class _TokenLogProbs(torch.autograd.Function):
                 index, slot = next(slots)
                 logits = head.tile_of(slot, rows)  # becomes its own gradient below
                 exps, difference, tanh = (None if b is None else head.tile_of(b, rows) for b in beside)
-                if kept is None or index < first_kept:
+                is_kept = kept is not None and index >= first_kept
+                if not is_kept:
                     head.write_logits(hidden, rows, logits, tanh)
-                    logits.sub_(largest[part, rows, None])
-                if below is not None:
-                    logits.add_(below[part, rows, None])
                 target_grad = log_probs_grad[rows] / ctx.temperature
                 scale = exp_sums[rows].reciprocal()
                 offset = -target_grad * scale
+                if has_kernel:
+                    grads = logits if grads_buffer is None else head.tile_of(grads_buffer, rows)
+                    here = targets[rows] - words[0]
+                    head_kernels.logits_grad(logits, top[rows], offset, here, target_grad, grads)
+                    add_products(grads, head, rows)
+                    continue
+                if ctx.has_kernels or not is_kept:
+                    logits.sub_(largest[part, rows, None])
+                if below is not None:
+                    logits.add_(below[part, rows, None])
                 if exps is None:
                     logits.exp_().mul_(offset[:, None])
                 else:
@@ -284,14 +325,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 head.add_at_targets(logits, targets[rows], target_grad)
                 if tanh is not None:
                     logits.mul_(tanh.square_().neg_().add_(1))
-                if hidden_grad is not None:
-                    hidden_grad.add(rows, logits, head.weight)
-                if weight_grad is not None:
-                    _add_product(logits.t(), hidden[rows], weight_grad[own])
-                if low_grad is not None and head.high is not None:
-                    low_grad.add(rows, logits, head.high)
-                if high_grad is not None:
-                    _add_product(logits.t(), low[rows], high_grad[own])
+                add_products(logits, head, rows)
         return (
             None if hidden_grad is None else hidden_grad.total(),
             None if weight_grad is None else weight_grad.to(weight.dtype),
@@ -321,6 +355,7 @@ class _Words:
         dtype = weight.dtype if weight.is_cuda else _logits_dtype(weight)
         self.weight = weight[start:end].to(dtype)
         self.high = None if high is None else high[start:end].to(dtype)
+        self.words = words
         self._low, self._temperature, self._softcap = low, temperature, softcap
         self._start, self._size, self._is_all = start, end - start, end - start == len(weight)
 
@@ -396,6 +431,10 @@ class _RowsGrad:
 
 def _logits_dtype(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype is torch.float32 and head_kernels.can_compile()
 
 
 def _held_logits(tiles: HeadTiles, like: Tensor) -> Tensor:

@@ -102,8 +102,9 @@ def noise_of(pieces: Sequence[tuple[str, int, int]], key: str, like: torch.Tenso
     if len(pieces) == 1:
         x.add_(starts[0])
     else:
-        counts = torch.tensor([count for *_, count in pieces])
-        x.add_(torch.tensor(starts, dtype=torch.int32).repeat_interleave(counts).to(like.device))
+        counts = torch.tensor([count for *_, count in pieces], device=like.device)
+        of_pieces = torch.tensor(starts, dtype=torch.int32, device=like.device)
+        x.add_(of_pieces.repeat_interleave(counts, output_size=place))
     # right shifts of int32 repeat the sign, so the bits that come in are taken out
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_SECOND))

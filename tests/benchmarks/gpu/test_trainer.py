@@ -10,7 +10,7 @@ NAMES = (
     *("train_step", "first_ratio", "reference_kl", "host_syncs", "weights_out", "determinism", "sleep"),
     *("modes/recompute_full", "modes/recompute_selective", "modes/offload_activations", "modes/cpu_offload"),
     *("modes/prefetch", "modes/optimizer", "modes/replicate", "compile"),
-    *("updates/muon", "updates/bfloat16_moments", "updates/8bit_moments", "updates/lora"),
+    *("updates/adamw", "updates/muon", "updates/bfloat16_moments", "updates/8bit_moments", "updates/lora"),
 )
 
 

@@ -1,0 +1,103 @@
+"""What the head does to the logits of a tile on CUDA, in one kernel each: a row's sums, and the gradient of the logits.
+
+Element by element, torch reads and writes a tile nine times in forward and seven times in backward; these read it twice
+and once. Each row is worked through by one program, block by block in order, so that its sums have the same bits
+whatever rows are beside it. The same in plain torch is in slimefsdp.models.fused_log_probs, for the CPU and float64.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import Tensor
+
+from slimefsdp.distributed.compiler import require_compiler
+from slimefsdp.errors import ConfigError
+
+try:
+    import triton  # type: ignore[import-not-found]
+    import triton.language as tl  # type: ignore[import-not-found]
+except ModuleNotFoundError:  # torch for a CPU comes without it
+    triton = None
+
+_BLOCK = 4096  # words that a program holds at once
+_WARPS = 8
+
+
+@cache
+def can_compile() -> bool:
+    """Whether Triton is there and has what it needs to launch a kernel."""
+    try:
+        require_compiler("cuda")
+    except ConfigError:
+        return False
+    return triton is not None
+
+
+def row_sums(logits: Tensor, largest: Tensor, exp_sums: Tensor, exp_logits: Tensor) -> None:
+    """Of each row z of logits: m = max z, sum e^(z - m), and sum (z - m) e^(z - m).
+
+    Args:
+        logits: [rows, words] float32, contiguous.
+        largest, exp_sums, exp_logits: [rows] float32, contiguous; written.
+    """
+    rows, words = logits.shape
+    if rows:
+        _row_sums[(rows,)](logits, largest, exp_sums, exp_logits, words, BLOCK=_BLOCK, num_warps=_WARPS)
+
+
+def logits_grad(
+    logits: Tensor, largest: Tensor, factors: Tensor, targets: Tensor, target_grads: Tensor, out: Tensor
+) -> None:
+    """out = factors e^(logits - largest), plus target_grads in the columns of targets.
+
+    Args:
+        logits: [rows, words] float32, contiguous; left as they are.
+        largest, factors, target_grads: [rows] float32, contiguous.
+        targets: [rows] int64, contiguous.
+        out: [rows, words], contiguous; rounded to its dtype once.
+    """
+    rows, words = logits.shape
+    if rows:
+        grid = (rows, triton.cdiv(words, _BLOCK))
+        _logits_grad[grid](
+            logits, largest, factors, targets, target_grads, out, words, BLOCK=_BLOCK, num_warps=_WARPS
+        )  # fmt: skip
+
+
+if triton is not None:
+
+    @triton.jit
+    def _row_sums(logits, largest, exp_sums, exp_logits, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        start = logits + row * words
+        top = tl.full([BLOCK], float("-inf"), tl.float32)
+        for first in range(0, words, BLOCK):
+            inside = first + columns < words
+            top = tl.maximum(top, tl.load(start + first + columns, mask=inside, other=float("-inf")))
+        most = tl.max(top, 0)
+        sums = tl.zeros([BLOCK], tl.float32)
+        products = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, words, BLOCK):
+            inside = first + columns < words
+            # what is outside adds 0 to both: -inf would be multiplied by its 0
+            below = tl.load(start + first + columns, mask=inside, other=0.0) - most
+            exps = tl.where(inside, tl.exp(below), 0.0)
+            sums += exps
+            products += exps * below
+        tl.store(largest + row, most)
+        tl.store(exp_sums + row, tl.sum(sums, 0))
+        tl.store(exp_logits + row, tl.sum(products, 0))
+
+    @triton.jit
+    def _logits_grad(  # type: ignore[no-untyped-def]
+        logits, largest, factors, targets, target_grads, out, words, BLOCK: tl.constexpr
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < words
+        below = tl.load(logits + row * words + columns, mask=inside, other=0.0) - tl.load(largest + row)
+        grad = tl.exp(below) * tl.load(factors + row)
+        grad += tl.where(columns == tl.load(targets + row), tl.load(target_grads + row), 0.0)
+        tl.store(out + row * words + columns, grad.to(out.dtype.element_ty), mask=inside)
