@@ -272,7 +272,7 @@ class _TokenLogProbs(torch.autograd.Function):
         takes = (entropy_grad is not None or kl_grad is not None, kl_grad is not None, ctx.softcap is not None)
         beside = [exp_sums.new_empty(tiles.elements) if is_taken else None for is_taken in takes]
         has_kernel = ctx.has_kernels and not any(takes)
-        grads_buffer = None
+        grads = grads_buffer = None
         if has_kernel and weight.is_cuda and weight.dtype != exp_sums.dtype:  # rounded as the products take it
             grads_buffer = weight.new_empty(tiles.elements)
         slots = reversed(list(enumerate(_slots(tiles, held))))
@@ -326,6 +326,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 if tanh is not None:
                     logits.mul_(tanh.square_().neg_().add_(1))
                 add_products(logits, head, rows)
+        grads = grads_buffer = None  # before the weight's gradient is there in both dtypes
         return (
             None if hidden_grad is None else hidden_grad.total(),
             None if weight_grad is None else weight_grad.to(weight.dtype),
