@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -71,8 +71,9 @@ def build_optimizer(
         seed: that the rounding follows from.
     """
     everything = list(named_parameters)
-    orthogonalized = [p for own, p in everything if name == "muon" and own in matrices]
-    named = [(own, p) for own, p in everything if name != "muon" or own not in matrices]
+    is_muon = name == "muon"
+    orthogonalized = [parameter for own, parameter in everything if is_muon and own in matrices]
+    named = [(own, parameter) for own, parameter in everything if not is_muon or own not in matrices]
     groups: list[dict[str, Any]] = [
         {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay, "decays": True},
         {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0, "decays": False},
@@ -81,10 +82,13 @@ def build_optimizer(
         implementation = "foreach" if name == "sgd" else "fused"
     # either is asked for by name: by default torch loops over parameters on the host one by one
     how = {implementation: True}
+    # zeros are what a first step would start from; made now, there is one state to save and load
     optimizer: torch.optim.Optimizer
     if name == "sgd":
         optimizer = torch.optim.SGD(groups, lr=lr, momentum=betas[0], **how)
-    elif name == "adamw":
+        _add_momentum(optimizer, [parameter for _, parameter in named])
+        return optimizer
+    if name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
         if state_dtype == torch.bfloat16:
             places = {parameter: (own, _first_element(parameter)) for own, parameter in named}
@@ -93,34 +97,38 @@ def build_optimizer(
     else:
         of_adamw = {"lr": lr * adamw_lr_ratio, "lr_ratio": adamw_lr_ratio, "betas": betas, "eps": eps}
         of_adamw |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        of_muon = {
-            "lr": lr,
-            "lr_ratio": 1.0,
-            "weight_decay": weight_decay,
-            "decays": True,
-            **asdict(muon or MuonRule()),
-        }
+        of_muon = asdict(muon or MuonRule()) | {"lr": lr, "lr_ratio": 1.0, "weight_decay": weight_decay, "decays": True}
         optimizer = Muon([{"params": orthogonalized, **of_muon}, *(group | of_adamw for group in groups)])
-        for parameter in orthogonalized:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        _add_momentum(optimizer, orthogonalized)
     # The fused kernel reads its step counts on the device, as slices of one allocation; the foreach one on the host,
     # where a device scalar would cost it a synchronisation per parameter.
     device = everything[0][1].device if implementation == "fused" else torch.device("cpu")
-    steps = torch.zeros(len(named), dtype=torch.float32, device=device)
-    for (_, parameter), step in zip(named, steps, strict=True):
-        # zeros are what both would start from at their first step; made now, there is one state to save and load
-        state = optimizer.state[parameter]
-        if name == "sgd":
-            state["momentum_buffer"] = torch.zeros_like(parameter)
-        else:
-            state["step"] = step
-            block = block_of(parameter.shape) if state_dtype == torch.uint8 else None
-            dtype = None if state_dtype == torch.uint8 and block is None else state_dtype
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.zeros_like(parameter, dtype=dtype)
-                if block is not None:
-                    state[f"{key}_scale"] = _scales_of(parameter, block)
+    _add_moments(optimizer, [parameter for _, parameter in named], state_dtype, device)
     return optimizer
+
+
+def _add_momentum(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def _add_moments(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    state_dtype: torch.dtype | None,
+    steps_on: torch.device,
+) -> None:
+    """AdamW's state: both moments, with the scales of their blocks where these are codes, and the count of steps."""
+    steps = torch.zeros(len(parameters), dtype=torch.float32, device=steps_on)
+    for parameter, step in zip(parameters, steps, strict=True):
+        state = optimizer.state[parameter]
+        state["step"] = step
+        block = block_of(parameter.shape) if state_dtype == torch.uint8 else None
+        dtype = None if state_dtype == torch.uint8 and block is None else state_dtype
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key] = torch.zeros_like(parameter, dtype=dtype)
+            if block is not None:
+                state[f"{key}_scale"] = _scales_of(parameter, block)
 
 
 @torch.no_grad()
@@ -151,46 +159,61 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
                 weight_decay=group["weight_decay"],
             )
             continue
-        parameters, gradients = [local_shard(p) for p in trained], [local_shard(one) for one in whole]
-        state = [optimizer.state[p] for p in trained]
-        how = {"foreach": group["foreach"], "fused": group["fused"]}
         if "betas" in group:
-            beta1, beta2 = group["betas"]
-            how |= {"beta1": beta1, "beta2": beta2}
-            how |= {name: group[name] for name in ("lr", "weight_decay", "eps")}
-            exp_avgs, exp_avg_sqs = ([local_shard(own[key]) for own in state] for key in ("exp_avg", "exp_avg_sq"))
-            steps = [own["step"] for own in state]
-            if "rounding_seed" in group:
-                kept = zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, trained, strict=True)
-                states = [RoundedState(*tensors, *group["places"][p]) for *tensors, p in kept]
-                update_rounded(states, seed=group["rounding_seed"], update=update, **how)
-                continue
-            tensors = list(zip(parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
-            quantized = [
-                QuantizedState(
-                    p, g, m, v, step, local_shard(own["exp_avg_scale"]), local_shard(own["exp_avg_sq_scale"])
-                )
-                for (p, g, m, v, step), own in zip(tensors, state, strict=True)
-                if "exp_avg_scale" in own
-            ]
-            if quantized:
-                update_quantized(quantized, **how)
-                rest = [one for one, own in zip(tensors, state, strict=True) if "exp_avg_scale" not in own]
-                parameters, gradients, exp_avgs, exp_avg_sqs, steps = ([one[i] for one in rest] for i in range(5))
-            adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
+            _update_adamw(optimizer, group, trained, whole, update)
+            continue
+        sgd(
+            [local_shard(p) for p in trained],
+            [local_shard(gradient) for gradient in whole],
+            [local_shard(optimizer.state[p]["momentum_buffer"]) for p in trained],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            foreach=group["foreach"],
+            fused=group["fused"],
+        )
+
+
+def _update_adamw(
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    trained: Sequence[nn.Parameter],
+    gradients: Sequence[torch.Tensor],
+    update: int,
+) -> None:
+    """A step of a group of AdamW's, by how each parameter's moments are kept."""
+    beta1, beta2 = group["betas"]
+    how = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach", "fused")}
+    how |= {"beta1": beta1, "beta2": beta2}
+    states = [optimizer.state[p] for p in trained]
+    shards = [
+        (
+            local_shard(p),
+            local_shard(gradient),
+            local_shard(own["exp_avg"]),
+            local_shard(own["exp_avg_sq"]),
+            own["step"],
+        )
+        for p, gradient, own in zip(trained, gradients, states, strict=True)
+    ]
+    if "rounding_seed" in group:
+        rounded = [RoundedState(*mine, *group["places"][p]) for mine, p in zip(shards, trained, strict=True)]
+        update_rounded(rounded, seed=group["rounding_seed"], update=update, **how)
+        return
+    quantized, plain = [], []
+    for mine, own in zip(shards, states, strict=True):
+        if "exp_avg_scale" in own:
+            scales = local_shard(own["exp_avg_scale"]), local_shard(own["exp_avg_sq_scale"])
+            quantized.append(QuantizedState(*mine, *scales))
         else:
-            sgd(
-                parameters,
-                gradients,
-                [local_shard(own["momentum_buffer"]) for own in state],
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                **how,
-            )
+            plain.append(mine)
+    if quantized:
+        update_quantized(quantized, **how)
+    parameters, grads, exp_avgs, exp_avg_sqs, steps = ([one[i] for one in plain] for i in range(5))
+    adamw(parameters, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
 
 
 @torch.no_grad()

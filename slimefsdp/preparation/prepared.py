@@ -317,7 +317,7 @@ def check_plan(
             fault = "says that samples share what they do not"
         elif any((_pack_tokens(plan, batch, update) > max_pack_tokens).any() for update in range(len(plan.updates))):
             fault = f"has packs of more than {max_pack_tokens} tokens"
-        elif together is not None and any(np.isin(together, together[pack]).sum() != len(pack) for pack in packs):
+        elif together is not None and _splits_groups(together, packs):
             fault = "parts samples that the loss compares"
         elif len(_samples(first)) != len(np.unique(_samples(first))):
             fault = f"has a sample twice in its first epoch, its first {plan.num_first_epoch_updates} updates"
@@ -362,6 +362,12 @@ def _pack_tokens(plan: Plan, batch: RolloutBatch, update: int) -> np.ndarray:
     return SampleCosts(batch.lengths, CostModel(), 1, plan.max_pack_tokens, plan.shared).tokens_each(
         samples, sizes.ravel()
     )
+
+
+def _splits_groups(together: np.ndarray, packs: Sequence[np.ndarray]) -> bool:
+    """Whether a pack lacks a sample that belongs with one of its own; none has a sample twice."""
+    _, groups, sizes = np.unique(together, return_inverse=True, return_counts=True)
+    return any(sizes[np.unique(groups[pack])].sum() != len(pack) for pack in packs)
 
 
 def _samples(updates: Sequence[Sequence[Sequence[np.ndarray]]]) -> np.ndarray:
