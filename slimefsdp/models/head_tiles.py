@@ -15,8 +15,9 @@ DeviceType = Literal["cpu", "cuda"]
 
 # Everything of logits' size together. On CUDA each tile is another pass over the weight's float32 gradient: on an H200,
 # 14,336 rows of Qwen3-4B's head take 419 ms in chunks of 128 MiB, 176 ms in chunks of 1 GiB
-# (benchmarks/results/gpu_smoke.json).
-CHUNK_BYTES: dict[DeviceType, int] = {"cpu": 128 * 2**20, "cuda": 2**30}
+# (benchmarks/results/gpu_smoke.json). On a CPU it is logits that backward need not compute again: with 152,000 words a
+# step that holds 512 MiB of them is a sixth faster than one that holds 128 MiB (docs/benchmarks.md).
+CHUNK_BYTES: dict[DeviceType, int] = {"cpu": 512 * 2**20, "cuda": 2**30}
 
 # On a CPU: the words of a tile, and its bytes, beside which a cache holds its exponentials and weights. With 152,000
 # words such tiles take about two thirds of the time of those that have all words (benchmarks/head_memory.py).

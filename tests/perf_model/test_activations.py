@@ -120,7 +120,7 @@ def test_the_head_of_many_rows_holds_its_bytes_of_logits_and_a_gradient_of_its_w
     model, on_cpu = ModelSpec(64, 4, 4, 2, 32, 160, vocab=32_768), device == "cpu"
     of_model = partial(HeadActivations.of_model, model, wide=4, tokens=rows + 192, on_cpu=on_cpu)
     found = of_model(compute=4, rows=rows)
-    most, tile = (128 * 2**20, 2 * 2**20) if on_cpu else (2**30, 2**29)
+    most, tile = (2**29, 2 * 2**20) if on_cpu else (2**30, 2**29)
     assert 0.9 * most <= found.forward <= most
     # the gradient is that of the weight in float32, and once more rounded where the weight is
     exps = found.forward + rows * 64 * 4 + 32_768 * 64 * 4 - found.backward
@@ -137,7 +137,7 @@ def test_the_head_of_many_rows_holds_its_bytes_of_logits_and_a_gradient_of_its_w
     assert critic.forward == critic.backward == 0 < critic.kept
 
 
-@pytest.mark.parametrize(("rows", "share"), [(0, 0), (1, 0), (512, 0), (1000, 0), (8000, 1 - 63 / 512)])
+@pytest.mark.parametrize(("rows", "share"), [(0, 0), (1, 0), (512, 0), (1000, 0), (8000, 1 - 261 / 512)])
 def test_a_head_computes_again_what_its_bytes_do_not_hold(rows: int, share: float) -> None:
     model = ModelSpec(64, 4, 4, 2, 32, 160, vocab=32_768)
     assert recomputed_head_share(model, wide=4, rows=rows, on_cpu=True) == pytest.approx(share, abs=0.01)
