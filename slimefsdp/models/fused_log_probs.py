@@ -435,7 +435,7 @@ def _logits_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _has_kernels(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype is torch.float32 and head_kernels.can_compile()
+    return logits.is_cuda and logits.dtype is torch.float32 and head_kernels.can_launch(logits.device)
 
 
 def _held_logits(tiles: HeadTiles, like: Tensor) -> Tensor:

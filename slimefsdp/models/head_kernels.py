@@ -7,12 +7,11 @@ whatever rows are beside it. The same in plain torch is in slimefsdp.models.fuse
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 
+import torch
 from torch import Tensor
-
-from slimefsdp.distributed.compiler import require_compiler
-from slimefsdp.errors import ConfigError
 
 try:
     import triton  # type: ignore[import-not-found]
@@ -20,18 +19,30 @@ try:
 except ModuleNotFoundError:  # torch for a CPU comes without it
     triton = None
 
+logger = logging.getLogger(__name__)
+
 _BLOCK = 4096  # words that a program holds at once
 _WARPS = 8
 
 
 @cache
-def can_compile() -> bool:
-    """Whether Triton is there and has what it needs to launch a kernel."""
-    try:
-        require_compiler("cuda")
-    except ConfigError:
+def can_launch(device: torch.device) -> bool:
+    """Whether these kernels run on a device: both are tried on one row, once in a process.
+
+    Triton compiles with the machine's C compiler, into a folder that it must be able to write and load from. What it
+    lacks is logged, and the head does without it.
+    """
+    if triton is None:
         return False
-    return triton is not None
+    row, index = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    try:
+        row_sums(row[None], row.clone(), row.clone(), row.clone())
+        logits_grad(row[None], row, row, index, row, torch.empty(1, 1, dtype=torch.bfloat16, device=device))
+    except Exception as error:  # whatever a compiler, a linker or a driver says
+        problem = " ".join(str(error).split())[:300]
+        logger.warning("the head works without its Triton kernels, which failed: %s: %s", type(error).__name__, problem)
+        return False
+    return True
 
 
 def row_sums(logits: Tensor, largest: Tensor, exp_sums: Tensor, exp_logits: Tensor) -> None:
@@ -43,7 +54,8 @@ def row_sums(logits: Tensor, largest: Tensor, exp_sums: Tensor, exp_logits: Tens
     """
     rows, words = logits.shape
     if rows:
-        _row_sums[(rows,)](logits, largest, exp_sums, exp_logits, words, BLOCK=_BLOCK, num_warps=_WARPS)
+        with torch.cuda.device_of(logits):  # which torch's operations see to, and Triton does not
+            _row_sums[(rows,)](logits, largest, exp_sums, exp_logits, words, BLOCK=_BLOCK, num_warps=_WARPS)
 
 
 def logits_grad(
@@ -60,9 +72,10 @@ def logits_grad(
     rows, words = logits.shape
     if rows:
         grid = (rows, triton.cdiv(words, _BLOCK))
-        _logits_grad[grid](
-            logits, largest, factors, targets, target_grads, out, words, BLOCK=_BLOCK, num_warps=_WARPS
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            _logits_grad[grid](
+                logits, largest, factors, targets, target_grads, out, words, BLOCK=_BLOCK, num_warps=_WARPS
+            )
 
 
 if triton is not None:

@@ -122,6 +122,9 @@ class HeadActivations:
         words = max(end - start for start, end in tiles.words)
         widened = words * hidden * wide if is_half and on_cpu else 0
         is_summed = len(tiles.words) > 1 or (is_half and on_cpu)
+        # on CUDA products take a tile's gradient in half precision; at the end there is the weight's, in both dtypes
+        rounded_tile = tile * compute // wide if is_half and not on_cpu else 0
+        rounded_weight = vocab * hidden * compute if is_half else 0
         return cls(
             kept=of_norm + rows * hidden * compute * (2 if full_kl else 1),
             forward=(tiles.held + 1 + full_kl) * tile + widened * (1 + full_kl),
@@ -129,7 +132,7 @@ class HeadActivations:
             + widened * (1 + full_kl)
             + rows * hidden * (wide if is_summed else compute)
             + (rows * hidden * compute if is_summed and is_half else 0)
-            + (0 if is_frozen else vocab * hidden * (wide + (compute if is_half else 0))),
+            + (rounded_tile if is_frozen else vocab * hidden * wide + max(rounded_tile, rounded_weight)),
         )
 
 

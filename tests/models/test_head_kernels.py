@@ -114,15 +114,40 @@ def test_a_cpu_has_no_use_for_kernels():
     assert not fused_log_probs._has_kernels(torch.zeros(1))
 
 
-def test_kernels_are_for_where_they_can_be_compiled(monkeypatch):
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert not head_kernels.can_compile.__wrapped__()
+class Uncompilable:
+    """A kernel that cannot be compiled on this machine."""
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            raise RuntimeError("Failed to find C compiler.\nSpecify via CC")
+
+        return launch
+
+
+def test_where_triton_cannot_compile_the_head_says_so_once_and_does_without(monkeypatch, caplog):
+    monkeypatch.setattr(head_kernels, "triton", object())
+    monkeypatch.setattr(head_kernels, "_row_sums", Uncompilable(), raising=False)
+    head_kernels.can_launch.cache_clear()
+    try:
+        assert [head_kernels.can_launch(torch.device("cpu")) for _ in range(2)] == [False, False]
+    finally:
+        head_kernels.can_launch.cache_clear()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.endswith(
+        "without its Triton kernels, which failed: RuntimeError: Failed to find C compiler. Specify via CC"
+    )
+
+
+def test_without_triton_there_is_nothing_to_try(monkeypatch):
+    monkeypatch.setattr(head_kernels, "triton", None)
+    assert not head_kernels.can_launch.__wrapped__(torch.device("cpu"))
 
 
 INTERPRETED = """
 import torch
 from slimefsdp.models import head_kernels
 from tests.models.test_head_kernels import logits_grad, row_sums
+assert head_kernels.can_launch(torch.device("cpu"))
 torch.manual_seed(0)
 for rows, words in ((3, 5000), (1, 4096), (2, 100), (7, 12289)):
     logits = 5 * torch.randn(rows, words)

@@ -130,9 +130,12 @@ def test_the_head_of_many_rows_holds_its_bytes_of_logits_and_a_gradient_of_its_w
     widened = half.forward - found.forward
     assert widened == (1024 * 64 * 4 if on_cpu else 0)
     of_rows = rows * 64 * (4 + 2 if on_cpu else 2)
-    assert half.backward == found.forward - exps + widened + of_rows + 32_768 * 64 * (4 + 2)
+    # on CUDA they take a tile's gradient rounded, which is gone before the weight's is
+    rounded_tile, rounded_weight = (0 if on_cpu else exps // 2), 32_768 * 64 * 2
+    of_logits = found.forward - exps
+    assert half.backward == of_logits + widened + of_rows + 32_768 * 64 * 4 + max(rounded_tile, rounded_weight)
     frozen = of_model(compute=2, rows=rows, is_frozen=True)
-    assert frozen.backward == half.backward - 32_768 * 64 * (4 + 2)
+    assert frozen.backward == of_logits + widened + of_rows + rounded_tile
     critic = of_model(compute=4, rows=0)
     assert critic.forward == critic.backward == 0 < critic.kept
 
