@@ -163,8 +163,9 @@ class _TokenLogProbs(torch.autograd.Function):
         ref_largest, ref_exp_sums, differences = by_tile(), by_tile(), by_tile()
         held = _held_logits(tiles, at_target)
         has_kernels = _has_kernels(at_target)
-        exps_buffer = at_target.new_empty(0 if has_kernels and reference is None else tiles.elements)
-        ref_buffer = exps_buffer if reference is None else torch.empty_like(exps_buffer)
+        needs_exps = reference is not None or not has_kernels
+        exps_buffer = at_target.new_empty(tiles.elements) if needs_exps else None
+        ref_buffer = at_target.new_empty(tiles.elements) if reference is not None else None
         slots = _slots(tiles, held)
         for part, words in enumerate(tiles.words):
             head = _Words(weight, low, high, words, temperature, softcap)
@@ -172,37 +173,24 @@ class _TokenLogProbs(torch.autograd.Function):
             for start, end in tiles.rows:
                 rows = slice(start, end)
                 logits = head.tile_of(next(slots), rows)
+                exps = None if exps_buffer is None else head.tile_of(exps_buffer, rows)
                 head.write_logits(hidden, rows, logits)
                 head.read_targets(logits, targets[rows], at_target[rows])
-                if has_kernels:
-                    head_kernels.row_sums(logits, largest[part, rows], exp_sums[part, rows], exp_logits[part, rows])
-                    if ref_head is None:
-                        continue
-                else:
-                    torch.amax(logits, dim=1, out=largest[part, rows])
-                exps = head.tile_of(exps_buffer, rows)
-                # kernels of backward take logits as they are
-                shifted = torch.sub(logits, largest[part, rows, None], out=exps if has_kernels else logits)
-                if ref_head is not None:
-                    assert reference is not None
-                    difference = ref_head.tile_of(ref_buffer, rows)
-                    ref_head.write_logits(reference.hidden, rows, difference)
-                    if has_kernels:  # as above: of equal logits all sums are equal
-                        ref_sums = ref_largest[part, rows], ref_exp_sums[part, rows], differences[part, rows]
-                        head_kernels.row_sums(difference, *ref_sums)
-                        difference.sub_(ref_largest[part, rows, None])
-                    else:
-                        torch.amax(difference, dim=1, out=ref_largest[part, rows])
-                        difference.sub_(ref_largest[part, rows, None])
-                        torch.sum(torch.exp(difference, out=exps), dim=1, out=ref_exp_sums[part, rows])
-                    torch.sub(shifted, difference, out=difference)
-                torch.exp(shifted, out=exps)
-                if not has_kernels:
-                    torch.sum(exps, dim=1, out=exp_sums[part, rows])
-                if ref_head is not None:
-                    torch.sum(difference.mul_(exps), dim=1, out=differences[part, rows])
-                if with_entropy and not has_kernels:
-                    torch.sum(exps.mul_(shifted), dim=1, out=exp_logits[part, rows])
+                sums = _RowSums(largest[part, rows], exp_sums[part, rows], exp_logits[part, rows])
+                sums.write(logits, exps, with_entropy=with_entropy, has_kernels=has_kernels)
+                if reference is None or ref_head is None or ref_buffer is None or exps is None:
+                    continue
+                difference = ref_head.tile_of(ref_buffer, rows)
+                ref_head.write_logits(reference.hidden, rows, difference)
+                ref_sums = _RowSums(ref_largest[part, rows], ref_exp_sums[part, rows], differences[part, rows])
+                ref_sums.write(difference, exps, with_entropy=False, has_kernels=has_kernels)
+                shifted = logits
+                if has_kernels:  # which leave logits as they are
+                    shifted = torch.sub(logits, sums.largest[:, None], out=exps)
+                    difference.sub_(ref_sums.largest[:, None])
+                torch.sub(shifted, difference, out=difference)
+                difference.mul_(torch.exp(shifted, out=exps))
+                torch.sum(difference, dim=1, out=differences[part, rows])
         # the tiles' sums, relative to the largest logit of all
         top = largest.amax(0)
         below = largest - top
@@ -304,24 +292,18 @@ class _TokenLogProbs(torch.autograd.Function):
                     logits.sub_(largest[part, rows, None])
                 if below is not None:
                     logits.add_(below[part, rows, None])
-                if exps is None:
-                    logits.exp_().mul_(offset[:, None])
-                else:
-                    torch.exp(logits, out=exps)
-                    slope = torch.zeros_like(offset)
-                    if entropy_grad is not None:
-                        slope = -entropy_grad[rows] * scale / ctx.temperature
-                        offset += slope * (entropy[rows] - exp_sums[rows].log())
-                    offset = offset[:, None]
-                    if kl_grad is not None and ref_head is not None and difference is not None:
-                        ref_head.write_logits(ref_hidden, rows, difference)
-                        difference.sub_(ref_largest[part, rows, None])
-                        if ref_below is not None:
-                            difference.add_(ref_below[part, rows, None])
-                        torch.sub(logits, difference, out=difference).sub_(mean_difference[rows, None])
-                        kl_slope = kl_grad[rows] * scale / ctx.temperature
-                        offset = torch.addcmul(offset, difference, kl_slope[:, None], out=difference)
-                    torch.addcmul(offset, logits, slope[:, None], out=logits).mul_(exps)
+                slope = kl_slope = None
+                if entropy_grad is not None:
+                    slope = -entropy_grad[rows] * scale / ctx.temperature
+                    offset += slope * (entropy[rows] - exp_sums[rows].log())
+                if kl_grad is not None and ref_head is not None and difference is not None:
+                    ref_head.write_logits(ref_hidden, rows, difference)
+                    difference.sub_(ref_largest[part, rows, None])
+                    if ref_below is not None:
+                        difference.add_(ref_below[part, rows, None])
+                    torch.sub(logits, difference, out=difference).sub_(mean_difference[rows, None])
+                    kl_slope = kl_grad[rows] * scale / ctx.temperature
+                _write_slopes(logits, exps, offset, slope, difference, kl_slope)
                 head.add_at_targets(logits, targets[rows], target_grad)
                 if tanh is not None:
                     logits.mul_(tanh.square_().neg_().add_(1))
@@ -408,6 +390,57 @@ class _Words:
         here = (targets - self._start)[:, None]
         inside = here.clamp(0, self._size - 1)
         return inside, (inside == here).squeeze(1)
+
+
+class _RowSums(NamedTuple):
+    """Of each row z of a tile: m = max z, sum e^(z - m), and sum (z - m) e^(z - m); [rows] each."""
+
+    largest: Tensor
+    exp_sums: Tensor
+    exp_logits: Tensor
+
+    def write(self, logits: Tensor, exps: Tensor | None, *, with_entropy: bool, has_kernels: bool) -> None:
+        """Of logits, which torch leaves relative to their largest, and kernels as they are.
+
+        Args:
+            exps: of logits' shape, to work in; kernels take none.
+            with_entropy: whether the last of the sums is needed.
+        """
+        if has_kernels:
+            head_kernels.row_sums(logits, *self)
+            return
+        assert exps is not None
+        torch.amax(logits, dim=1, out=self.largest)
+        torch.exp(logits.sub_(self.largest[:, None]), out=exps)
+        torch.sum(exps, dim=1, out=self.exp_sums)
+        if with_entropy:
+            torch.sum(exps.mul_(logits), dim=1, out=self.exp_logits)
+
+
+def _write_slopes(
+    logits: Tensor,
+    exps: Tensor | None,
+    offset: Tensor,
+    slope: Tensor | None,
+    difference: Tensor | None,
+    kl_slope: Tensor | None,
+) -> None:
+    """Logits z, relative to the largest of all, become e^z (offset + slope z + kl_slope difference).
+
+    Args:
+        exps: of logits' shape, to work in; None: there is no slope.
+        offset, slope, kl_slope: [rows].
+        difference: log(p / q) - K, written over.
+    """
+    if exps is None:
+        logits.exp_().mul_(offset[:, None])
+        return
+    torch.exp(logits, out=exps)
+    offset = offset[:, None]
+    slope = torch.zeros_like(offset) if slope is None else slope[:, None]
+    if kl_slope is not None and difference is not None:
+        offset = torch.addcmul(offset, difference, kl_slope[:, None], out=difference)
+    torch.addcmul(offset, logits, slope, out=logits).mul_(exps)
 
 
 class _RowsGrad:
