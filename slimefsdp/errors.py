@@ -24,12 +24,14 @@ class SlimeError(Exception):
         call: what was being done, e.g. `load` or `train_step`.
 
     `others` holds what else is wrong with the same settings, or what other ranks said, one sentence each; set by who
-    raises it.
+    raises it. `ends_rank` says that the process of the rank that it happened on has ended, or ends with it, so that
+    that rank's peers wait for it in vain; an error that all ranks raise alike leaves them as they are.
     """
 
     code = "error"
     exit_code = 1
     others: tuple[str, ...] = ()
+    ends_rank: bool = False
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class WorkerDied(SlimeError):
 
     code = "worker_died"
     exit_code = 8
+    ends_rank = True
 
 
 class WorkerHung(SlimeError):

@@ -45,6 +45,7 @@ def test_the_list_of_errors_is_complete():
 def test_a_copy_in_another_process_keeps_type_attributes_and_text(cls):
     error = cls("mesh.dp=3 is odd", field="mesh.dp", hint="use 4", rank=2, call="load")
     error.step = 7  # what a caller adds travels too
+    error.ends_rank = not cls.ends_rank
     error.add_note("seen on the driver")
     for twin in copies(error):
         assert type(twin) is cls and twin is not error

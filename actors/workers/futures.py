@@ -93,8 +93,8 @@ class CallFuture:
                         continue
                     failure = meaning_of(error, self._ranks[ref], self.running.name)
                     failures.append((self._ranks[ref], failure))
-                    if not isinstance(failure, SlimeError) or isinstance(failure, WorkerDied):
-                        self.running.let_go([rank for rank, _ in failures])
+                    if _ends_rank(error, failure):
+                        self.running.abort_collectives([rank for rank, _ in failures])
                     # nothing explains an end but the end itself
                     grace_s = 0.0 if isinstance(failure, WorkerDied) else GRACE_S
                     give_up = min(give_up, time.monotonic() + grace_s)
@@ -124,6 +124,17 @@ def meaning_of(error: RayError, rank: int, call: str) -> Exception:
     return cause
 
 
+def _ends_rank(error: RayError, failure: Exception) -> bool:
+    """Whether the process of a failed rank has ended, or ends with what it raised: its peers wait for it in vain.
+
+    Args:
+        failure: the `meaning_of` the error.
+    """
+    raised = error.cause if isinstance(error, RayTaskError) else failure
+    # with an error that is none of ours the rank ends, whatever is made of it here
+    return raised.ends_rank if isinstance(raised, SlimeError) else True
+
+
 class Running:
     """A call as those that are made after it need to know it: it holds no results."""
 
@@ -140,7 +151,7 @@ class Running:
         self.name = name
         self.pending = pending  # ref -> rank, of those that had not answered when last looked
         self.hung: WorkerHung | None = None  # what was said when it was last waited for
-        self._is_let_go = False
+        self._has_aborted = False
         self._timeout_s = timeout_s
         self._watchdog = watchdog
         self._began = time.monotonic() if began is None else began
@@ -213,11 +224,11 @@ class Running:
             self.hung = error
             raise
 
-    def let_go(self, lost: Collection[int]) -> None:
-        """After the loss of ranks: frees the others from collectives that their end alone does not free them from."""
-        if self._watchdog is not None and not self._is_let_go:
-            self._is_let_go = True
-            self._watchdog.let_go(lost)
+    def abort_collectives(self, lost: Collection[int]) -> None:
+        """After the loss of ranks: has the others abort collectives, which that loss alone may not end; once."""
+        if self._watchdog is not None and not self._has_aborted:
+            self._has_aborted = True
+            self._watchdog.abort_collectives(lost)
 
     def overdue(self, ranks: Sequence[int], late: Sequence[int] = ()) -> WorkerHung:
         """The error of this call when its deadline has passed.

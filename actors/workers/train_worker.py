@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class TrainWorker(Watched):
         self.trainers: dict[str, Any] = {}  # by role: the group's own, and a critic's beside an actor's
         self._last_update: Any = None  # with its group or its buffers, for the next one
         self._listener: socket.socket | None = None  # of rank 0, until its process group has it
-        self._is_let_go = False  # its collectives were ended, and what they brought may be anything
+        self._has_aborted = False  # its collectives, or is about to: what they bring may be anything
 
     def free_address(self) -> tuple[str, int]:
         """An address of this node and a port, where rank 0 listens from now on: nobody else can take it before `start`.
@@ -198,14 +199,22 @@ class TrainWorker(Watched):
         return Health(self.rank, os.getpid(), updates)
 
     @ray.method(concurrency_group="control")
-    def let_go(self) -> None:
-        """Another rank is lost: ends collectives that its end alone does not end, and then refuses this one's calls."""
-        from slimefsdp.distributed.collectives import abort_collectives
+    def abort_collectives(self) -> None:
+        """Another rank is lost: ends collectives that its end alone does not end, and refuses this one's calls."""
+        from slimefsdp.distributed import collectives
 
-        self._is_let_go = abort_collectives() or self._is_let_go
+        if not collectives.needs_abort():
+            return
+        # before the abort, whose kernels end one by one: the thread of the call goes on with garbage while it works
+        self._has_aborted = True
+        try:
+            collectives.abort_collectives()
+        except Exception:  # nobody waits for an answer
+            problem = f"rank {self.rank} could not abort its collectives, and may wait in them until they time out"
+            print(f"{problem}:\n{traceback.format_exc().rstrip()}", file=sys.stderr, flush=True)
 
     def _require_peers(self) -> None:
-        if self._is_let_go:
+        if self._has_aborted:
             raise PeerFailed(
                 "another rank of this group is gone", field="process_group", hint="look at what ended that rank"
             )
@@ -217,7 +226,7 @@ class TrainWorker(Watched):
         collective lets go when the connections close, and torch keeps them open while anything refers to the process
         group, also after `destroy_process_group`.
         """
-        if isinstance(error, SlimeError) and (not self._is_let_go or isinstance(error, PeerFailed)):
+        if isinstance(error, SlimeError) and (not self._has_aborted or isinstance(error, PeerFailed)):
             error.call = call
             if error.rank is None:  # else it is agreed on, and says where it happened
                 error.rank = self.rank
@@ -227,14 +236,14 @@ class TrainWorker(Watched):
         from slimefsdp.distributed.torch_errors import is_out_of_memory, lost_a_peer, peer_failed
 
         try:
-            # a collective that was ended leaves values that may break anything behind it
-            has_lost_a_peer = self._is_let_go or lost_a_peer(error)
+            # a collective that was aborted leaves values that may break anything behind it
+            has_lost_a_peer = self._has_aborted or lost_a_peer(error)
             told = peer_failed(error) if has_lost_a_peer else error
             if is_out_of_memory(error) and not has_lost_a_peer:
                 folder = self.trainers[role].folder.config if role in self.trainers else None
                 told = memory_error(error, config, role, folder, choose_device(config.mesh.device))  # type: ignore[arg-type]
             if isinstance(told, SlimeError):
-                told.rank, told.call = self.rank, call
+                told.rank, told.call, told.ends_rank = self.rank, call, not has_lost_a_peer
             told.add_note(f"on rank {self.rank}, in {call}:\n{''.join(traceback.format_exception(error)).rstrip()}")
             return portable(told)
         finally:

@@ -96,7 +96,7 @@ class Watched:
         return Pulse(heartbeat.snapshot(), os.getpid(), _stat(os.getpid())[1], _own_node(), stacks)
 
     @ray.method(concurrency_group="control")
-    def let_go(self) -> None:
+    def abort_collectives(self) -> None:
         """Others of this process's group are lost: ends what its call waits for them in; here it waits for nobody."""
 
 
@@ -203,11 +203,11 @@ class Watchdog:
                 problem += f": {self._kind} {rank} has not answered since it was started"
             return self._hung(waiting, rank, timeout_s, problem, setting)
 
-    def let_go(self, lost: Collection[int]) -> None:
-        """Tells all but those that are lost that they wait for them in vain; waits for no answer."""
+    def abort_collectives(self, lost: Collection[int]) -> None:
+        """Has all but those that are lost abort the collectives that they wait for them in; waits for no answer."""
         for rank, actor in enumerate(self._actors):
             if rank not in lost:
-                actor.let_go.remote()
+                actor.abort_collectives.remote()
 
     def kill_stopped(self) -> None:
         """Ends processes of this node that are stopped: of one, Ray waits 5 s for it to end itself."""

@@ -1,4 +1,4 @@
-"""Where this process stands in the collectives that it shares with other ranks, and how it is let go of them.
+"""Where this process stands in the collectives that it shares with other ranks, and how they are aborted.
 
 gloo's calls wait in Python, and raise when a peer's connections close. NCCL's do neither: the host goes on and waits
 elsewhere, for the device, and a kernel whose peer has gone spins until the group's timeout. So a rank says how many
@@ -36,15 +36,21 @@ def collectives_begun(device_type: str) -> int:
     return begun
 
 
-def abort_collectives() -> bool:
-    """Ends NCCL's collectives of this process for good: kernels that wait for peers return, what is begun later raises.
+def needs_abort() -> bool:
+    """Whether collectives of this process wait for a peer that is gone until they are aborted.
 
-    Of gloo nothing is ended: its calls raise by themselves when the peer's process is gone.
-
-    Returns:
-        Whether any were ended; what they were to bring is not there, and whoever calls this has to refuse results.
+    NCCL's do; gloo's raise by themselves when the peer's process ends.
     """
-    if not dist.is_initialized() or "nccl" not in dist.get_backend_config():
-        return False
+    return dist.is_initialized() and "nccl" in dist.get_backend_config()
+
+
+def abort_collectives() -> None:
+    """Ends all collectives of this process for good: kernels that wait for peers return, what is begun later raises.
+
+    For where `needs_abort`. What the collectives were to bring is not there, and a thread that waits for it goes on
+    with whatever is in its place before this returns: results have to be refused from before the call on.
+
+    Raises:
+        RuntimeError: a communicator cannot be aborted.
+    """
     distributed_c10d._abort_process_group()
-    return True

@@ -1,16 +1,19 @@
-"""A rank that keeps others waiting has begun fewer collectives; NCCL's are ended where gloo's end by themselves."""
+"""A rank that keeps others waiting has begun fewer collectives; NCCL's are aborted where gloo's end by themselves."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from slimefsdp.distributed.collectives import abort_collectives, collectives_begun
+from slimefsdp.distributed.collectives import abort_collectives, collectives_begun, needs_abort
 from slimefsdp.distributed.mesh import build_mesh
+from tests.support.fresh_ranks import run_fresh
 from tests.support.rank_pool import RankPool
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -39,21 +42,33 @@ def test_a_rank_that_others_wait_for_has_begun_fewer_collectives(ranks: RankPool
     assert ranks.run(2, begun_while_one_waits) == [[2, 3, 3], [2, 2, 3]]
 
 
-def aborted(rank: int) -> tuple[bool, float]:
-    ended = abort_collectives()
-    sum_of_ranks = torch.ones(1)
-    dist.all_reduce(sum_of_ranks)
-    return ended, float(sum_of_ranks)
+def of_this_rank(rank: int) -> bool:
+    return needs_abort()
 
 
-def test_groups_of_gloo_stay_as_they_are(ranks: RankPool) -> None:
-    assert ranks.run(2, aborted) == [(False, 2.0)] * 2
-    assert abort_collectives() is False, "without any group, too"
+def test_groups_of_gloo_need_no_abort(ranks: RankPool) -> None:
+    assert ranks.run(2, of_this_rank) == [False] * 2
+    assert needs_abort() is False, "without any group, too"
 
 
-def test_groups_of_nccl_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+def after_an_abort(rank: int, send: Callable[[Any], None]) -> None:
+    abort_collectives()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except Exception as error:
+        send((needs_abort(), collectives_begun("cpu"), type(error), str(error)))
+
+
+def test_after_an_abort_there_are_no_groups_and_collectives_raise() -> None:
+    ((((needs, begun, kind, said),), _),) = run_fresh(1, after_an_abort)
+    assert (needs, begun, kind) == (False, 0, ValueError) and "has not been initialized" in said
+
+
+def test_all_groups_of_nccl_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: calls.append("all groups"))
-    assert abort_collectives() is True and calls == ["all groups"]
+    assert needs_abort() is True
+    abort_collectives()
+    assert calls == ["all groups"]

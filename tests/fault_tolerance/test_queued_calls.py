@@ -137,7 +137,9 @@ def launch(example: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Job, Run
     monkeypatch.setattr(worker_group, "store", lambda work, field: work)
     monkeypatch.setattr(worker_group, "end_processes", end)
     folder = read_model_folder(example / "model")
-    watchdog: Any = SimpleNamespace(kill_stopped=lambda: None, look=lambda waiting: None, let_go=lambda lost: None)
+    watchdog: Any = SimpleNamespace(
+        kill_stopped=lambda: None, look=lambda waiting: None, abort_collectives=lambda lost: None
+    )
 
     def make(job: Job, config: RunConfig) -> Any:
         group = WorkerGroup(config, "actor", [Rank(job)], folder.vocab_size, folder, watchdog=watchdog)

@@ -292,6 +292,7 @@ def test_a_lost_peer_and_no_memory_leave_a_rank_typed_with_torchs_own_words(lone
     lost, memory = failure(lone_rank, "a lost peer"), failure(lone_rank, "memory")
     assert isinstance(lost, PeerFailed) and "Connection closed by peer" in lost.message
     assert isinstance(memory, ResourceError) and "DefaultCPUAllocator" in memory.message
+    assert memory.ends_rank and not lost.ends_rank
     for error in (lost, memory):
         assert error.field and error.hint and (error.rank, error.call) == (0, "train_step")
         assert "Traceback" in error.__notes__[0]

@@ -11,16 +11,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
+from actors.cluster import ray_errors
 from actors.workers import futures as workers_futures
 from actors.workers.futures import GRACE_S, CallFuture, CallQueue, Dispatcher
 from actors.workers.train_worker import EXIT_AFTER_S
-from slimefsdp.errors import BatchError, PeerFailed, WorkerDied, WorkerHung
+from slimefsdp.errors import BatchError, PeerFailed, ResourceError, WorkerDied, WorkerHung
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -292,6 +294,46 @@ def test_a_rank_that_waits_in_vain_for_what_it_is_to_take_is_no_death(made_up: M
     with pytest.raises(WorkerHung) as hung:
         CallFuture([Ref(made_up.now, 1), failed], name="act", timeout_s=HOUR, first_only=False).result()
     assert (hung.value.rank, hung.value.call) == (1, "act") and "no batch" in hung.value.message
+
+
+def raised(error: Exception) -> RayTaskError:
+    """As Ray hands over what a rank raised."""
+    found: RayTaskError = RayTaskError("act", "", error).as_instanceof_cause()
+    return found
+
+
+def no_memory(*, ends_rank: bool) -> ResourceError:
+    error = ResourceError("out of memory")
+    error.ends_rank = ends_rank
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "ends_rank"),
+    [
+        (ray.exceptions.ActorDiedError(), WorkerDied, True),
+        (raised(KeyError("a bug")), KeyError, True),
+        (raised(no_memory(ends_rank=True)), ResourceError, True),
+        (raised(GetTimeoutError("no batch")), WorkerHung, True),
+        (raised(no_memory(ends_rank=False)), ResourceError, False),
+        (raised(BatchError("odd")), BatchError, False),
+        (raised(PeerFailed("rank 0 is gone")), PeerFailed, False),
+        (ray.exceptions.OutOfDiskError("for the answer"), ResourceError, False),
+    ],
+    ids=["died", "a bug", "no memory", "no batch", "no memory, as all agreed", "bad input", "a lost peer", "no room"],
+)
+def test_peers_of_a_rank_that_ends_and_no_others_abort_their_collectives(
+    made_up: MadeUpRay, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], ends_rank: bool
+) -> None:
+    monkeypatch.setattr(ray_errors, "cluster_is_gone", lambda: False)
+    lost: list[list[int]] = []
+    watchdog: Any = SimpleNamespace(look=lambda waiting: None, abort_collectives=lambda ranks: lost.append(list(ranks)))
+    began, others = made_up.now, [Ref(made_up.now + HOUR) for _ in range(2)]
+    refs = [others[0], Ref(began + 1.0, error), others[1]]
+    with pytest.raises(kind):
+        CallFuture(refs, name="act", timeout_s=HOUR, first_only=False, watchdog=watchdog).result()
+    assert lost == [[1]] * ends_rank
+    assert made_up.now - began <= 1.0 + GRACE_S
 
 
 # ---------------------------------------------------------------------- the source

@@ -26,7 +26,7 @@ from actors.cluster.placement import reserve
 from actors.workers import worker_group
 from actors.workers.futures import CallFuture, QueuedCall
 from actors.workers.group_calls import RankRequest
-from actors.workers.train_worker import TrainWorker
+from actors.workers.train_worker import Loaded, TrainWorker
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
@@ -438,41 +438,78 @@ def test_a_rank_that_fails_alone_frees_its_peers(doomed: Any, batch: RolloutBatc
     assert isinstance(doomed.health()[0], Health) and doomed.health()[0].pid == pid
 
 
-def test_a_rank_that_its_peers_end_does_not_free_is_let_go_and_answers_nothing_that_came_after(
-    cluster: None, make_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As NCCL, whose kernels wait for a peer that is gone and end without an error when they are aborted."""
+class OnNccl(TrainWorker):
+    """As NCCL, whose kernels wait for a peer that is gone, and end without an error when they are aborted.
 
-    class OnNccl(TrainWorker):  # defined here, so that it travels by value
-        def add_trainer(self, config: RunConfig, role: str) -> int:
-            import threading
+    They end while the abort is at work: the thread of the call answers before the abort returns.
+    """
 
-            from slimefsdp.distributed import collectives
+    def add_trainer(self, config: RunConfig, role: str) -> Loaded:
+        import threading
 
-            vocab_size = super().add_trainer(config, role)
-            is_aborted = threading.Event()
-            self.trainers[role].in_a_kernel = lambda: is_aborted.wait(600) and "whatever was in memory"
-            collectives.abort_collectives = lambda: (is_aborted.set(), True)[1]
-            return vocab_size
+        from slimefsdp.distributed import collectives
 
+        loaded = super().add_trainer(config, role)
+        is_freed, self._has_answered = threading.Event(), threading.Event()
+
+        def abort() -> None:
+            is_freed.set()
+            self._has_answered.wait(600)
+
+        def meet(last_one_fails: bool) -> Any:
+            """Rank 0 waits in a kernel for rank 1, which does not come."""
+            if self.rank == 1 and last_one_fails:
+                raise MemoryError("nothing left")
+            return is_freed.wait(600) and "whatever was in memory"
+
+        self.trainers[role].meet = meet
+        collectives.needs_abort = lambda: True
+        collectives.abort_collectives = abort
+        return loaded
+
+    def call(self, request: RankRequest, role: str = "actor") -> Any:
+        try:
+            return super().call(request, role)
+        finally:
+            self._has_answered.set()
+
+
+@pytest.fixture
+def on_nccl(cluster: None, make_config: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A group of two ranks of `OnNccl`."""
     monkeypatch.setattr(worker_group, "TrainWorker", OnNccl)
-    group = WorkerGroup.launch(make_config())
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # processes need not import this file
     try:
-        survivor, doomed = (health.pid for health in group.health() if isinstance(health, Health))
-        request = RankRequest("in_a_kernel", of_all_ranks=True)
-        calls = [worker.call.remote(request) for worker in group.receivers]
-        os.kill(doomed, signal.SIGKILL)
-        with pytest.raises(WorkerDied) as died:
-            CallFuture(calls, name="a call", timeout_s=600, first_only=False, watchdog=group._watchdog).result()
-        assert died.value.rank == 1
-        with pytest.raises(PeerFailed) as freed:
-            ray.get(calls[0], timeout=PATIENCE_S)
-        assert (freed.value.rank, freed.value.call) == (0, "in_a_kernel")
-        with pytest.raises(PeerFailed):
-            ray.get(group.receivers[0].call.remote(RankRequest("memory", of_all_ranks=True)), timeout=PATIENCE_S)
-        assert isinstance(group.health()[0], Health) and is_alive(survivor), "it ends with the group"
+        group = WorkerGroup.launch(make_config())
+        try:
+            yield group
+        finally:
+            group.shutdown()
     finally:
-        group.shutdown()
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"), [("is killed", WorkerDied), ("has no memory", ResourceError)], ids=["killed", "no memory"]
+)
+def test_a_rank_that_a_peers_end_does_not_free_is_freed_by_an_abort_and_answers_nothing_that_came_after(
+    on_nccl: Any, how: str, cause: type[SlimeError]
+) -> None:
+    survivor, doomed = (health.pid for health in on_nccl.health() if isinstance(health, Health))
+    request = RankRequest("meet", (how == "has no memory",), of_all_ranks=True)
+    calls = [worker.call.remote(request) for worker in on_nccl.receivers]
+    if how == "is killed":
+        os.kill(doomed, signal.SIGKILL)
+    with pytest.raises(cause) as failed:
+        CallFuture(calls, name="meet", timeout_s=600, first_only=False, watchdog=on_nccl._watchdog).result()
+    assert failed.value.rank == 1 and failed.value.ends_rank
+    with pytest.raises(PeerFailed) as freed:
+        ray.get(calls[0], timeout=PATIENCE_S)
+    assert (freed.value.rank, freed.value.call) == (0, "meet")
+    with pytest.raises(PeerFailed):
+        ray.get(on_nccl.receivers[0].call.remote(RankRequest("memory", of_all_ranks=True)), timeout=PATIENCE_S)
+    assert isinstance(on_nccl.health()[0], Health) and is_alive(survivor), "it ends with the group"
+    assert wait_until(lambda: not is_alive(doomed))
 
 
 def test_a_shutdown_lets_a_save_in_the_background_end(cluster: None, make_config: Any, tmp_path: Path) -> None:
