@@ -129,8 +129,10 @@ def test_steps_on_any_ranks_are_those_of_whole_matrices(
     theirs = torchs_own(RULES[rule], torch.float64, monkeypatch)
     start = parameters()
     assert all((theirs[name] - start[name]).abs().max() > 1e-2 for name in SHAPES)
+    alone = ranks.run(1, steps_on_ranks, RULES[rule], 1)[0]
     for ours in ranks.run(world, steps_on_ranks, RULES[rule], copies):
         assert max((ours[name] - theirs[name]).abs().max().item() for name in SHAPES) <= 1e-12
+        assert all(torch.equal(ours[name], alone[name]) for name in SHAPES), "the same bits on every mesh"
 
 
 @pytest.mark.parametrize(("world", "shards"), [(1, 1), (4, 4), (6, 3), (8, 8)])
