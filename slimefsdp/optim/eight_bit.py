@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from slimefsdp.optim.buckets import bucket_elements, split_state
+
 BLOCK = 256  # elements, at most
 LEAST_BLOCK = 32  # below which scales would take too large a part of the memory
-# elements that are computed at a time: few enough that a CPU's caches hold them, and enough to fill a GPU
-BUCKET_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 _DECADES = 7
 
 
@@ -56,8 +56,8 @@ def update_quantized(states: Sequence[QuantizedState], **settings: Any) -> None:
     for state in states:
         for part in _some_rows(state):
             dtype = part.parameter.dtype
-            exp_avg = dequantized(part.exp_avg, part.exp_avg_scale, is_signed=True).to(dtype)
-            exp_avg_sq = dequantized(part.exp_avg_sq, part.exp_avg_sq_scale, is_signed=False).to(dtype)
+            exp_avg = dequantize(part.exp_avg, part.exp_avg_scale, is_signed=True).to(dtype)
+            exp_avg_sq = dequantize(part.exp_avg_sq, part.exp_avg_sq_scale, is_signed=False).to(dtype)
             adamw(
                 [part.parameter],
                 [part.gradient],
@@ -69,11 +69,11 @@ def update_quantized(states: Sequence[QuantizedState], **settings: Any) -> None:
                 maximize=False,
                 **settings,
             )
-            quantize(exp_avg, part.exp_avg, part.exp_avg_scale, is_signed=True)
-            quantize(exp_avg_sq, part.exp_avg_sq, part.exp_avg_sq_scale, is_signed=False)
+            quantize_(part.exp_avg, part.exp_avg_scale, exp_avg, is_signed=True)
+            quantize_(part.exp_avg_sq, part.exp_avg_sq_scale, exp_avg_sq, is_signed=False)
 
 
-def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) -> None:
+def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *, is_signed: bool) -> None:
     """Fills codes, of the values' shape, and a scale for each block.
 
     Args:
@@ -91,7 +91,7 @@ def quantize(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *,
     codes.copy_(found.view_as(codes))
 
 
-def dequantized(codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, *, is_signed: bool) -> torch.Tensor:
     """The values of codes, float32; of zeros under a scale of 0 they are 0."""
     if not codes.numel():
         return torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
@@ -132,13 +132,9 @@ def _tables(is_signed: bool, device: torch.device) -> tuple[torch.Tensor, torch.
 
 def _some_rows(state: QuantizedState) -> Iterator[QuantizedState]:
     """A parameter, so many rows at a time."""
-    elements = BUCKET_ELEMENTS.get(state.parameter.device.type, 2**20)
-    rows = max(1, elements // max(1, math.prod(state.parameter.shape[1:])))
+    rows = max(1, bucket_elements(state.parameter.device) // max(1, math.prod(state.parameter.shape[1:])))
     tensors = (
         state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq, state.exp_avg_scale, state.exp_avg_sq_scale
     )  # fmt: skip
-    pieces = [tensor.split(rows) for tensor in tensors]
-    for number, (parameter, gradient, exp_avg, exp_avg_sq, scale, scale_sq) in enumerate(zip(*pieces, strict=True)):
-        # torch counts a step for every piece, and the parameter has one
-        step = state.step if number == len(pieces[0]) - 1 else state.step.clone()
+    for (parameter, gradient, exp_avg, exp_avg_sq, scale, scale_sq), step in split_state(tensors, state.step, rows):
         yield QuantizedState(parameter, gradient, exp_avg, exp_avg_sq, step, scale, scale_sq)

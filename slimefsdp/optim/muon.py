@@ -2,8 +2,8 @@
 
 Keller Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon/), with the arithmetic of `torch.optim.Muon`. The
 iterations need a whole matrix, and a rank holds some rows of it. So momentum is sharded as parameters are, and the
-matrices are dealt to all ranks evenly by cost: the owner of a matrix is sent its rows, iterates, and sends rows back to
-all ranks that hold some. What comes out has the same bits on every mesh.
+matrices are assigned to all ranks evenly by cost: the owner of a matrix is sent its rows, iterates, and sends rows back
+to all ranks that hold some. What comes out has the same bits on every mesh.
 """
 
 from __future__ import annotations
@@ -109,18 +109,18 @@ def _orthogonalize(
         dtype = torch.bfloat16
     flat = [update.view(-1, update.shape[-1]) for update in updates]
     own_copy, own_shard = divmod(own, shards)
-    for owned in dealt(tuple(tuple(parameter.shape) for parameter in parameters), world, shards):
+    for owned in assign_owners(tuple(tuple(parameter.shape) for parameter in parameters), world, shards):
         # to owners among the ranks that share this copy of the model: together they hold all rows
         gathered = _exchange(
             [
                 [
-                    flat[part.parameter][part.rows_in(own_shard)]
-                    for part in (owned[to] if to // shards == own_copy else ())
+                    flat[matrix.parameter][matrix.rows_in(own_shard)]
+                    for matrix in (owned[to] if to // shards == own_copy else ())
                 ]
                 for to in range(world)
             ],
             [
-                [part.shape_in(rank % shards) for part in (owned[own] if rank // shards == own_copy else ())]
+                [matrix.shape_in(rank % shards) for matrix in (owned[own] if rank // shards == own_copy else ())]
                 for rank in range(world)
             ],
             group,
@@ -132,17 +132,17 @@ def _orthogonalize(
         # and back, to the other copies too
         returned = _exchange(
             [
-                [one[part.rows_of_matrix(to % shards)] for part, one in zip(owned[own], found, strict=True)]
+                [one[matrix.rows_of_matrix(to % shards)] for matrix, one in zip(owned[own], found, strict=True)]
                 for to in range(world)
             ],
-            [[part.shape_in(own_shard) for part in owned[owner]] for owner in range(world)],
+            [[matrix.shape_in(own_shard) for matrix in owned[owner]] for owner in range(world)],
             group,
             device=device,
             dtype=dtype,
         )
         for owner, pieces in enumerate(returned):
-            for part, piece in zip(owned[owner], pieces, strict=True):
-                flat[part.parameter][part.rows_in(own_shard)].copy_(piece)
+            for matrix, piece in zip(owned[owner], pieces, strict=True):
+                flat[matrix.parameter][matrix.rows_in(own_shard)].copy_(piece)
 
 
 def _exchange(
@@ -170,7 +170,7 @@ def _exchange(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ShardedMatrix:
     """A matrix: a parameter's own, or one of its stack. Rows are counted through the stack, as they lie in memory."""
 
     parameter: int  # its place in the list of parameters
@@ -203,9 +203,9 @@ class Part:
 
 
 @lru_cache(maxsize=16)
-def dealt(
+def assign_owners(
     shapes: tuple[tuple[int, ...], ...], world: int, shards: int, round_elements: int = ROUND_ELEMENTS
-) -> list[list[list[Part]]]:
+) -> list[list[list[ShardedMatrix]]]:
     """`[round][rank]` -> the matrices that the rank owns in that round.
 
     The costliest goes to whoever has least to do, then the next. A round gives a rank no more than `round_elements`,
@@ -215,32 +215,33 @@ def dealt(
         shapes: of the parameters.
         shards: of each parameter, as chunks of its first dim.
     """
-    parts = []
+    matrices = []
     for index, shape in enumerate(shapes):
         chunk, rows_of_each = -(-shape[0] // shards), math.prod(shape[1:-1])
         bounds = tuple(min(shard * chunk, shape[0]) * rows_of_each for shard in range(shards + 1))
         *stack, rows, columns = shape
-        parts += [Part(index, number * rows, rows, columns, bounds) for number in range(math.prod(stack))]
-    queues: list[list[Part]] = [[] for _ in range(world)]
+        matrices += [ShardedMatrix(index, number * rows, rows, columns, bounds) for number in range(math.prod(stack))]
+    queues: list[list[ShardedMatrix]] = [[] for _ in range(world)]
     load = [(0, rank) for rank in range(world)]
-    for part in sorted(parts, key=lambda one: -one.cost):
+    for matrix in sorted(matrices, key=lambda one: -one.cost):
         done, rank = heapq.heappop(load)
-        queues[rank].append(part)
-        heapq.heappush(load, (done + part.cost, rank))
-    cut = [_cut(queue, round_elements) for queue in queues]
+        queues[rank].append(matrix)
+        heapq.heappush(load, (done + matrix.cost, rank))
+    of_ranks = [_split_rounds(queue, round_elements) for queue in queues]
     return [
-        [rounds[number] if number < len(rounds) else [] for rounds in cut]
-        for number in range(max(map(len, cut), default=0))
+        [rounds[number] if number < len(rounds) else [] for rounds in of_ranks]
+        for number in range(max(map(len, of_ranks), default=0))
     ]
 
 
-def _cut(queue: list[Part], most: int) -> list[list[Part]]:
-    rounds: list[list[Part]] = []
+def _split_rounds(queue: list[ShardedMatrix], most: int) -> list[list[ShardedMatrix]]:
+    """A rank's matrices in their order, no more than `most` elements or a single matrix in each round."""
+    rounds: list[list[ShardedMatrix]] = []
     room = 0
-    for part in queue:
-        room -= part.rows * part.columns
+    for matrix in queue:
+        room -= matrix.rows * matrix.columns
         if not rounds or room < 0:
             rounds.append([])
-            room = most - part.rows * part.columns
-        rounds[-1].append(part)
+            room = most - matrix.rows * matrix.columns
+        rounds[-1].append(matrix)
     return rounds

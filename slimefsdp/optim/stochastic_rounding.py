@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-# elements that are computed at a time: few enough that a CPU's caches hold them, and enough to fill a GPU
-BUCKET_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+from slimefsdp.optim.buckets import bucket_elements, split_state
+
 _SPREAD = 0x9E3779B1  # odd, 2^32 over the golden ratio
 # two multipliers of a hash of 32 bits that leaves next to no bias (Wellons, https://github.com/skeeto/hash-prospector)
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
@@ -49,7 +49,7 @@ def update_rounded(states: Sequence[RoundedState], *, seed: int, update: int, **
     if not states:
         return
     key = f"{seed} {update}"
-    for bucket in _buckets(states, BUCKET_ELEMENTS.get(states[0].parameter.device.type, 2**20)):
+    for bucket in _buckets(states, bucket_elements(states[0].parameter.device)):
         master = bucket[0].parameter.dtype
         moments = [torch.cat([part.exp_avg for part in bucket]), torch.cat([part.exp_avg_sq for part in bucket])]
         moments = [moment.to(master) for moment in moments]
@@ -70,10 +70,10 @@ def update_rounded(states: Sequence[RoundedState], *, seed: int, update: int, **
             (moments[0], noise & 0xFFFF, [part.exp_avg for part in bucket]),
             (moments[1], (noise >> 16) & 0xFFFF, [part.exp_avg_sq for part in bucket]),
         ):
-            torch._foreach_copy_(kept, rounded(moment.type(torch.float32), bits).split(sizes))
+            torch._foreach_copy_(kept, stochastic_round_(moment.type(torch.float32), bits).split(sizes))
 
 
-def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def stochastic_round_(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Values as one of their two neighbours in bfloat16, in place; the one away from 0 for so much of all noise as
     they are on the way to it.
 
@@ -125,16 +125,14 @@ def _buckets(states: Sequence[RoundedState], most: int) -> Iterator[list[Rounded
     bucket: list[RoundedState] = []
     room = most
     for state in states:
-        tensors = (state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq)
-        pieces = [one.view(-1).split(most) for one in tensors]
-        for number, (parameter, gradient, exp_avg, exp_avg_sq) in enumerate(zip(*pieces, strict=True)):
-            # torch counts a step for every piece, and the parameter has one
-            step = state.step if number == len(pieces[0]) - 1 else state.step.clone()
-            first = state.first_element + number * most
+        flat = [one.view(-1) for one in (state.parameter, state.gradient, state.exp_avg, state.exp_avg_sq)]
+        first = state.first_element
+        for (parameter, gradient, exp_avg, exp_avg_sq), step in split_state(flat, state.step, most):
             if parameter.numel() > room:
                 yield bucket
                 bucket, room = [], most
             bucket.append(RoundedState(parameter, gradient, exp_avg, exp_avg_sq, step, state.name, first))
+            first += parameter.numel()
             room -= parameter.numel()
     if bucket:
         yield bucket

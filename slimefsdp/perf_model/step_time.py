@@ -127,7 +127,7 @@ def step_time(work: Workload, rates: Rates, sharding: Sharding, computing: Compu
     in_layers = of_model * model.share_in_layers + beside / shards
     states = sizes.state_bytes(trained - in_layers, in_layers)
     of_optimizer = _PASSES_OVER_PARAMETERS * trained * sizes.master + _PASSES_OVER_STATES * states
-    # of Muon, whose matrices are dealt to all ranks; adapters are too thin to count
+    # of Muon, whose matrices are assigned to all ranks; adapters are too thin to count
     orthogonalizing = model.newton_schulz_flops(computing.newton_schulz_steps) * computing.trained_share
     orthogonalizing /= work.dp_replicate * work.shard_ranks
     sent = sharding_traffic(

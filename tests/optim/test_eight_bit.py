@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.optim import eight_bit
-from slimefsdp.optim.eight_bit import block_of, dequantized, dynamic_map, quantize
+from slimefsdp.optim import buckets
+from slimefsdp.optim.eight_bit import block_of, dequantize, dynamic_map, quantize_
 from slimefsdp.optim.optimizer import build_optimizer, update_shards
 from tests.support.comparisons import largest_difference
 from tests.support.moments import SPREADS, loads_other, trained
@@ -52,11 +52,11 @@ def test_values_become_the_nearest_of_their_block(is_signed: bool) -> None:
     values[0] *= torch.logspace(-8, 0, 128)
     values = values if is_signed else values.square()
     codes, scales = torch.zeros(20, 128, dtype=torch.uint8), torch.zeros(20, 2)
-    quantize(values, codes, scales, is_signed=is_signed)
-    found = dequantized(codes, scales, is_signed=is_signed)
+    quantize_(codes, scales, values, is_signed=is_signed)
+    found = dequantize(codes, scales, is_signed=is_signed)
     assert torch.allclose(found.double(), nearest(values, is_signed, 64), rtol=1e-6, atol=0)
     again, scales_again = torch.zeros_like(codes), torch.zeros_like(scales)
-    quantize(found, again, scales_again, is_signed=is_signed)
+    quantize_(again, scales_again, found, is_signed=is_signed)
     largest = found.abs().view(40, 64).amax(dim=1).view(20, 2)
     assert torch.equal(largest, scales_again) and codes.unique().numel() > 200
 
@@ -73,16 +73,16 @@ def test_a_code_is_found_as_by_a_search_of_all_borders(is_signed: bool) -> None:
     values = torch.cat([values, torch.ones(-len(values) % 32)]).view(-1, 32)
     values[:, 0] = 1.0  # every block's largest, so that scales are 1
     codes, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(len(values), 1)
-    quantize(values, codes, scales, is_signed=is_signed)
+    quantize_(codes, scales, values, is_signed=is_signed)
     assert torch.equal(codes.long(), torch.bucketize(values, borders, right=True)) and len(values) > 1000
 
 
 def test_zeros_stay_zeros_and_codes_of_zero_are_read_as_zeros() -> None:
     for is_signed in (True, False):
         codes, scales = torch.full((2, 64), 9, dtype=torch.uint8), torch.ones(2, 1)
-        quantize(torch.zeros(2, 64), codes, scales, is_signed=is_signed)
-        assert not dequantized(codes, scales, is_signed=is_signed).any() and not scales.any()
-        assert not dequantized(torch.zeros_like(codes), scales, is_signed=is_signed).any()
+        quantize_(codes, scales, torch.zeros(2, 64), is_signed=is_signed)
+        assert not dequantize(codes, scales, is_signed=is_signed).any() and not scales.any()
+        assert not dequantize(torch.zeros_like(codes), scales, is_signed=is_signed).any()
 
 
 def test_a_block_divides_a_row_and_is_as_large_as_may_be() -> None:
@@ -112,7 +112,7 @@ def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, l
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(torch.float64).items()}
     optimizer = build_optimizer(named.items(), "adamw", how, state_dtype=torch.uint8, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(eight_bit.BUCKET_ELEMENTS, "cpu", bucket)
+        patched.setitem(buckets.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
             for name, gradient in gradients(update, torch.float64).items():
                 named[name].grad = shards(gradient)
@@ -127,7 +127,7 @@ def steps_on_ranks(rank: int, copies: int, bucket: int, how: str) -> dict[str, l
         if block_of(SHAPES[name]) is not None:
             assert all(moment.dtype == torch.uint8 for moment in moments)
             moments = [
-                dequantized(moment, state[f"{key}_scale"], is_signed=key == "exp_avg")
+                dequantize(moment, state[f"{key}_scale"], is_signed=key == "exp_avg")
                 for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
             ]
         assert state["step"] == 4

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.models.decoder import PolicyModel
-from slimefsdp.optim.muon import dealt, newton_schulz
+from slimefsdp.optim.muon import assign_owners, newton_schulz
 from slimefsdp.optim.optimizer import MuonRule, build_optimizer, matrix_names, update_shards
 from tests.support.plain_muon import is_matrix_of_a_layer
 from tests.support.rank_pool import RankPool
@@ -138,18 +138,18 @@ def test_steps_on_any_ranks_are_those_of_whole_matrices(
 @pytest.mark.parametrize(("world", "shards"), [(1, 1), (4, 4), (6, 3), (8, 8)])
 def test_every_matrix_has_one_owner_and_the_work_is_even(world: int, shards: int) -> None:
     shapes = tuple([(64, 64), (32, 64), (64, 32), (64, 160), (160, 64), (5, 24, 64)] * 8)
-    rounds = dealt(shapes, world, shards, 20_000)
-    owned = [[part for one in rounds for part in one[rank]] for rank in range(world)]
-    found = sorted((part.parameter, part.first_row) for parts in owned for part in parts)
+    rounds = assign_owners(shapes, world, shards, 20_000)
+    owned = [[matrix for one in rounds for matrix in one[rank]] for rank in range(world)]
+    found = sorted((matrix.parameter, matrix.first_row) for matrices in owned for matrix in matrices)
     assert found == [(i, row) for i, s in enumerate(shapes) for row in range(0, math.prod(s[:-1]), s[-2])]
-    for part in (part for parts in owned for part in parts):
-        held = [part.rows_of_matrix(shard) for shard in range(shards)]
-        assert [row for piece in held for row in range(part.rows)[piece]] == list(range(part.rows))
-    loads = [sum(part.cost for part in parts) for parts in owned]
-    assert max(loads) - min(loads) <= max(part.cost for parts in owned for part in parts)
-    sizes = [[part.rows * part.columns for part in parts] for one in rounds for parts in one]
+    for matrix in (matrix for matrices in owned for matrix in matrices):
+        held = [matrix.rows_of_matrix(shard) for shard in range(shards)]
+        assert [row for piece in held for row in range(matrix.rows)[piece]] == list(range(matrix.rows))
+    loads = [sum(matrix.cost for matrix in matrices) for matrices in owned]
+    assert max(loads) - min(loads) <= max(matrix.cost for matrices in owned for matrix in matrices)
+    sizes = [[matrix.rows * matrix.columns for matrix in matrices] for one in rounds for matrices in one]
     assert max(sum(of_rank) for of_rank in sizes) <= 20_000 and len(rounds) > 1
-    assert len(dealt(shapes, world, shards, 1)) == max(map(len, owned))  # one at a time, be it larger
+    assert len(assign_owners(shapes, world, shards, 1)) == max(map(len, owned))  # one at a time, be it larger
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from slimefsdp.errors import CheckpointError
-from slimefsdp.optim import stochastic_rounding
+from slimefsdp.optim import buckets
 from slimefsdp.optim.optimizer import build_optimizer, update_shards
-from slimefsdp.optim.stochastic_rounding import noise_of, rounded
+from slimefsdp.optim.stochastic_rounding import noise_of, stochastic_round_
 from tests.support.comparisons import largest_difference
 from tests.support.moments import SPREADS, loads_other, trained
 from tests.support.plain_step import make_batch, settings
@@ -65,7 +65,7 @@ def test_noise_is_spread_evenly_and_differs_by_update_and_parameter() -> None:
 @pytest.mark.parametrize("value", [1.0 + 2**-12, -3.14159, 1e-30, 2.7e-42, 65504.0, 0.0, 1.0])
 def test_rounding_takes_one_of_two_neighbours_and_is_right_on_average(value: float) -> None:
     exact = torch.tensor(value, dtype=torch.float32)
-    found = rounded(exact.repeat(2**16).clone(), torch.arange(2**16, dtype=torch.int32))  # all noise once
+    found = stochastic_round_(exact.repeat(2**16).clone(), torch.arange(2**16, dtype=torch.int32))  # all noise once
     halves = found.bfloat16()
     assert torch.equal(halves.float(), found) and halves.unique().numel() <= 2
     assert found.double().mean().item() == exact.item()
@@ -94,7 +94,7 @@ def steps_on_ranks(rank: int, copies: int, dtype: torch.dtype, bucket: int, how:
     named = {name: nn.Parameter(shards(parameter.detach())) for name, parameter in parameters(dtype).items()}
     optimizer = build_optimizer(named.items(), "adamw", how, state_dtype=torch.bfloat16, seed=5, **OPTIONS)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(stochastic_rounding.BUCKET_ELEMENTS, "cpu", bucket)
+        patched.setitem(buckets.BUCKET_ELEMENTS, "cpu", bucket)
         for update in range(4):
             for name, gradient in gradients(update, dtype).items():
                 named[name].grad = shards(gradient)
@@ -127,8 +127,8 @@ def by_hand(dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
             low, high = (
                 torch.from_numpy(bits).to(torch.int32).view(weight.shape) for bits in (noise & 0xFFFF, noise >> 16)
             )
-            first = rounded(first.float(), low).to(dtype)
-            second = rounded(second.float(), high).to(dtype)
+            first = stochastic_round_(first.float(), low).to(dtype)
+            second = stochastic_round_(second.float(), high).to(dtype)
         found[name] = [weight, first.bfloat16(), second.bfloat16()]
     return found
 
