@@ -94,17 +94,13 @@ def noise_of(pieces: Sequence[tuple[str, int, int]], key: str, like: torch.Tenso
         key: of the seed and the update.
         like: on the device.
     """
-    starts, place = [], 0
+    sizes, starts, place = [count for *_, count in pieces], [], 0
     for name, first, count in pieces:
         starts.append(_signed((first - place) * _SPREAD + _hashed(f"{key} {name}")))
         place += count
     x = torch.arange(place, dtype=torch.int32, device=like.device).mul_(_signed(_SPREAD))
-    if len(pieces) == 1:
-        x.add_(starts[0])
-    else:
-        counts = torch.tensor([count for *_, count in pieces], device=like.device)
-        of_pieces = torch.tensor(starts, dtype=torch.int32, device=like.device)
-        x.add_(of_pieces.repeat_interleave(counts, output_size=place))
+    # as arguments of kernels: copied to a GPU as tensors, they would have the host wait for it in every bucket
+    torch._foreach_add_(x.split(sizes), starts)
     # right shifts of int32 repeat the sign, so the bits that come in are taken out
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_FIRST)
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(_SECOND))

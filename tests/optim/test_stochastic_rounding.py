@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slimefsdp.errors import CheckpointError
 from slimefsdp.optim import buckets
@@ -193,6 +194,35 @@ def test_a_small_problem_converges_as_in_float32() -> None:
         losses[dtype] = (inputs @ (weight.detach() - truth)).square().mean().item()
     start = (inputs @ truth).square().mean().item()
     assert losses[None] < 1e-3 * start and losses[torch.bfloat16] < 2 * losses[None]
+
+
+class WaitsForDevice(TorchDispatchMode):
+    """What has the host wait for a GPU: a tensor that is made of its numbers, and a number that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten._local_scalar_dense.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8])
+def test_an_update_has_the_host_wait_for_nothing(state_dtype: torch.dtype) -> None:
+    named = [(f"p{i}", nn.Parameter(torch.ones(4, 64))) for i in range(3)]
+    optimizer = build_optimizer(named, "adamw", "fused", state_dtype=state_dtype, **OPTIONS)
+    for update in range(2):
+        for _, parameter in named:
+            parameter.grad = torch.ones_like(parameter)
+        waits = WaitsForDevice()
+        with waits:  # the first update makes tables that are kept
+            update_shards(optimizer, update=update)
+    assert not waits.found
+    with waits:
+        torch.tensor([1, 2]).sum().item()
+    assert len(waits.found) == 2
 
 
 # ---------------------------------------------------------------------- trainers
