@@ -4,6 +4,12 @@ Dettmers et al. 2021 (https://arxiv.org/abs/2110.02861), sections 2.1 and 2.2. T
 quantization: close to each other near 0, down to a millionth of a block's largest value. A block lies within a row of
 dim 0, of which shards have whole ones, so blocks, bits and checkpoints are the same on every mesh. Parameters whose
 rows no block divides, vectors among them, keep moments in the masters' dtype.
+
+A second moment above 0 never gets the code of 0 (the zero-point problem: Li et al. 2023,
+https://arxiv.org/abs/2309.01507). The least code above it is 3.25e-7 of a block's largest value, the second moment of
+gradients that are 1/1750 of the largest; first moments have codes down to a millionth. One that is left over a second
+moment of 0 would next be divided by the newest gradient's share alone, a step up to 1 / sqrt(1 - beta2) times too
+large, or by eps. Rounded up, steps are too small instead.
 """
 
 from __future__ import annotations
@@ -76,6 +82,8 @@ def update_quantized(states: Sequence[QuantizedState], **settings: Any) -> None:
 def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *, is_signed: bool) -> None:
     """Fills codes, of the values' shape, and a scale for each block.
 
+    A value gets the nearest code; unless `is_signed`, one above 0 the nearest of those above 0.
+
     Args:
         values: [rows, ...], finite; of 0 or more unless `is_signed`.
     """
@@ -88,6 +96,8 @@ def quantize_(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, *
     first, borders = _tables(is_signed, values.device)
     found = first.index_select(0, (scaled.view(torch.int32) >> 16).bitwise_and_(0xFFFF).view(-1))
     found += scaled.view(-1) >= borders.index_select(0, found)
+    if not is_signed:
+        found = torch.maximum(found, blocks.view(-1) > 0)
     codes.copy_(found.view_as(codes))
 
 

@@ -38,11 +38,16 @@ def test_the_map_has_seven_decades_below_one() -> None:
 
 
 def nearest(values: torch.Tensor, is_signed: bool, block: int) -> torch.Tensor:
-    """Each value as the nearest one of its block's largest times the map, by looking at all 256."""
+    """Each value as the nearest one of its block's largest times the map, by looking at all 256; of unsigned values
+    those above 0 as the nearest one above 0.
+    """
     blocks = values.double().reshape(-1, block)
     scale = blocks.abs().amax(dim=1, keepdim=True)
     table = dynamic_map(is_signed, CPU).double()
-    return (table[(blocks.unsqueeze(-1) / scale.unsqueeze(-1) - table).abs().argmin(-1)] * scale).view(values.shape)
+    distance = (blocks.unsqueeze(-1) / scale.unsqueeze(-1) - table).abs()
+    if not is_signed:
+        distance[..., 0] = torch.where(blocks > 0, torch.inf, distance[..., 0])
+    return (table[distance.argmin(-1)] * scale).view(values.shape)
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -74,7 +79,22 @@ def test_a_code_is_found_as_by_a_search_of_all_borders(is_signed: bool) -> None:
     values[:, 0] = 1.0  # every block's largest, so that scales are 1
     codes, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(len(values), 1)
     quantize_(codes, scales, values, is_signed=is_signed)
-    assert torch.equal(codes.long(), torch.bucketize(values, borders, right=True)) and len(values) > 1000
+    expected = torch.bucketize(values, borders, right=True)
+    if not is_signed:
+        expected = torch.where(values > 0, expected.clamp(min=1), expected)
+    assert torch.equal(codes.long(), expected) and len(values) > 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_moment_above_zero_is_never_kept_as_zero(dtype: torch.dtype) -> None:
+    values = torch.logspace(-44, 0, 64, dtype=torch.float64).to(dtype).repeat(3, 1)
+    values[1] *= 1e30  # to the largest, the least are what no float32 can be
+    values[2, ::2] = 0.0
+    codes, scales = torch.zeros(3, 64, dtype=torch.uint8), torch.zeros(3, 1)
+    quantize_(codes, scales, values, is_signed=False)
+    assert torch.equal(codes > 0, values > 0)
+    least = dynamic_map(False, CPU)[1] * scales
+    assert torch.equal(dequantize(codes, scales, is_signed=False)[:2, :30], least[:2].expand(2, 30))
 
 
 def test_zeros_stay_zeros_and_codes_of_zero_are_read_as_zeros() -> None:
@@ -195,6 +215,41 @@ def test_a_small_problem_converges_as_in_float32() -> None:
         losses[dtype] = (inputs @ (weight.detach() - truth).T).square().mean().item()
     start = (inputs @ truth.T).square().mean().item()
     assert losses[None] < 1e-3 * start and losses[torch.uint8] < 2 * losses[None]
+
+
+def steps_beside_large_gradients(dtype: torch.dtype | None, ratio: float) -> torch.Tensor:
+    """[updates, 4, 64]: what each update takes off a weight at a rate of 1, where the gradients of column 0 are `ratio`
+    times the others, and after 150 updates those of every second column are 0.
+    """
+    weight = nn.Parameter(torch.zeros(4, 64))
+    how: dict[str, Any] = {"lr": 1.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    optimizer = build_optimizer([("w", weight)], "adamw", state_dtype=dtype, **how)
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    for update in range(300):
+        gradient = torch.randn(4, 64, generator=generator) / ratio
+        gradient[:, 0] *= ratio
+        if update >= 150:
+            gradient[:, 1::2] = 0.0
+        before = weight.detach().clone()
+        weight.grad = gradient
+        update_shards(optimizer, update=update)
+        steps.append(before - weight.detach())
+    return torch.stack(steps)
+
+
+@pytest.mark.parametrize(("ratio", "least", "most"), [(1e2, 0.95, 1.1), (1e3, 0.9, 1.4), (1e4, 0.12, 1.0)])
+def test_steps_beside_much_larger_gradients_stay_within_a_small_factor_of_adamws(
+    ratio: float, least: float, most: float
+) -> None:
+    ours, exact = steps_beside_large_gradients(torch.uint8, ratio), steps_beside_large_gradients(None, ratio)
+    assert (ours - exact)[0].abs().max() <= 1e-5, "the first update reads no moment"
+    assert ours.abs().max() <= 2 * exact.abs().max()
+    for updates, columns in ((slice(1, 150), slice(1, None)), (slice(150, None), slice(2, None, 2))):
+        size, expected = (one[updates, :, columns].square().mean().sqrt().item() for one in (ours, exact))
+        assert least * expected <= size <= most * expected
+    silent, expected = (one[150:, :, 1::2].abs().max().item() for one in (ours, exact))
+    assert silent <= 2 * expected, "what has no gradients any more comes to rest"
 
 
 # ---------------------------------------------------------------------- trainers
