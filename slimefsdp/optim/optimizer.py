@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, assert_never
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,13 @@ from slimefsdp.optim.muon import AdjustLr, update_matrices
 from slimefsdp.optim.stochastic_rounding import RoundedState, update_rounded
 
 OptimizerName = Literal["adamw", "muon", "sgd"]
+Rule = Literal["adamw", "adamw_bfloat16", "adamw_8bit", "muon", "sgd"]
+"""How the parameters of a group are updated: `rule` of each group of `build_optimizer`."""
+_MOMENTS: dict[Rule, torch.dtype | None] = {
+    "adamw": None,  # as the parameters
+    "adamw_bfloat16": torch.bfloat16,
+    "adamw_8bit": torch.uint8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,9 @@ class MuonRule:
     nesterov: bool = True
     ns_steps: int = 5
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
+
+
+_OF_MUON = tuple(field.name for field in fields(MuonRule))
 
 
 class Muon(torch.optim.Optimizer):
@@ -74,10 +84,22 @@ def build_optimizer(
     is_muon = name == "muon"
     orthogonalized = [parameter for own, parameter in everything if is_muon and own in matrices]
     named = [(own, parameter) for own, parameter in everything if not is_muon or own not in matrices]
+    rules: dict[nn.Parameter, Rule] = {p: "sgd" if name == "sgd" else _adamw_rule(p, state_dtype) for _, p in named}
     groups: list[dict[str, Any]] = [
-        {"params": [p for own, p in named if own not in undecayed], "weight_decay": weight_decay, "decays": True},
-        {"params": [p for own, p in named if own in undecayed], "weight_decay": 0.0, "decays": False},
+        {
+            "params": [p for own, p in named if rules[p] == rule and (own not in undecayed) == decays],
+            "rule": rule,
+            "weight_decay": weight_decay if decays else 0.0,
+            "decays": decays,
+            "lr_ratio": adamw_lr_ratio if is_muon else 1.0,
+        }
+        for decays in (True, False)
+        for rule in sorted(set(rules.values()))
     ]
+    places = {p: (own, _first_element(p)) for own, p in named if rules[p] == "adamw_bfloat16"}
+    for group in groups:
+        if group["rule"] == "adamw_bfloat16":
+            group |= {"rounding_seed": seed, "places": places}
     if implementation == "auto":
         implementation = "foreach" if name == "sgd" else "fused"
     # either is asked for by name: by default torch loops over parameters on the host one by one
@@ -90,21 +112,25 @@ def build_optimizer(
         return optimizer
     if name == "adamw":
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **how)
-        if state_dtype == torch.bfloat16:
-            places = {parameter: (own, _first_element(parameter)) for own, parameter in named}
-            for group in optimizer.param_groups:
-                group |= {"rounding_seed": seed, "places": places}
     else:
-        of_adamw = {"lr": lr * adamw_lr_ratio, "lr_ratio": adamw_lr_ratio, "betas": betas, "eps": eps}
+        of_adamw = {"lr": lr * adamw_lr_ratio, "betas": betas, "eps": eps}
         of_adamw |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-        of_muon = asdict(muon or MuonRule()) | {"lr": lr, "lr_ratio": 1.0, "weight_decay": weight_decay, "decays": True}
+        of_muon = {"rule": "muon", "weight_decay": weight_decay, "decays": True, "lr_ratio": 1.0, "lr": lr}
+        of_muon |= asdict(muon or MuonRule())
         optimizer = Muon([{"params": orthogonalized, **of_muon}, *(group | of_adamw for group in groups)])
         _add_momentum(optimizer, orthogonalized)
     # The fused kernel reads its step counts on the device, as slices of one allocation; the foreach one on the host,
     # where a device scalar would cost it a synchronisation per parameter.
     device = everything[0][1].device if implementation == "fused" else torch.device("cpu")
-    _add_moments(optimizer, [parameter for _, parameter in named], state_dtype, device)
+    _add_moments(optimizer, rules, device)
     return optimizer
+
+
+def _adamw_rule(parameter: nn.Parameter, state_dtype: torch.dtype | None) -> Rule:
+    """Of moments in 8 bits, those of a parameter without blocks stay in its own dtype."""
+    if state_dtype == torch.uint8:
+        return "adamw" if block_of(parameter.shape) is None else "adamw_8bit"
+    return "adamw" if state_dtype is None else "adamw_bfloat16"
 
 
 def _add_momentum(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -112,23 +138,16 @@ def _add_momentum(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Para
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _add_moments(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    state_dtype: torch.dtype | None,
-    steps_on: torch.device,
-) -> None:
+def _add_moments(optimizer: torch.optim.Optimizer, rules: Mapping[nn.Parameter, Rule], steps_on: torch.device) -> None:
     """AdamW's state: both moments, with the scales of their blocks where these are codes, and the count of steps."""
-    steps = torch.zeros(len(parameters), dtype=torch.float32, device=steps_on)
-    for parameter, step in zip(parameters, steps, strict=True):
+    steps = torch.zeros(len(rules), dtype=torch.float32, device=steps_on)
+    for (parameter, rule), step in zip(rules.items(), steps, strict=True):
         state = optimizer.state[parameter]
         state["step"] = step
-        block = block_of(parameter.shape) if state_dtype == torch.uint8 else None
-        dtype = None if state_dtype == torch.uint8 and block is None else state_dtype
         for key in ("exp_avg", "exp_avg_sq"):
-            state[key] = torch.zeros_like(parameter, dtype=dtype)
-            if block is not None:
-                state[f"{key}_scale"] = _scales_of(parameter, block)
+            state[key] = torch.zeros_like(parameter, dtype=_MOMENTS[rule])
+            if rule == "adamw_8bit":
+                state[f"{key}_scale"] = _scales_of(parameter)
 
 
 @torch.no_grad()
@@ -144,81 +163,98 @@ def update_shards(optimizer: torch.optim.Optimizer, ranks: dist.ProcessGroup | N
         update: its number, counted from 0; moments in bfloat16 are rounded by it.
     """
     for group in optimizer.param_groups:
-        found = [(p, gradient) for p in group["params"] if (gradient := p.grad) is not None]
-        trained, whole = [p for p, _ in found], [gradient for _, gradient in found]
-        if "ns_steps" in group:
-            update_matrices(
-                trained,
-                [optimizer.state[p]["momentum_buffer"] for p in trained],
-                ranks,
-                lr=group["lr"],
-                momentum=group["momentum"],
-                nesterov=group["nesterov"],
-                ns_steps=group["ns_steps"],
-                adjust_lr_fn=group["adjust_lr_fn"],
-                weight_decay=group["weight_decay"],
-            )
-            continue
-        if "betas" in group:
-            _update_adamw(optimizer, group, trained, whole, update)
-            continue
-        sgd(
-            [local_shard(p) for p in trained],
-            [local_shard(gradient) for gradient in whole],
-            [local_shard(optimizer.state[p]["momentum_buffer"]) for p in trained],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            foreach=group["foreach"],
-            fused=group["fused"],
-        )
+        trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [optimizer.state[parameter] for parameter in trained]
+        rule: Rule = group["rule"]
+        match rule:
+            case "muon":
+                update_matrices(
+                    trained,
+                    [state["momentum_buffer"] for state in states],
+                    ranks,
+                    **{name: group[name] for name in ("lr", "weight_decay", *_OF_MUON)},
+                )
+            case "sgd":
+                _update_sgd(trained, states, group)
+            case "adamw":
+                _update_adamw(trained, states, group)
+            case "adamw_bfloat16":
+                places = [group["places"][parameter] for parameter in trained]
+                rounded = [
+                    RoundedState(*mine, *place)
+                    for mine, place in zip(_adamw_shards(trained, states), places, strict=True)
+                ]
+                update_rounded(rounded, seed=group["rounding_seed"], update=update, **_adamw_settings(group))
+            case "adamw_8bit":
+                quantized = [
+                    QuantizedState(*mine, local_shard(state["exp_avg_scale"]), local_shard(state["exp_avg_sq_scale"]))
+                    for mine, state in zip(_adamw_shards(trained, states), states, strict=True)
+                ]
+                update_quantized(quantized, **_adamw_settings(group))
+            case _:
+                assert_never(rule)
+
+
+def _update_sgd(
+    trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]], group: dict[str, Any]
+) -> None:
+    sgd(
+        [local_shard(parameter) for parameter in trained],
+        [local_shard(_gradient(parameter)) for parameter in trained],
+        [local_shard(state["momentum_buffer"]) for state in states],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        foreach=group["foreach"],
+        fused=group["fused"],
+    )
 
 
 def _update_adamw(
-    optimizer: torch.optim.Optimizer,
-    group: dict[str, Any],
-    trained: Sequence[nn.Parameter],
-    gradients: Sequence[torch.Tensor],
-    update: int,
+    trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]], group: dict[str, Any]
 ) -> None:
-    """A step of a group of AdamW's, by how each parameter's moments are kept."""
+    shards = _adamw_shards(trained, states)
+    parameters, gradients, exp_avgs, exp_avg_sqs, steps = ([one[i] for one in shards] for i in range(5))
+    how = _adamw_settings(group)
+    adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
+
+
+def _adamw_shards(
+    trained: Sequence[nn.Parameter], states: Sequence[dict[str, torch.Tensor]]
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of each parameter this rank's rows, of the gradient and of both moments too, and the count of steps."""
+    return [
+        (
+            local_shard(parameter),
+            local_shard(_gradient(parameter)),
+            local_shard(state["exp_avg"]),
+            local_shard(state["exp_avg_sq"]),
+            state["step"],
+        )
+        for parameter, state in zip(trained, states, strict=True)
+    ]
+
+
+def _adamw_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Of torch's functional `adamw`."""
     beta1, beta2 = group["betas"]
     how = {name: group[name] for name in ("lr", "weight_decay", "eps", "foreach", "fused")}
-    how |= {"beta1": beta1, "beta2": beta2}
-    states = [optimizer.state[p] for p in trained]
-    shards = [
-        (
-            local_shard(p),
-            local_shard(gradient),
-            local_shard(own["exp_avg"]),
-            local_shard(own["exp_avg_sq"]),
-            own["step"],
-        )
-        for p, gradient, own in zip(trained, gradients, states, strict=True)
-    ]
-    if "rounding_seed" in group:
-        rounded = [RoundedState(*mine, *group["places"][p]) for mine, p in zip(shards, trained, strict=True)]
-        update_rounded(rounded, seed=group["rounding_seed"], update=update, **how)
-        return
-    quantized, plain = [], []
-    for mine, own in zip(shards, states, strict=True):
-        if "exp_avg_scale" in own:
-            scales = local_shard(own["exp_avg_scale"]), local_shard(own["exp_avg_sq_scale"])
-            quantized.append(QuantizedState(*mine, *scales))
-        else:
-            plain.append(mine)
-    if quantized:
-        update_quantized(quantized, **how)
-    parameters, grads, exp_avgs, exp_avg_sqs, steps = ([one[i] for one in plain] for i in range(5))
-    adamw(parameters, grads, exp_avgs, exp_avg_sqs, [], steps, amsgrad=False, maximize=False, **how)
+    return how | {"beta1": beta1, "beta2": beta2}
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 @torch.no_grad()
-def _scales_of(parameter: nn.Parameter, block: int) -> torch.Tensor:
+def _scales_of(parameter: nn.Parameter) -> torch.Tensor:
     """Zeros for each block of each row of dim 0, [rows, blocks] float32, sharded over rows as the parameter is."""
+    block = block_of(parameter.shape)
+    assert block is not None
     blocks = math.prod(parameter.shape[1:]) // block
     return torch.zeros_like(parameter.detach().flatten(1)[:, :blocks], dtype=torch.float32)
 

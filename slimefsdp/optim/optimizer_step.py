@@ -101,7 +101,7 @@ class OptimizerStep:
             ConfigError: `settings` has an eps, and the optimiser is SGD.
         """
         own = settings or UpdateSettings()
-        if own.eps is not None and not any("eps" in built for built in self._built):
+        if own.eps is not None and all(built["rule"] == "sgd" for built in self._built):
             problem = f"eps={own.eps} of an optimiser update, and optim.name=sgd has none"
             raise ConfigError(problem, field="eps", hint="leave it out, or set optim.name=adamw")
         if not self.has_gradients:
@@ -116,7 +116,7 @@ class OptimizerStep:
             most = self._max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
             scale_gradients(self._parameters, (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale)
             for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
-                parameter_group.update(_of_group(built, own), lr=lr * built.get("lr_ratio", 1.0))
+                parameter_group.update(_of_group(built, own), lr=lr * built["lr_ratio"])
             update_shards(self.optimizer, group, update=self.updates_taken)
             self.updates_taken += 1
             self.skipped_in_a_row = 0
@@ -187,11 +187,12 @@ class OptimizerStep:
 
 def _of_group(built: dict[str, Any], settings: UpdateSettings) -> dict[str, Any]:
     """What a group of parameters is updated with: what it was built with, where `settings` do not say otherwise."""
-    given = {"betas": settings.betas, "eps": settings.eps}
-    if "ns_steps" not in built:
-        given["momentum"] = None if settings.betas is None else settings.betas[0]  # of SGD, which has no betas
-    given["weight_decay"] = settings.weight_decay if built.get("decays", True) else None
-    return {name: built[name] if value is None else value for name, value in given.items() if name in built}
+    given: dict[str, Any] = {"weight_decay": settings.weight_decay if built["decays"] else None}
+    if built["rule"] == "sgd":
+        given["momentum"] = None if settings.betas is None else settings.betas[0]
+    elif built["rule"] != "muon":
+        given |= {"betas": settings.betas, "eps": settings.eps}
+    return {name: built[name] if value is None else value for name, value in given.items()}
 
 
 # ---------------------------------------------------------------------- the loss scale of float16

@@ -47,6 +47,41 @@ def test_weights_of_products_decay_and_nothing_else(kind: str, tied: bool) -> No
     assert {decay[id(parameter)] for name, parameter in named if name not in decayed} == {0.0}
 
 
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "expected"),
+    [
+        ("adamw", None, {"adamw"}),
+        ("adamw", torch.bfloat16, {"adamw_bfloat16"}),
+        ("adamw", torch.uint8, {"adamw_8bit", "adamw"}),
+        ("sgd", None, {"sgd"}),
+        ("muon", None, {"muon", "adamw"}),
+    ],
+)
+def test_every_parameter_is_in_a_group_of_one_rule_and_keeps_what_the_rule_reads(
+    name: str, state_dtype: torch.dtype | None, expected: set[str]
+) -> None:
+    shapes = {"wide": (4, 64), "other": (6, 32), "thin": (3, 4), "embedding": (8, 64), "norm": (64,)}
+    named = [(own, nn.Parameter(torch.ones(shape))) for own, shape in shapes.items()]
+    how = {"undecayed": {"embedding", "norm"}, "matrices": {"wide", "other"}, "state_dtype": state_dtype}
+    optimizer = build(named, name, **how)
+    kept = {
+        "adamw": {"step", "exp_avg", "exp_avg_sq"},
+        "adamw_bfloat16": {"step", "exp_avg", "exp_avg_sq"},
+        "adamw_8bit": {"step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"},
+        "muon": {"momentum_buffer"},
+        "sgd": {"momentum_buffer"},
+    }
+    names = {id(parameter): own for own, parameter in named}
+    found = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    assert found.keys() == shapes.keys() and sum(len(group["params"]) for group in optimizer.param_groups) == len(named)
+    assert {group["rule"] for group in found.values()} == expected
+    for own, parameter in named:
+        assert optimizer.state[parameter].keys() == kept[found[own]["rule"]]
+        assert found[own]["decays"] == (own not in how["undecayed"])
+    if state_dtype == torch.uint8:
+        assert [own for own, group in found.items() if group["rule"] == "adamw"] == ["thin", "norm"]
+
+
 @pytest.mark.parametrize("name, implementation", [("adamw", "foreach"), ("adamw", "fused"), ("sgd", "foreach")])
 def test_state_is_whole_at_once(name: str, implementation: str) -> None:
     ours, theirs = (nn.Parameter(torch.ones(3, 2)) for _ in range(2))
