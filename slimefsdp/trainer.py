@@ -176,6 +176,8 @@ class Trainer:
         Raises:
             BatchError: the batch does not fit the settings.
         """
+        if model == "actor":
+            self._require_whole_weights("compute_log_probs")
         work = self._prepared(batch, ("log_probs", model), lambda planner, given: planner.for_forward(given, model))
         state = self._state
         if model == "ref" and self.role == "actor":
@@ -197,6 +199,7 @@ class Trainer:
         Raises:
             BatchError: the batch does not fit the settings.
         """
+        self._require_whole_weights("compute_values")
         work = self._prepared(batch, "values", BatchPlanner.for_forward)
         self._state.memory_manager.wake_up(("parameters",))
         (values,) = step.token_outputs(self._state, self._state.model, work, trained_only=False).float().numpy()
@@ -223,8 +226,9 @@ class Trainer:
         Raises:
             BatchError: the batch does not fit the settings; nothing was changed.
             StateError: forward_backward has gathered gradients, which stay; or too many non-finite gradient norms in
-                a row.
+                a row; or an update before failed halfway.
         """
+        self._require_whole_weights("train_step")
         began, has_gradients = time.perf_counter(), self.updater.has_gradients
         options = (gae_lambda, kl_coefficient)
         work = self._prepared(
@@ -265,6 +269,7 @@ class Trainer:
             ConfigError: no such loss, or `settings` that a call cannot choose.
         """
         require_log_probs(with_log_probs, self.role)
+        self._require_whole_weights("forward_backward")
         work = self._prepared(
             batch,
             (loss, denominator, settings),
@@ -287,7 +292,8 @@ class Trainer:
             settings: of this update alone, in place of those of `optim`.
 
         Raises:
-            StateError: there are no gradients, or optim.max_skipped_updates were skipped in a row.
+            StateError: there are no gradients, optim.max_skipped_updates were skipped in a row, or an update before
+                failed halfway.
             ConfigError: `settings` are none, or have an `eps` under SGD.
         """
         require_update_settings(settings)
@@ -469,6 +475,7 @@ class Trainer:
             SyncError: a receiver refused or did not answer; it must not be sampled from until the next update.
         """
         require_receivers(receivers)
+        self._require_whole_weights("update_weights")
         self._state.memory_manager.wake_up(("parameters",))
         adapters = None
         if self.config.lora.sync == "adapters" and all_take_adapters(receivers, self.mesh.group):
@@ -494,6 +501,7 @@ class Trainer:
                 architecture.
         """
         assert isinstance(self.policy, PolicyModel)
+        self._require_whole_weights("update_ref")
         self._state.memory_manager.wake_up(("parameters",))
         self._state.reference.follow(self.policy)
 
@@ -517,6 +525,7 @@ class Trainer:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before could not; or
                 the name cannot be one, or is taken.
         """
+        self._require_whole_weights("save")
         self._state.memory_manager.wake_up(("parameters", "optimizer"))
         with self._state.reference.resting():
             folder = self._state.checkpoints.save(
@@ -552,6 +561,8 @@ class Trainer:
         self, step: int | Literal["latest"] = "latest", name: str | None = None, weights_only: bool = False
     ) -> dict[str, Any]:
         """Restores a checkpoint, on whatever mesh wrote it; returns its loop state.
+
+        An update that failed halfway is undone by it.
 
         Args:
             name: of the one that was saved under it.
@@ -594,6 +605,7 @@ class Trainer:
                 infinite in `dtype`.
         """
         target = _folder_argument(path)
+        self._require_whole_weights("export_hf")
         self._state.memory_manager.wake_up(("parameters",))
         master = build.master_dtype(self.config)
         export_model(self.policy, self.folder, target, dtype=master, mesh=self.mesh, export_dtype=dtype)
@@ -607,6 +619,7 @@ class Trainer:
             StateError: nothing has adapters. CheckpointError: the folder exists already, or cannot be written.
         """
         target = _folder_argument(path)
+        self._require_whole_weights("export_adapter")
         self._state.memory_manager.wake_up(("parameters",))
         if self._adapters is None:
             raise StateError(
@@ -619,6 +632,11 @@ class Trainer:
         return target
 
     # ------------------------------------------------------------------ inside
+
+    def _require_whole_weights(self, call: str) -> None:
+        """For whatever reads weights or moments: an update that failed halfway has left those of none."""
+        if self.role != "ref":
+            self.updater.require_whole(call)
 
     def _prepared(
         self,

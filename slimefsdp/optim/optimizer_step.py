@@ -58,6 +58,7 @@ class OptimizerStep:
         self._parameters = [parameter for _, parameter in named_parameters]
         self._schedule = schedule
         self._built = [dict(one) for one in optimizer.param_groups]  # with the settings that hold where none are given
+        self._is_half_taken = False
         self._max_grad_norm = max_grad_norm
         self._max_skipped = max_skipped
         self._loss_scaling = loss_scaling
@@ -67,7 +68,7 @@ class OptimizerStep:
         """One over the same optimiser and parameters that has taken no update."""
         made = copy(self)
         made.updates_taken = made.skipped_in_a_row = 0
-        made.health = None
+        made.health, made._is_half_taken = None, False
         made._loss_scaling = None if self._loss_scaling is None else self._loss_scaling.another()
         return made
 
@@ -86,6 +87,22 @@ class OptimizerStep:
         """The learning rate of the next update."""
         return self._schedule(self.updates_taken)
 
+    def require_whole(self, call: str) -> None:
+        """Refuses a call after an update that failed halfway, until `restore`.
+
+        The weights and moments that are there then are those of no update.
+
+        Raises:
+            StateError: there was one.
+        """
+        if self._is_half_taken:
+            raise StateError(
+                f"{call}() after update {self.updates_taken} failed halfway: some weights and moments have taken it, "
+                "others have not",
+                field=call,
+                hint="load a checkpoint",
+            )
+
     @torch.no_grad()  # outside of it, every look at a shard is an operation of autograd
     def step(self, group: dist.ProcessGroup, settings: UpdateSettings | None = None) -> dict[str, float]:
         """Collective: one update with the gradients gathered so far; they are gone afterwards. Returns its metrics.
@@ -93,13 +110,16 @@ class OptimizerStep:
         A skipped update changes no weight and does not advance the schedule. While the loss scale can still be lowered,
         a norm that is not finite counts as the scale's fault, and towards no limit.
 
+        An error while weights change, no memory for one, leaves an update that is taken in part: see `require_whole`.
+
         Args:
             settings: of this update alone.
 
         Raises:
-            StateError: there are no gradients, or too many updates in a row were skipped.
+            StateError: there are no gradients, too many updates in a row were skipped, or one before failed halfway.
             ConfigError: `settings` has an eps, and the optimiser is SGD.
         """
+        self.require_whole("optimizer_step")
         own = settings or UpdateSettings()
         if own.eps is not None and all(built["rule"] == "sgd" for built in self._built):
             problem = f"eps={own.eps} of an optimiser update, and optim.name=sgd has none"
@@ -114,10 +134,17 @@ class OptimizerStep:
         if not is_skipped:
             # unscaled and clipped in one pass; the scale is a power of two, so the order rounds nothing
             most = self._max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
-            scale_gradients(self._parameters, (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale)
+            factor = (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale
             for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
                 parameter_group.update(_of_group(built, own), lr=lr * built["lr_ratio"])
-            update_shards(self.optimizer, group, update=self.updates_taken)
+            try:
+                scale_gradients(self._parameters, factor)
+                self._is_half_taken = True
+                update_shards(self.optimizer, group, update=self.updates_taken)
+                self._is_half_taken = False
+            except BaseException:
+                self._forget_gradients()  # they are scaled, and written over in part
+                raise
             self.updates_taken += 1
             self.skipped_in_a_row = 0
         elif self._loss_scaling is None or self._loss_scaling.is_at_floor:
@@ -143,12 +170,12 @@ class OptimizerStep:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a `progress()`, and forgets the gradients gathered so far.
+        """Goes on from a `progress()` at weights and moments of then, and forgets the gradients gathered so far.
 
         Where it has no loss scale (it was not float16, or is older than loss scaling) the present one stays.
         """
         self._forget_gradients()  # of the weights before: no part of what was saved
-        self.health = None
+        self.health, self._is_half_taken = None, False
         self.updates_taken = state["updates_taken"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self._loss_scaling is not None and "loss_scale" in state:

@@ -215,7 +215,7 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
         settings: of this update alone.
 
     Raises:
-        StateError: there are none, or optim.max_skipped_updates were skipped in a row.
+        StateError: there are none, optim.max_skipped_updates were skipped in a row, or an update before failed halfway.
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
     state.checkpoints.wait_for_copy()
