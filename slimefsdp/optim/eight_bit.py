@@ -8,8 +8,8 @@ rows no block divides, vectors among them, keep moments in the masters' dtype.
 A second moment above 0 never gets the code of 0 (the zero-point problem: Li et al. 2023,
 https://arxiv.org/abs/2309.01507). The least code above it is 3.25e-7 of a block's largest value, the second moment of
 gradients that are 1/1750 of the largest; first moments have codes down to a millionth. One that is left over a second
-moment of 0 would next be divided by the newest gradient's share alone, a step up to 1 / sqrt(1 - beta2) times too
-large, or by eps. Rounded up, steps are too small instead.
+moment of 0 would next be divided by the newest gradient's share alone, a step 1 / sqrt(1 - beta2) times too large where
+that gradient is as large as those before it, or by eps where it is 0. Rounded up, steps are too small instead.
 """
 
 from __future__ import annotations
