@@ -84,6 +84,8 @@ class ModelSpec:
     is_tied: bool = False  # the head is the embedding
     norms_per_layer: int = 2  # of hidden states
     has_head_norms: bool = False  # queries and keys are normed
+    has_softcap: bool = False  # attention's scores are soft-capped
+    has_sinks: bool = False  # each head has an attention sink
 
     @property
     def attention_parameters(self) -> int:
@@ -241,6 +243,8 @@ class ModelSpec:
             is_tied=config.get("model_type") in _TIED_BY_DEFAULT if tied is None else bool(tied),
             norms_per_layer=4 if config.get("model_type") in _FOUR_NORMS else 2,
             has_head_norms=config.get("model_type") in _HEAD_NORMS,
+            has_softcap=has_attention_softcap(config),
+            has_sinks=config.get("model_type") == "gpt_oss",
         )
 
 
@@ -253,6 +257,12 @@ def _is_target(layer: int, name: str, targets: Sequence[str]) -> bool:
         else any(fnmatchcase(one, target) for one in names)
         for target in targets
     )
+
+
+def has_attention_softcap(config: Mapping[str, Any]) -> bool:
+    """Whether attention's scores are soft-capped, by a config.json as written or as transformers completed it."""
+    # the others read no soft-cap of scores, whatever their config.json says
+    return config.get("model_type") == "gemma2" and config.get("attn_logit_softcapping", 50.0) is not None
 
 
 def windowed_layers(config: Mapping[str, Any], layers: int) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from actors.cli.plan_table import longest_context_table, plan_table
 from actors.model_folders import with_model_folders
-from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.hardware import (
     DEVICES,
     LEAST_RATE,
@@ -104,6 +104,7 @@ def plan_command(options: argparse.Namespace) -> int:
     model_spec = ModelSpec.from_config(folder.config)
     spec = _guessed_lengths(config) if options.lengths is None else options.lengths
     attention = AttentionShape.of_model_spec(model_spec)
+    check_kernel(config.attention.kernel, attention, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, attention, config.mesh.cp)
     device = _device(options, config)
     assert config.mesh.dp != "auto"

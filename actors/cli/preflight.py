@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines, has_nvidia_driver
+from actors.cluster.connect import (
+    check_gpus,
+    check_machine,
+    compute_capabilities_here,
+    gpus_of_engines,
+    has_nvidia_driver,
+)
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
@@ -22,7 +28,7 @@ from actors.rollout.server_client import ServerClient
 from actors.rollout.server_launch import is_on_cpu
 from actors.run_dir import RunFolder
 from actors.startup import stage
-from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
@@ -107,6 +113,8 @@ def check_installed(config: RunConfig) -> None:
             field="run.wandb_project",
             hint="install the `wandb` extra, or leave run.wandb_project out",
         )
+    asked = _attention_packages(config)
+    _check_attention_device(asked, config, on_cuda=config.mesh.device != "cpu")  # wherever ranks are
     if config.cluster.address is not None:
         return
     has_gpu = has_nvidia_driver()
@@ -116,30 +124,54 @@ def check_installed(config: RunConfig) -> None:
             field="mesh.device",
             hint="use auto or cpu, or name a cluster.address with GPUs",
         )
-    on_cuda, dtype = config.mesh.device != "cpu" and has_gpu, config.precision.compute_dtype
+    on_cuda = config.mesh.device != "cpu" and has_gpu
     if config.model.compile:
         require_compiler("cuda" if on_cuda else "cpu")
-    is_ring_package = config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1
-    for setting, is_asked, packages in (
-        ("attention.kernel=flash_attn", config.attention.kernel == "flash_attn", ("flash_attn",)),
-        ("attention.kernel=flash_attn_3", config.attention.kernel == "flash_attn_3", ("flash_attn_interface",)),
-        ("attention.strategy=ring_flash_attn", is_ring_package, ("flash_attn", "ring_flash_attn")),
-    ):
+    _check_attention_device(asked, config, on_cuda=on_cuda)
+    _check_attention_packages(asked)
+
+
+def _attention_packages(config: RunConfig) -> dict[str, tuple[str, ...]]:
+    """The settings of attention that take packages, and which."""
+    asked: dict[str, tuple[str, ...]] = {}
+    if config.attention.kernel == "flash_attn":
+        asked["attention.kernel=flash_attn"] = ("flash_attn",)
+    if config.attention.kernel == "flash_attn_3":
+        asked["attention.kernel=flash_attn_3"] = ("flash_attn_interface",)
+    if config.attention.strategy == "ring_flash_attn" and config.mesh.cp > 1:
+        asked["attention.strategy=ring_flash_attn"] = ("flash_attn", "ring_flash_attn")
+    return asked
+
+
+def _check_attention_device(asked: Iterable[str], config: RunConfig, *, on_cuda: bool) -> None:
+    dtype = config.precision.compute_dtype
+    for setting in asked:
+        if not on_cuda or dtype not in ("bfloat16", "float16"):
+            field = setting.partition("=")[0]
+            raise ConfigError(
+                f"{setting} computes bfloat16 and float16 on CUDA, not {dtype} on {'CUDA' if on_cuda else 'a CPU'}",
+                field=field,
+                hint=f"leave {field} at its default",
+            )
+
+
+def _check_attention_packages(asked: Mapping[str, tuple[str, ...]]) -> None:
+    for setting, packages in asked.items():
         field = setting.partition("=")[0]
         missing = [name.replace("_", "-") for name in packages if find_spec(name) is None]
-        if is_asked and missing:
+        if missing:
             raise ConfigError(
                 f"{setting} needs {' and '.join(missing)}, not installed here",
                 field=field,
                 hint=f"install {'FlashAttention 3' if packages == ('flash_attn_interface',) else 'the `cuda` extra'}, "
                 f"or leave {field} at its default, which needs no package",
             )
-        if is_asked and (not on_cuda or dtype not in ("bfloat16", "float16")):
-            raise ConfigError(
-                f"{setting} computes bfloat16 and float16 on CUDA, not {dtype} on {'CUDA' if on_cuda else 'a CPU'}",
-                field=field,
-                hint=f"leave {field} at its default",
-            )
+    if "attention.kernel=flash_attn_3" in asked:
+        from slimefsdp.attention.backends import flash_attn_3  # takes torch, which nothing else here does
+
+        flash_attn_3.require_installed()
+        if here := compute_capabilities_here():
+            flash_attn_3.require_capability(here, "this machine")
 
 
 def _check_run_dir(run_dir: Path, models: Sequence[Path]) -> None:
@@ -238,13 +270,15 @@ def check_models(config: RunConfig) -> None:
     """Whether the model folders of all roles can be loaded, adapters be of the policy, and attention be shared.
 
     Raises:
-        ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh.
+        ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh, or attention.kernel
+            not compute it.
     """
     for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
         with_weights = field != "model.path" or config.model.init == "folder"
         folder = read_model_folder(path, field=field, with_weights=with_weights)
         check_architecture(folder, field=field)
         shape = AttentionShape.of_model_spec(ModelSpec.from_config(folder.config))
+        check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
         if config.mesh.cp > 1:
             print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)

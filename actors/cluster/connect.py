@@ -9,6 +9,7 @@ import re
 import secrets
 import signal
 import socket
+import subprocess
 import sys
 import uuid
 import warnings
@@ -21,6 +22,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.errors import ResourceError
 
 _REACH_S = 10.0  # until the machine of a cluster is taken for one that does not answer
+_DRIVER_S = 20.0  # for the driver to say which GPUs there are
 STARTS = 5  # of a local Ray, whose own deadline of 30 s a busy machine may miss, several times running
 _cleanup: CleanupProcess | None = None  # of the local cluster that this process started, on Linux
 _messages: RayMessages | None = None  # where this process has Ray's put
@@ -179,6 +181,22 @@ def gpus_here(root: Path = Path("/")) -> int | None:
     if visible is None:
         return listed
     return 0 if visible in ("", "NoDevFiles") else min(listed, len(visible.split(",")))
+
+
+def compute_capabilities_here() -> list[str]:
+    """Of this machine's NVIDIA GPUs, such as 9.0, whatever CUDA_VISIBLE_DEVICES leaves; none: nothing tells.
+
+    The driver's own program is asked: CUDA would take memory of a device for this process.
+    """
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_DRIVER_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = said.stdout.split() if said.returncode == 0 else []
+    return [
+        line for line in lines if re.fullmatch(r"\d+\.\d+", line)
+    ]  # an old driver writes that it knows no such field
 
 
 def has_nvidia_driver() -> bool:

@@ -1,4 +1,6 @@
-"""Which strategy serves a model on so many context-parallel ranks; no torch, so that it is known before a launch."""
+"""Which strategy serves a model on so many context-parallel ranks, and whether the kernels asked for compute it; no
+torch, so that it is known before a launch.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,35 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.model_spec import ModelSpec
 
 StrategyName = Literal["ring", "ulysses", "all_gather", "ring_flash_attn"]
+KernelSetting = Literal["torch", "flash_attn", "flash_attn_3"]
+
+_MAX_HEAD_DIM = 256  # of flash kernels: torch's, the flash-attn package's, FlashAttention 3's
+_MAX_DETERMINISTIC_HEAD_DIM = 192  # of FlashAttention 3's backward
+_KERNEL_NAMES = {"flash_attn": "the flash-attn package", "flash_attn_3": "FlashAttention 3"}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What of a model decides which strategies can serve it."""
+    """What of a model decides which strategies and kernels can serve it."""
 
     heads: int
     kv_heads: int
+    head_dim: int  # features of a head
     has_windows: bool = False  # some layer sees its newest keys alone
     has_sinks: bool = False
     has_softcap: bool = False
 
     @classmethod
     def of_model_spec(cls, model_spec: ModelSpec) -> AttentionShape:
-        """As far as config.json says it; sinks and soft-caps only matter to packages."""
-        return cls(model_spec.heads, model_spec.kv_heads, has_windows=model_spec.windowed_layers > 0)
+        """As config.json says it, which is what the built model has."""
+        return cls(
+            model_spec.heads,
+            model_spec.kv_heads,
+            model_spec.head_dim,
+            has_windows=model_spec.windowed_layers > 0,
+            has_sinks=model_spec.has_sinks,
+            has_softcap=model_spec.has_softcap,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +104,53 @@ def _problem(name: StrategyName, shape: AttentionShape, cp: int) -> str | None:
         return "the ring cannot express sliding windows, which this model has"
     if name == "ulysses" and shape.heads % cp:
         return f"{shape.heads} attention heads cannot be divided over {cp} ranks"
+    if name == "ring_flash_attn" and not is_flash_head_dim(shape.head_dim):
+        return _head_dim_problem("ring-flash-attn", shape.head_dim)
     if name == "ring_flash_attn" and shape.has_sinks:
         return "ring-flash-attn has no attention sinks, which this model has"
     if name == "ring_flash_attn" and shape.has_softcap:
         return "ring-flash-attn has no attention soft-cap, which this model has"
     return None
+
+
+def check_kernel(setting: KernelSetting, shape: AttentionShape, *, deterministic: bool) -> None:
+    """Whether the kernels that are asked for compute every attention call of a model.
+
+    Args:
+        deterministic: as run.deterministic.
+
+    Raises:
+        ConfigError: naming `attention.kernel`; other kernels would compute the model instead of these, or these would
+            fail at the first call.
+    """
+    if setting == "torch":
+        return
+    name, others = _KERNEL_NAMES[setting], "leave attention.kernel at its default"
+    if not is_flash_head_dim(shape.head_dim):
+        problem, hint = _head_dim_problem(name, shape.head_dim), others
+    elif setting == "flash_attn_3" and shape.has_softcap:
+        problem = "torch's switch to FlashAttention 3 takes no attention soft-cap, which this model has"
+        hint = f"use flash_attn, which has one, or {others}"
+    elif setting == "flash_attn_3" and deterministic and shape.head_dim > _MAX_DETERMINISTIC_HEAD_DIM:
+        problem = (
+            f"FlashAttention 3 has a deterministic backward for heads of at most {_MAX_DETERMINISTIC_HEAD_DIM} "
+            f"features, which run.deterministic=true asks for, and this model's have {shape.head_dim}"
+        )
+        hint = f"{others}, or set run.deterministic=false"
+    else:
+        return
+    raise ConfigError(f"attention.kernel={setting}: {problem}", field="attention.kernel", hint=hint)
+
+
+def is_flash_head_dim(head_dim: int) -> bool:
+    """Whether flash kernels on CUDA take heads of so many features: whole 16-byte words, and not too many."""
+    return head_dim % 8 == 0 and head_dim <= _MAX_HEAD_DIM
+
+
+def _head_dim_problem(name: str, head_dim: int) -> str:
+    return (
+        f"{name} computes heads of a multiple of 8 features, at most {_MAX_HEAD_DIM}, and this model's have {head_dim}"
+    )
 
 
 def repeated_kv_heads(heads: int, kv_heads: int, cp: int) -> int:

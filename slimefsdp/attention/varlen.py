@@ -17,11 +17,11 @@ import torch
 
 from slimefsdp.attention.backends import eager, flash_attn_package
 from slimefsdp.attention.call_plan import AttentionParams, CallPlan
+from slimefsdp.attention.select import is_flash_head_dim
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _HALVES = (torch.bfloat16, torch.float16)
-_MAX_FLASH_HEAD_DIM = 256
 # torch's CPU kernel leaves hidden keys out by blocks of 512 only, and so computes up to twice what is visible. Bands of
 # queries with as many keys as they see are faster between these lengths.
 _BANDED_LENGTHS = range(128, 1025)
@@ -138,9 +138,8 @@ def _kernel_for(q: torch.Tensor, scoring: AttentionParams) -> Literal["cpu", "cu
         return "plain"
     if q.device.type == "cpu":
         return "cpu"
-    # the kernel takes heads of whole 16-byte words, and torch pads them only in its own scaled_dot_product_attention
-    fits = q.dtype in _HALVES and q.shape[-1] <= _MAX_FLASH_HEAD_DIM and q.shape[-1] % 8 == 0
-    return "cuda" if fits else "plain"
+    # torch pads heads that the kernel does not take only in its own scaled_dot_product_attention
+    return "cuda" if q.dtype in _HALVES and is_flash_head_dim(q.shape[-1]) else "plain"
 
 
 def _check(call: CallPlan, causal: bool, scoring: AttentionParams) -> None:

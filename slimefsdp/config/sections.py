@@ -350,7 +350,9 @@ class AttentionSettings(Settings):
     kernel: Literal["torch", "flash_attn", "flash_attn_3"] = Field(
         "torch",
         description="torch's own kernels, the flash-attn package, or FlashAttention 3 in the place of torch's flash "
-        "kernels, on Hopper GPUs where torch has a switch for it (2.13) and the package flash_attn_interface is",
+        "kernels, on Hopper GPUs where torch has a switch for it (2.13) and the package flash_attn_interface is. The "
+        "packages take heads of a multiple of 8 features, at most 256. FlashAttention 3 takes no soft-cap, and under "
+        "run.deterministic at most 192 features. What they would not compute is refused",
     )
 
 

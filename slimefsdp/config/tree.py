@@ -213,6 +213,17 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_attention_kernel(self) -> RunConfig:
+        is_ring_package = self.attention.strategy == "ring_flash_attn" and self.mesh.cp > 1
+        if self.attention.kernel == "flash_attn_3" and is_ring_package:
+            raise ValueError(
+                f"attention.kernel=flash_attn_3 and mesh.cp={self.mesh.cp} with attention.strategy=ring_flash_attn, "
+                "which computes by the flash-attn package whatever the kernel; set attention.strategy=auto, or "
+                "remove attention.kernel"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_full_kl_reference(self) -> RunConfig:
         if self.loss.kl_estimator == "full" and self.reference.placement == "group":
             raise ValueError(

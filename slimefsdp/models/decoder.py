@@ -24,7 +24,7 @@ from slimefsdp.attention.select import AttentionShape, Choice
 from slimefsdp.batching.packing import LocalShare
 from slimefsdp.errors import ConfigError, ModelError
 from slimefsdp.io.safetensors_header import TensorEntry
-from slimefsdp.model_spec import windowed_layers
+from slimefsdp.model_spec import has_attention_softcap, windowed_layers
 from slimefsdp.models.fused_log_probs import HeadAdapter, HeadInputs, token_log_probs, token_log_probs_and_kl
 from slimefsdp.models.lora_modules import LoraLinear
 from slimefsdp.models.peft_folder import MATRICES
@@ -107,15 +107,16 @@ class DecoderModel(nn.Module):
         return layers
 
     def attention_shape(self) -> AttentionShape:
-        """What of this architecture decides how its attention can be shared between ranks."""
+        """What of this architecture decides how its attention can be computed, and shared between ranks."""
         config = self.hf.config
         heads = config.num_attention_heads
         return AttentionShape(
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             has_windows=windowed_layers(config.to_dict(), config.num_hidden_layers) > 0,
             has_sinks=any(name.endswith(".sinks") for name, _ in self.named_parameters()),
-            has_softcap=bool(getattr(config, "attn_logit_softcapping", None)),
+            has_softcap=has_attention_softcap(config.to_dict()),
         )
 
     def named_weights(self) -> list[tuple[str, nn.Parameter]]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from slimefsdp.attention.backends import flash_attn_3, flash_attn_package
 from slimefsdp.attention.call_plan import KernelName
 from slimefsdp.attention.context_parallel import Attention
-from slimefsdp.attention.select import AttentionShape, choose_strategy
+from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.cost import CostModel
 from slimefsdp.checkpoint.compatibility import check_info
 from slimefsdp.checkpoint.store import CheckpointStore
@@ -336,8 +336,9 @@ def attention_for(config: RunConfig, mesh: Mesh, cost: CostModel, shape: Attenti
     """How a model of this shape computes its attention on the mesh.
 
     Raises:
-        ConfigError: the strategy asked for cannot serve it, or needs a package that is missing.
+        ConfigError: the strategy or the kernels asked for cannot serve it, or need a package that is missing.
     """
+    check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
     choice = choose_strategy(config.attention.strategy, shape, mesh.cp)
     if choice.name == "ring_flash_attn":
         flash_attn_package.require("attention.strategy=ring_flash_attn", mesh.device, compute_dtype(config))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,38 @@ def test_flash_attention_3_that_cannot_compute_here_is_refused_by_its_setting(
     monkeypatch.delattr(torch.nn.attention, "list_flash_attention_impls")
     refuse(torch.__version__)
     assert switched == []
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("undefined symbol"), RuntimeError("does not expose FA3 backward kernels"), OSError("no file")]
+)
+def test_a_package_that_torch_cannot_take_the_kernels_from_is_refused_by_the_setting(
+    switched: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def activate(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activate)
+    with refused(ConfigError, "attention.kernel", "attention.kernel=flash_attn_3", "flash_attn_interface", error):
+        flash_attn_3.switch(on=True, device=CUDA, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "values"), [("gemma2", {}, ["soft-cap"]), ("qwen3", {"head_dim": 12}, [12, 256])]
+)
+def test_a_model_that_flash_attention_3_would_not_compute_is_refused_where_it_is_built(
+    ranks: RankPool, tiny_folder: TinyFolder, kind: str, changes: dict[str, Any], values: list[object]
+) -> None:
+    config = settings(tiny_folder(kind, **changes), attention={"kernel": "flash_attn_3"})
+    with refused(ConfigError, "attention.kernel", "attention.kernel=flash_attn_3", *values):
+        ranks.run(1, trainer_on_a_hopper, config)
+    ranks.run(1, trainer_on_a_hopper, settings(tiny_folder(), attention={"kernel": "flash_attn_3"}))
+
+
+def trainer_on_a_hopper(rank: int, config: RunConfig) -> None:
+    """As far as switching goes: it computes on the CPU."""
+    with mock.patch.object(flash_attn_3, "switch"):
+        Trainer(config, device=CPU)
 
 
 def test_a_trainer_that_asks_for_flash_attention_3_switches_it_on_or_is_refused(

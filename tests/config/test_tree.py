@@ -331,6 +331,12 @@ RULES = [
         ["model.offload_activations=true", "model.activation_checkpointing=selective"],
     ),
     (
+        "check_attention_kernel",
+        {"attention__kernel": "flash_attn_3", "attention__strategy": "ring_flash_attn"},  # which one rank does not use
+        {"attention__kernel": "flash_attn_3", "attention__strategy": "ring_flash_attn", "mesh__cp": 2},
+        ["attention.kernel=flash_attn_3", "attention.strategy=ring_flash_attn", "mesh.cp=2"],
+    ),
+    (
         "check_compile_with_checkpointing",
         {"model__activation_checkpointing": "full", "model__compile": True},
         {"model__activation_checkpointing": "selective", "model__compile": True},

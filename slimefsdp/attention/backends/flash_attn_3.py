@@ -7,6 +7,7 @@ GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -16,24 +17,65 @@ from slimefsdp.errors import ConfigError
 
 PACKAGE = "flash_attn_interface"
 _NAME = "FA3"  # of torch's
-_HOPPER = 9  # major compute capability
+_HOPPER = "9"  # major compute capability: torch refuses all others at each call
+_DEFAULT = "leave attention.kernel at its default"
 
 
 def switch(*, on: bool, device: torch.device, dtype: torch.dtype) -> None:
     """Has this process compute flash attention by these kernels, or by torch's own again.
+
+    Which models they compute is for `slimefsdp.attention.select.check_kernel`.
 
     Args:
         device, dtype: that attention is computed on and in.
 
     Raises:
         ConfigError: naming attention.kernel; they are asked for, and this torch has no such switch, the package is
-            missing, or they compute nothing on this device or in this dtype.
+            missing or cannot be imported, or they compute nothing on this device or in this dtype.
     """
     if on:
-        _require(device, dtype)
-        torch.nn.attention.activate_flash_attention_impl(_NAME)
+        require_installed()
+        _require_device(device, dtype)
+        try:
+            torch.nn.attention.activate_flash_attention_impl(_NAME)
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            said = " ".join(str(error).split())
+            raise _refusal(
+                f"torch cannot take them from the package {PACKAGE}: {said}",
+                f"install a build of it for torch {torch.__version__}, with its backward, or {_DEFAULT}",
+            ) from error
     elif _has_switch() and torch.nn.attention.current_flash_attention_impl() == _NAME:
         torch.nn.attention.restore_flash_attention_impl()
+
+
+def require_installed() -> None:
+    """Whether this torch has the switch, and the package is there that it switches to; nothing is imported.
+
+    Raises:
+        ConfigError: naming attention.kernel.
+    """
+    if not _has_switch():
+        raise _refusal(f"torch {torch.__version__} has no switch for them", f"use torch 2.13 or newer, or {_DEFAULT}")
+    if find_spec(PACKAGE) is None:
+        raise _refusal(
+            f"the package {PACKAGE} is not installed",
+            f"install FlashAttention 3, or {_DEFAULT}, which needs no package",
+        )
+
+
+def require_capability(capabilities: Sequence[str], where: object) -> None:
+    """Whether they compute on one of several GPUs.
+
+    Args:
+        capabilities: compute capabilities such as 9.0, of at least one GPU.
+        where: what has them, for the error.
+
+    Raises:
+        ConfigError: naming attention.kernel.
+    """
+    if not any(one.partition(".")[0] == _HOPPER for one in capabilities):
+        found = ", ".join(dict.fromkeys(capabilities))
+        raise _refusal(f"they are for compute capability {_HOPPER}.0, and {where} has {found}", _DEFAULT)
 
 
 def _has_switch() -> bool:
@@ -42,21 +84,15 @@ def _has_switch() -> bool:
     return _NAME in listed() and hasattr(torch.nn.attention, "restore_flash_attention_impl")
 
 
-def _require(device: torch.device, dtype: torch.dtype) -> None:
-    problem, hint = None, "leave attention.kernel at its default"
-    if not _has_switch():
-        problem = f"torch {torch.__version__} has no switch for them"
-        hint = "use torch 2.13 or newer, or leave attention.kernel at its default"
-    elif find_spec(PACKAGE) is None:
-        problem = f"the package {PACKAGE} is not installed"
-        hint = "install FlashAttention 3, or leave attention.kernel at its default, which needs no package"
-    elif device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        problem = f"they compute bfloat16 and float16 on CUDA, not {dtype} on {device.type}"
-    elif (capability := torch.cuda.get_device_capability(device))[0] != _HOPPER:
-        problem = f"they are for compute capability {_HOPPER}.0, and {device} has {'.'.join(map(str, capability))}"
-    if problem is not None:
-        raise ConfigError(
-            f"attention.kernel=flash_attn_3 asks for FlashAttention 3's kernels: {problem}",
-            field="attention.kernel",
-            hint=hint,
-        )
+def _require_device(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        raise _refusal(f"they compute bfloat16 and float16 on CUDA, not {dtype} on {device.type}", _DEFAULT)
+    require_capability([".".join(map(str, torch.cuda.get_device_capability(device)))], device)
+
+
+def _refusal(problem: str, hint: str) -> ConfigError:
+    return ConfigError(
+        f"attention.kernel=flash_attn_3 asks for FlashAttention 3's kernels: {problem}",
+        field="attention.kernel",
+        hint=hint,
+    )
