@@ -229,7 +229,8 @@ class ModelSettings(Settings):
     offload_activations: bool = Field(
         False,
         description="under full recomputation: the input of a recomputed layer waits in the host's memory from forward "
-        "to backward, and takes none of the device; on a CPU that is the same memory (docs/long_context.md)",
+        "to backward, and takes none of the device; computing waits for the copies there and back; on a CPU that is "
+        "the same memory (docs/long_context.md)",
     )
     compile: bool = Field(False, description="torch.compile each decoder layer (dynamic shapes), but not its attention")
 
@@ -409,12 +410,18 @@ class FsdpSettings(Settings):
     )
     prefetch_layers: int = Field(0, ge=0, description="units gathered ahead of their use; 0: FSDP2's own order")
     cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
-    offload_threads: PositiveInt | None = Field(
+    offload_threads: int | None = Field(
         None,
+        ge=1,
+        le=1024,
         description="threads of a rank under cpu_offload, whose updates the host computes; null: on CUDA a machine's "
         "cores over the ranks on it, on a CPU as many as ranks without cpu_offload have, which is one under Ray",
     )
-    pin_memory: bool = Field(True, description="page-locked host memory for sleep and cpu_offload, where there is CUDA")
+    pin_memory: bool = Field(
+        True,
+        description="page-locked host memory for sleep, cpu_offload, checkpoint.async_save and "
+        "model.offload_activations, where there is CUDA; without it the host waits for each layer's copy of the last",
+    )
 
     @model_validator(mode="after")
     def check_offload_threads(self) -> FsdpSettings:

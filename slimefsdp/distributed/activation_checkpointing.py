@@ -37,7 +37,7 @@ def recompute_layers(
         kind: full: everything but the layer's input; selective: what is cheap to compute again, while matrix products
             and attention outputs are stored.
         offload: under `full` that input waits in the host's memory from forward to backward.
-        pin_memory: page-locked.
+        pin_memory: page-lock that memory.
     """
     if kind == "none":
         return
@@ -50,7 +50,12 @@ def recompute_layers(
 def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
     """The same values in the host's memory; what is there already stays where it is.
 
-    On CUDA the copy is one of the device's stream, like whatever reads it back: nobody waits for it here.
+    On CUDA the copy is in the current stream, as is whatever reads it back: what is queued behind it begins later by as
+    long as it takes. This call returns at once where the memory is pinned. Otherwise it waits until the copy is done,
+    with all that was queued before it.
+
+    Args:
+        pin: page-lock that memory.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -58,7 +63,7 @@ def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=pin)
 
 
-class _Input:
+class _OffloadedInput:
     """A layer's input, for one forward and the recomputation of it: in between it is where `store` puts it."""
 
     def __init__(self, hidden: torch.Tensor, store: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -66,7 +71,8 @@ class _Input:
         self._device, self._needs_gradient = hidden.device, hidden.requires_grad
         self._stored = store(hidden.detach())
 
-    def take(self) -> torch.Tensor:
+    def restore(self) -> torch.Tensor:
+        """The input itself the first time, to compute; afterwards what was stored, on its device, to recompute."""
         hidden, self._hidden = self._hidden, None
         if hidden is None:  # recomputing reads values; gradients go through the graph of the forward
             hidden = self._stored.to(self._device, non_blocking=True).detach().requires_grad_(self._needs_gradient)
@@ -117,15 +123,15 @@ def _recomputed(
 def _recomputed_from_host(
     forward: Callable[..., Any], store: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[..., Any]:
-    def of_taken(hidden: _Input, *args: Any, **kwargs: Any) -> Any:
-        return forward(hidden.take(), *args, **kwargs)
+    def from_restored(hidden: _OffloadedInput, *args: Any, **kwargs: Any) -> Any:
+        return forward(hidden.restore(), *args, **kwargs)
 
     @functools.wraps(forward)
     def recomputed(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(hidden, *args, **kwargs)
         # what checkpoint is given it keeps: not the tensor
-        given = _Input(hidden, store)
-        return checkpoint(of_taken, given, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        given = _OffloadedInput(hidden, store)
+        return checkpoint(from_restored, given, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return recomputed
