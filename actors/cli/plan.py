@@ -39,7 +39,7 @@ from slimefsdp.perf_model.from_config import (
     workload_of,
 )
 from slimefsdp.perf_model.lengths import read_samples
-from slimefsdp.perf_model.longest_context import attention_workspace, longest_contexts
+from slimefsdp.perf_model.longest_context import MOST_TOKENS, attention_workspace, longest_contexts
 from slimefsdp.perf_model.memory import Computing
 from slimefsdp.perf_model.recommend import Device, as_record, lightest_strategy, look_ahead
 from slimefsdp.perf_model.simulate import MeshShape
@@ -115,7 +115,8 @@ def plan_command(options: argparse.Namespace) -> int:
     )
     computing = computing_of(config, model_spec, on_cpu=device.on_cpu)
     if options.longest_context:
-        return _print_longest_context(options, config, model_spec, shape, beside, computing, device)
+        most = min(folder.max_sample_tokens or MOST_TOKENS, MOST_TOKENS)
+        return _print_longest_context(options, config, model_spec, shape, beside, computing, device, most)
     adapters = computing.adapters_of(model_spec)
     samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
@@ -155,10 +156,17 @@ def _print_longest_context(
     beside: ColocatedModels,
     computing: Computing,
     device: Device,
+    most_tokens: int,
 ) -> int:
-    if options.lengths is not None:
-        problem = "--lengths with --longest-context, which looks for the length"
-        raise ConfigError(problem, field="--lengths", hint="leave one of them out")
+    for flag, given, because in (
+        ("--lengths", options.lengths, "looks for the length"),
+        ("--tflops", options.tflops, "is about memory alone"),
+        ("--gbps", options.gbps, "is about memory alone"),
+        ("--calibration", options.calibration, "is about memory alone"),
+    ):
+        if given is not None:
+            problem = f"{flag} with --longest-context, which {because}"
+            raise ConfigError(problem, field=flag, hint="leave one of them out")
     if device.memory_bytes is None:
         problem = "--longest-context on a device whose memory is not known"
         raise ConfigError(problem, field="--memory-gb", hint="give it, or --device")
@@ -172,6 +180,7 @@ def _print_longest_context(
         beside=beside,
         memory_bytes=device.memory_bytes,
         counted_share=1.0 if options.counted is None else options.counted,
+        most_tokens=most_tokens,
     )
     if not any(one.tokens for one in found):
         least = min(one.memory.total for one in found)
@@ -187,9 +196,10 @@ def _print_longest_context(
              "attention_workspace": attention_workspace(model_spec, one.tokens, mesh.cp)}
             for one in found
         ]  # fmt: skip
-        print(json.dumps({"memory_bytes": device.memory_bytes, "longest_context": ways}, indent=1, allow_nan=False))
+        record = {"memory_bytes": device.memory_bytes, "most_tokens": most_tokens, "longest_context": ways}
+        print(json.dumps(record, indent=1, allow_nan=False))
     else:
-        print("\n".join(longest_context_table(model_spec, mesh, found, device.memory_bytes)))
+        print("\n".join(longest_context_table(model_spec, mesh, found, device.memory_bytes, most_tokens)))
     return 0
 
 

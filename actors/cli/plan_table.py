@@ -10,7 +10,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import byte_text
 from slimefsdp.model_spec import Adapters, ModelSpec
-from slimefsdp.perf_model.longest_context import LongestContext, attention_workspace
+from slimefsdp.perf_model.longest_context import MOST_TOKENS, LongestContext, attention_workspace
 from slimefsdp.perf_model.memory import Memory
 from slimefsdp.perf_model.recommend import Outlook, lightest_strategy
 from slimefsdp.perf_model.simulate import MeshShape, Simulation
@@ -154,9 +154,13 @@ def _memory_lines(config: RunConfig, outlook: Outlook) -> list[str]:
 
 
 def longest_context_table(
-    model_spec: ModelSpec, mesh: MeshShape, found: list[LongestContext], memory_bytes: int
+    model_spec: ModelSpec, mesh: MeshShape, found: list[LongestContext], memory_bytes: int, most_tokens: int
 ) -> list[str]:
-    """The longest sample of the settings, which come first, and of other ways to store, term by term."""
+    """The longest sample of the settings, which come first, and of other ways to store, term by term.
+
+    Args:
+        most_tokens: longer ones were not looked for.
+    """
     terms = ["weights", "gradients", "optimizer", "gathered", "activations", "head", "buffers", "others", "total"]
     return [
         f"the longest sample that fits {byte_text(memory_bytes)} a rank, a tenth of them left free (an estimate); "
@@ -175,11 +179,23 @@ def longest_context_table(
             ),
         ),
         "  * as set. Of the free tenth: what flash attention's backward allocates inside, which no other term has",
+        *(
+            [
+                f"  no longer samples than {most_tokens:,} tokens, "
+                + (
+                    "which were not looked for"
+                    if most_tokens == MOST_TOKENS
+                    else "for which the model has learned positions"
+                )
+            ]
+            if any(one.tokens == most_tokens for one in found)
+            else []
+        ),
     ]
 
 
 def _stored(one: LongestContext) -> str:
-    text = f"recompute {one.recompute}"
+    text = f"recompute {one.recompute}" + (f"/{one.recompute_every}" if one.recompute_every > 1 else "")
     text += ", inputs on the host" if one.offload_activations else ""
     return text + (", states on the host" if one.cpu_offload else "")
 

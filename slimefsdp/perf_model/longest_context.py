@@ -24,6 +24,7 @@ class LongestContext:
     """One way to train, and the longest sample that fits."""
 
     recompute: str
+    recompute_every: int
     offload_activations: bool
     cpu_offload: bool
     tokens: int  # of the sample, on all cp ranks together; 0: not one fits
@@ -33,6 +34,7 @@ class LongestContext:
     def settings(self) -> str:
         """As overrides of a command line."""
         text = f"model.activation_checkpointing={self.recompute}"
+        text += f" model.checkpoint_every_n_layers={self.recompute_every}" if self.recompute_every > 1 else ""
         text += " model.offload_activations=true" if self.offload_activations else ""
         return text + (" fsdp.cpu_offload=true" if self.cpu_offload else "")
 
@@ -47,12 +49,14 @@ def longest_contexts(
     beside: ColocatedModels,
     memory_bytes: int,
     counted_share: float = 1.0,
+    most_tokens: int = MOST_TOKENS,
 ) -> list[LongestContext]:
     """The longest sample of these settings first, then of other ways to store activations and states.
 
     Args:
         memory_bytes: of a rank's device, of which a tenth stays free.
         counted_share: of a sample's tokens, those that the head projects.
+        most_tokens: longer samples are not looked for, as where a model learned no more positions.
     """
     ways = [computing]
     for offload in (False,) if computing.on_cpu else (False, True):
@@ -68,9 +72,14 @@ def longest_contexts(
                 mesh=mesh, sizes=sizes, computing=how, beside=beside, counted_share=counted_share,
             )  # fmt: skip
 
-        tokens = most_that_fit(lambda tokens: fits(held(tokens), memory_bytes), MOST_TOKENS)
+        tokens = most_that_fit(lambda tokens: fits(held(tokens), memory_bytes), most_tokens)
         return LongestContext(
-            how.recompute, how.offload_activations, how.cpu_offload, tokens, held(max(tokens, mesh.cp))
+            how.recompute,
+            how.recompute_every,
+            how.offload_activations,
+            how.cpu_offload,
+            tokens,
+            held(max(tokens, mesh.cp)),
         )
 
     return [found(how) for how in dict.fromkeys(ways)]

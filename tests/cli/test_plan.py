@@ -187,6 +187,8 @@ def test_a_batch_file_is_planned_with_what_its_samples_share(
     ("arguments", "error", "field"),
     [
         (["--lengths", "fixed(10)", "--device", "H100"], ConfigError, "--lengths"),
+        (["--tflops", "100", "--device", "H100"], ConfigError, "--tflops"),
+        (["--gbps", "100", "--device", "H100"], ConfigError, "--gbps"),
         (["--device", "CPU"], ConfigError, "--memory-gb"),
         (["--memory-gb", "0.00001"], ResourceError, "--memory-gb"),
     ],
@@ -209,3 +211,28 @@ def test_the_longest_context_of_settings_counts_what_is_trained_and_what_ranks_s
         tokens[name] = json.loads(capsys.readouterr().out)["longest_context"][0]["tokens"]
     assert tokens["whole"] <= tokens["half counted"]
     assert tokens["shared by two"] >= 1.9 * tokens["whole"]
+
+
+def test_no_longest_context_is_longer_than_the_positions_that_a_model_learned(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learned = {"model_type": "gpt2", "vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
+    (config.parent / "model" / "config.json").write_text(json.dumps(learned))
+    command = ["plan", str(config), "--longest-context", "--memory-gb", "80"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["most_tokens"] == 300 and {one["tokens"] for one in found["longest_context"]} == {300}
+    assert main(command) == 0
+    assert "no longer samples than 300 tokens" in capsys.readouterr().out
+
+
+def test_ways_to_recompute_are_told_apart_in_the_longest_context(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["model.activation_checkpointing=full", "model.checkpoint_every_n_layers=2"]
+    command = ["plan", str(config), *given, "--longest-context", "--memory-gb", "0.1"]
+    assert main([*command, "--json"]) == 0
+    ways = [one["settings"] for one in json.loads(capsys.readouterr().out)["longest_context"]]
+    assert ways[0] == " ".join(given) and len(set(ways)) == len(ways)
+    assert main(command) == 0
+    assert "recompute full/2 *" in capsys.readouterr().out
