@@ -156,6 +156,25 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_muon_with_adapters(self) -> RunConfig:
+        """As far as words of lora.targets tell; of patterns, ranks tell when they have built the model."""
+        targets, adamw_lr = self.lora.targets, self.optim.adamw_lr
+        # a critic has a head of its own, and the same settings
+        if self.optim.name != "muon" or self.lora.rank is None or self.algorithm == "ppo":
+            return self
+        if set(targets) == {"head"}:
+            raise ValueError(
+                "optim.name=muon updates matrices of the decoder layers, and lora.targets=['head'] has adapters on "
+                "none; set optim.name=adamw, or add others to lora.targets"
+            )
+        if adamw_lr is not None and set(targets) <= {"attention", "mlp", "experts"}:
+            raise ValueError(
+                f"optim.adamw_lr={adamw_lr} is for what AdamW updates beside Muon, and adapters of "
+                f"lora.targets={list(targets)} are matrices of the decoder layers, which Muon updates; remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_engines_take_adapters(self) -> RunConfig:
         if found := self._why_no_engine_takes_adapters():
             raise ValueError("; ".join(found))

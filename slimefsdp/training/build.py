@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -387,8 +387,15 @@ def reference_for(
 
 
 def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> OptimizerStep:
-    """The optimiser with its schedule, at update 0; a critic's may have a rate of its own."""
+    """The optimiser with its schedule, at update 0; a critic's may have a rate of its own.
+
+    Raises:
+        ConfigError: on every rank alike; `optim` has settings of Muon for an actor where they would do nothing.
+    """
     settings = config.optim
+    matrices = matrix_names(model.hf, model.decoder_layers())
+    if role == "actor" and settings.name == "muon":
+        _check_muon(config, {name for name, _ in model.trained_weights()}, matrices)
     peak = (config.critic.lr if role == "critic" else None) or settings.lr
     optimizer = build_optimizer(
         model.trained_weights(),
@@ -399,7 +406,7 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         eps=settings.eps,
         weight_decay=settings.weight_decay,
         undecayed=undecayed_names(model.hf),
-        matrices=matrix_names(model.hf, model.decoder_layers()),
+        matrices=matrices,
         muon=MuonRule(settings.momentum, settings.nesterov, settings.ns_steps, settings.adjust_lr_fn),
         adamw_lr_ratio=1.0 if settings.adamw_lr is None else settings.adamw_lr / settings.lr,
         state_dtype={"auto": None, "bfloat16": torch.bfloat16, "8bit": torch.uint8}[settings.state_dtype],
@@ -424,6 +431,28 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         loss_scaling=scaling if precision.compute_dtype == "float16" else None,
         with_layer_norms=settings.log_layer_norms,
     )
+
+
+def _check_muon(config: RunConfig, trained: Set[str], matrices: Set[str]) -> None:
+    """Whether Muon has something to update, and AdamW beside it where it has a rate of its own."""
+    settings, lora = config.optim, config.lora
+    which = (
+        f"model.frozen={list(config.model.frozen or ())}" if lora.rank is None else f"lora.targets={list(lora.targets)}"
+    )
+    if not trained & matrices:
+        raise ConfigError(
+            f"optim.name=muon updates matrices of the decoder layers, and {which} trains none of them",
+            field="optim.name",
+            hint="use adamw, or train some",
+        )
+    # a critic, which has the same settings, has a head of its own
+    if settings.adamw_lr is not None and trained <= matrices and config.algorithm != "ppo":
+        raise ConfigError(
+            f"optim.adamw_lr={settings.adamw_lr} is for what AdamW updates beside Muon, and {which} trains matrices of "
+            "the decoder layers alone",
+            field="optim.adamw_lr",
+            hint="remove it, or train others too",
+        )
 
 
 def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, mesh: Mesh) -> Throughput:

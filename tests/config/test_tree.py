@@ -331,6 +331,18 @@ RULES = [
         ["model.offload_activations=true", "model.activation_checkpointing=selective"],
     ),
     (
+        "check_muon_with_adapters",
+        {"optim__name": "muon", "optim__adamw_lr": 1e-3, "lora__rank": 4, "lora__targets": ["head", "mlp"]},
+        {"optim__name": "muon", "optim__adamw_lr": 1e-3, "lora__rank": 4, "lora__targets": ["attention", "mlp"]},
+        ["optim.adamw_lr=0.001", "lora.targets=['attention', 'mlp']"],
+    ),
+    (
+        "check_muon_with_adapters",
+        {"optim__name": "adamw", "lora__rank": 4, "lora__targets": ["head"]},
+        {"optim__name": "muon", "lora__rank": 4, "lora__targets": ["head"]},
+        ["optim.name=muon", "lora.targets=['head']"],
+    ),
+    (
         "check_attention_kernel",
         {"attention__kernel": "flash_attn_3", "attention__strategy": "ring_flash_attn"},  # which one rank does not use
         {"attention__kernel": "flash_attn_3", "attention__strategy": "ring_flash_attn", "mesh__cp": 2},

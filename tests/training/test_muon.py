@@ -22,6 +22,7 @@ from tests.support.plain_lora import ALL, PeftStep, adapters_of, fill_b
 from tests.support.plain_muon import PlainMuon
 from tests.support.plain_step import PlainStep, make_batch, settings
 from tests.support.rank_pool import RankPool
+from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder
 from tests.support.trainers import error_of
 
@@ -126,9 +127,10 @@ def test_both_matrices_of_an_adapter_are_muons(folder: Path, ranks: RankPool, ho
 def test_adapters_of_experts_end_alike_on_any_mesh(tiny_folder: TinyFolder, ranks: RankPool) -> None:
     folder = tiny_folder("qwen3_moe")
     lora, batch = {"rank": 3, "alpha": 7.0, "targets": ["attention", "experts"]}, make_batch(folder)
-    (start, alone), *_ = ranks.run(1, trained_adapters, muon_settings(folder, lora=lora), batch)
+    optim = {"adamw_lr": None}  # all of them are Muon's
+    (start, alone), *_ = ranks.run(1, trained_adapters, muon_settings(folder, lora=lora, optim=optim), batch)
     assert largest_difference(start, alone) > 1e-2
-    for _, end in ranks.run(2, trained_adapters, muon_settings(folder, lora=lora, mesh={"dp": 2}), batch):
+    for _, end in ranks.run(2, trained_adapters, muon_settings(folder, lora=lora, optim=optim, mesh={"dp": 2}), batch):
         assert largest_difference(end, alone) <= 1e-12
 
 
@@ -240,8 +242,29 @@ def refused_calls(rank: int, config: RunConfig, batch: RolloutBatch) -> list[Any
 
 
 def test_what_would_train_otherwise_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
-    optim = {"adjust_lr_fn": "original"}
+    optim = {"adjust_lr_fn": "original", "adamw_lr": None}
     config = muon_settings(folder, lora={"rank": 3}, optim=optim, run={"dir": str(tmp_path)})
     lower, loaded = ranks.run(1, refused_calls, config, make_batch(folder))[0]
     assert isinstance(lower, ConfigError) and lower.field == "rank" and "original" in str(lower)
     assert isinstance(loaded, CheckpointError) and loaded.field == "optim.name"
+
+
+def trainer_of(rank: int, config: RunConfig) -> None:
+    Trainer(config, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("sections", "field", "values"),
+    [
+        ({"lora": {"rank": 2, "targets": ["*.q_proj"]}}, "optim.adamw_lr", [0.002, "lora.targets=['*.q_proj']"]),
+        ({"model": {"frozen": ["*embed*", "lm_head*", "*norm*"]}}, "optim.adamw_lr", [0.002, "lm_head*"]),
+        ({"lora": {"rank": 2, "targets": ["lm_head"]}}, "optim.name", ["muon", "lora.targets=['lm_head']"]),
+        ({"model": {"frozen": ["model.layers.*"]}}, "optim.name", ["muon", "model.frozen=['model.layers.*']"]),
+    ],
+)
+def test_a_part_that_has_nothing_to_update_is_refused(
+    folder: Path, ranks: RankPool, sections: dict[str, Any], field: str, values: list[object]
+) -> None:
+    with refused(ConfigError, field, *values):
+        ranks.run(2, trainer_of, muon_settings(folder, mesh={"dp": 2}, **sections))
+    ranks.run(2, trainer_of, settings(folder, mesh={"dp": 2}, **sections))
