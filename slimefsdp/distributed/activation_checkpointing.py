@@ -24,8 +24,8 @@ _SAVED_BY_SELECTIVE = [
     _aten.addmm.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._flash_attention_forward.default,
-    _aten._grouped_mm.default,  # all experts of a layer
 ]
+_EXPERT_PRODUCTS = _aten._grouped_mm.default  # of all experts of a layer
 
 
 def recompute_layers(
@@ -42,9 +42,20 @@ def recompute_layers(
     if kind == "none":
         return
     for layer in list(layers)[::every]:
-        layer.forward = _recomputed(
-            layer.forward, kind, functools.partial(to_host, pin=pin_memory) if offload else None
-        )
+        if offload:
+            layer.forward = _recomputed_from_host(layer.forward, functools.partial(to_host, pin=pin_memory))
+        else:
+            layer.forward = _recomputed(layer.forward, saved_operations(layer) if kind == "selective" else None)
+
+
+def saved_operations(layer: nn.Module) -> list[Any]:
+    """Returns the operations of a layer whose results `selective` stores; everything else is computed again.
+
+    The grouped product of experts with biases is computed again, too: transformers adds the bias to its result in
+    place, so that the stored result would have the bias twice.
+    """
+    adds_biases_in_place = any(getattr(module, "has_bias", False) is True for module in layer.modules())
+    return _SAVED_BY_SELECTIVE if adds_biases_in_place else [*_SAVED_BY_SELECTIVE, _EXPERT_PRODUCTS]
 
 
 def to_host(tensor: torch.Tensor, *, pin: bool) -> torch.Tensor:
@@ -101,17 +112,12 @@ def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _recomputed(
-    forward: Callable[..., Any], kind: Recompute, store: Callable[[torch.Tensor], torch.Tensor] | None
-) -> Callable[..., Any]:
-    if store is not None:
-        return _recomputed_from_host(forward, store)
+def _recomputed(forward: Callable[..., Any], saved: list[Any] | None) -> Callable[..., Any]:
+    """`saved`: the operations whose results are stored; None: no result is."""
     # no layer draws random numbers, so there are no generators to put back
     run = functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-    if kind == "selective":
-        run = functools.partial(
-            run, context_fn=functools.partial(create_selective_checkpoint_contexts, _SAVED_BY_SELECTIVE)
-        )
+    if saved is not None:
+        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, saved))
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:

@@ -119,7 +119,7 @@ def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.d
         ModelError: an architecture or feature that cannot be trained faithfully here.
     """
     config = _supported_config(folder)
-    attention, experts = register_attention(), _experts_implementation(master_dtype)
+    attention, experts = register_attention(), _experts_implementation(config, master_dtype)
     try:
         with _parameters_on_meta():
             hf = AutoModelForCausalLM.from_config(
@@ -188,13 +188,16 @@ def _supported_config(folder: ModelFolder) -> PretrainedConfig:
     return config
 
 
-def _experts_implementation(dtype: torch.dtype) -> str | None:
-    """None is transformers' choice, where a model has experts: all of a layer in one grouped matrix product.
+def _experts_implementation(config: PretrainedConfig, dtype: torch.dtype) -> str | None:
+    """Returns how transformers computes the experts of a layer; None is its default, one grouped matrix product.
 
-    Torch has none for float64: there, one after the other. Either way their weights are one parameter, which has a
-    gradient (of zeros) also for experts that no token visits.
+    Torch has no such product for float64, nor for rows that do not begin at multiples of 16 bytes. Then the experts
+    are computed one after the other. Either way their weights are one parameter, which has a gradient (of zeros) also
+    for experts that no token visits.
     """
-    return "eager" if dtype == torch.float64 else None
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None) or 0
+    has_aligned_rows = all(size % 8 == 0 for size in (config.hidden_size, inner))  # 8 numbers of bfloat16 are 16 bytes
+    return None if dtype != torch.float64 and has_aligned_rows else "eager"
 
 
 def _switch_noise_off(config: PretrainedConfig) -> None:
@@ -221,7 +224,7 @@ def build_for_sampling(path: Path, dtype: torch.dtype, device: torch.device, lor
             trust_remote_code=False,
             dtype=dtype,
             attn_implementation=register_attention(),
-            experts_implementation=_experts_implementation(dtype),
+            experts_implementation=_experts_implementation(config, dtype),
         )
     hf.tie_weights()
     policy = PolicyModel(hf)

@@ -98,13 +98,19 @@ def test_selective_keeps_products_and_attention_and_recomputes_the_rest(
         assert counts["selective"][name] == counts["full"][name] > counts["none"][name], name
 
 
-def test_selective_keeps_the_products_of_experts(tiny_folder: TinyFolder, ranks: RankPool) -> None:
-    path = tiny_folder("qwen3_moe")
-    batch, counts = make_batch(path), {}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("architecture", "keeps"), [("qwen3_moe", True), ("gpt_oss", False)])
+def test_selective_keeps_the_products_of_experts_that_no_bias_is_added_to_in_place(
+    tiny_folder: TinyFolder, ranks: RankPool, architecture: str, keeps: bool, dtype: str
+) -> None:
+    path = tiny_folder(architecture)
+    batch, found = make_batch(path), {}
     for kind in ("none", "full", "selective"):
-        config = settings(path, **of_model(activation_checkpointing=kind), precision={"compute_dtype": "float32"})
-        counts[kind] = ranks.run(1, work_of_a_step, config, batch)[0]["counts"]["_grouped_mm"]
-    assert counts["selective"] == counts["none"] < counts["full"]
+        config = settings(path, **of_model(activation_checkpointing=kind), precision={"compute_dtype": dtype})
+        found[kind] = ranks.run(1, work_of_a_step, config, batch)[0]
+        assert largest_difference(found[kind]["gradients"], found["none"]["gradients"]) == 0.0
+    none, full, selective = (one["counts"]["_grouped_mm"] for one in found.values())
+    assert none < full and selective == (none if keeps else full)
 
 
 def test_true_and_false_are_full_and_none(folder: Path) -> None:

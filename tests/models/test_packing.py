@@ -330,3 +330,17 @@ def test_experts_are_one_grouped_product_where_torch_has_one(
 ) -> None:
     policy = build_policy(read_model_folder(tiny_folder(kind)), dtype)
     assert policy.hf.config._experts_implementation == expected
+
+
+@pytest.mark.parametrize("sizes", [{"moe_intermediate_size": 20}, {"hidden_size": 36}])
+def test_experts_whose_rows_a_grouped_product_cannot_read_train_in_bfloat16(
+    tiny_folder: TinyFolder, sizes: dict[str, int]
+) -> None:
+    policy = build_policy(read_model_folder(tiny_folder("qwen3_moe", **sizes)), torch.float32)
+    experts = policy.decoder_layers()[0].mlp.experts.to_empty(device="cpu").to(torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden = torch.randn(6, policy.hf.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    chosen = torch.tensor([[0, 1]] * 6)
+    experts(hidden, chosen, torch.ones(6, 2, dtype=torch.bfloat16)).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad[:2].any() for parameter in experts.parameters())
