@@ -181,7 +181,7 @@ class Trainer:
         work = self._prepared(batch, ("log_probs", model), lambda planner, given: planner.for_forward(given, model))
         state = self._state
         if model == "ref" and self.role == "actor":
-            with state.reference.awake() as reference:
+            with step.reference_in_use(state) as reference:
                 values = step.token_outputs(state, reference, work, trained_only=False)
         else:
             state.memory_manager.wake_up(("parameters",))

@@ -131,6 +131,12 @@ def _count_or_auto(value: Any) -> Any:
     return value if value == "auto" else _within_ranks(value)
 
 
+def _whole_number_or_auto(value: Any) -> Any:
+    if value != "auto" and (type(value) is not int or value < 0):
+        raise broken_rule("must be a whole number, 0 or more, or auto", "write digits only, without quotes, or auto")
+    return value
+
+
 def _within_ranks(value: Any) -> Any:
     if type(value) is int and value > MOST_RANKS:
         raise broken_rule(f"must be at most {MOST_RANKS:,}", "lower it")
@@ -318,10 +324,11 @@ class ReferenceSettings(Settings):
     dp: RankCount | None = Field(
         None, description="data ranks of its own group (placement: group); default: the actor's mesh"
     )
-    offload: Literal["sleep", "fsdp", "none"] = Field(
+    offload: Literal["sleep", "swap", "fsdp", "none"] = Field(
         "sleep",
         description="where it is between uses (placement: colocated); sleep: its shards go to the host and come back "
-        "whole; fsdp: they stay there, and units are gathered from the host; none: on the device",
+        "whole; swap: the same, and while it computes the policy and its optimiser state wait on the host; fsdp: its "
+        "shards stay on the host, and units are gathered from there; none: on the device",
     )
     update_interval_steps: PositiveInt | None = Field(
         None, description="it takes the policy's weights after every so many steps; null: it keeps its own"
@@ -363,8 +370,10 @@ class PrecisionSettings(Settings):
     compute_dtype: Literal["bfloat16", "float16", "float32", "float64"] = Field(
         "bfloat16", description="parameters and activations in forward and backward"
     )
-    reduce_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
-        "auto", description="in which gradients are summed over ranks; auto: that of the masters"
+    reduce_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
+        "auto",
+        description="in which gradients are summed over ranks; auto: that of the masters; float16 needs "
+        "precision.compute_dtype=float16, whose loss scale follows what overflows",
     )
     buffer_dtype: Literal["auto", "bfloat16", "float32", "float64"] = Field(
         "auto", description="of rotary frequencies and the like; auto: as transformers makes them"
@@ -378,6 +387,15 @@ class PrecisionSettings(Settings):
     loss_scale_growth_interval: PositiveInt = Field(
         2000, description="float16: updates in a row without overflow after which the loss scale doubles"
     )
+
+    @model_validator(mode="after")
+    def check_reduce_dtype(self) -> PrecisionSettings:
+        if self.reduce_dtype == "float16" and self.compute_dtype != "float16":
+            raise ValueError(
+                f"precision.reduce_dtype=float16 overflows without a loss scale, and precision.compute_dtype="
+                f"{self.compute_dtype} has none; set precision.compute_dtype=float16, or reduce in bfloat16"
+            )
+        return self
 
     @model_validator(mode="after")
     def check_loss_scale(self) -> PrecisionSettings:
@@ -408,7 +426,11 @@ class FsdpSettings(Settings):
     wrap_min_parameters: PositiveInt | None = Field(
         None, description="instead: modules with so many parameters that are in no smaller unit"
     )
-    prefetch_layers: int = Field(0, ge=0, description="units gathered ahead of their use; 0: FSDP2's own order")
+    prefetch_layers: Annotated[int | Literal["auto"], BeforeValidator(_whole_number_or_auto)] = Field(
+        "auto",
+        description="units gathered ahead of their use, in forward and backward; 0: each is gathered when it is "
+        "needed; auto: FSDP2's own order, which gathers one unit ahead in backward",
+    )
     cpu_offload: bool = Field(False, description="parameters, gradients and optimiser live on the host between uses")
     offload_threads: int | None = Field(
         None,

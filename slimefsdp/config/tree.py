@@ -337,6 +337,19 @@ class RunConfig(AlgorithmSettings):
             raise ValueError(
                 "reference.offload=none keeps on the device what fsdp.cpu_offload=true keeps on the host; remove one"
             )
+        if self.fsdp.cpu_offload and self.reference.offload == "swap":
+            raise ValueError(
+                "reference.offload=swap moves to the host what fsdp.cpu_offload=true keeps there; remove one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_swapped_reference(self) -> RunConfig:
+        if self.reference.offload == "swap" and self.kl_estimator == "full":
+            raise ValueError(
+                "reference.offload=swap takes the policy off the device while the reference computes, and "
+                "loss.kl_estimator=full needs both at once; set reference.offload=sleep, or another loss.kl_estimator"
+            )
         return self
 
     @model_validator(mode="after")

@@ -35,7 +35,7 @@ class Parallelism:
     keep_parameters: bool = False  # whole from forward to backward; see also `gradients_summed_once`
     wrap_layers: Sequence[str] | None = None  # see `choose_units`
     wrap_min_parameters: int | None = None
-    prefetch_layers: int = 0  # units gathered ahead of their use; 0: FSDP's own order
+    prefetch_layers: int | None = None  # units gathered ahead of their use; None: FSDP's own order
     cpu_offload: bool = False  # parameters, gradients and optimiser state live on the host
     pin_memory: bool = False
     recompute: Recompute = "none"
@@ -86,18 +86,21 @@ def apply_fsdp(policy: DecoderModel, mesh: DeviceMesh, how: Parallelism) -> None
                 module.set_gradient_divide_factor(1.0)
             # without this a divide factor of 1 becomes a pre-multiplied sum, which gloo lacks
             module.set_force_sum_reduction_for_comms(True)
-    if how.prefetch_layers:
+    if how.prefetch_layers is not None:
         _prefetch(policy, units, how.prefetch_layers)
 
 
 def _prefetch(root: nn.Module, units: Sequence[nn.Module], depth: int) -> None:
-    """While a unit computes, the next `depth` ones in forward, or previous ones in backward, are gathered."""
+    """While a unit computes, the next `depth` ones in forward, or previous ones in backward, are gathered.
+
+    With a depth of 0 each unit names itself for backward: an empty list would mean FSDP's own order, and a unit that
+    is whole already is not gathered again.
+    """
     order: list[FSDPModule] = [module for module in (root, *units) if isinstance(module, FSDPModule)]
     for index, unit in enumerate(order):
-        # backward begins at the root and ends with the first unit
-        before = order[max(1, index - depth) : index] if index else order[1:][-depth:]
+        earlier = order[1:index] if index else order[1:]  # backward begins at the root and ends with the first unit
         unit.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
-        unit.set_modules_to_backward_prefetch(before[::-1])
+        unit.set_modules_to_backward_prefetch(earlier[::-1][:depth] or [unit])
 
 
 @contextmanager

@@ -65,6 +65,11 @@ class MemoryManager:
         self._offloaders[tag].drop(self._tensors(tag))
         self.models.pop(tag, None)
 
+    @property
+    def asleep(self) -> tuple[Tag, ...]:
+        """The tags whose memory is on the host now."""
+        return tuple(tag for tag in TAGS if self._offloaders[tag].is_asleep)
+
     def memory(self) -> Memory:
         """Bytes held now."""
         parameters, optimizer, reference = (
@@ -75,7 +80,7 @@ class MemoryManager:
             optimizer=optimizer,
             reference=reference,
             host_buffers=sum(offloader.host_bytes for offloader in self._offloaders.values()),
-            asleep=tuple(tag for tag in TAGS if self._offloaders[tag].is_asleep),
+            asleep=self.asleep,
             **allocator_state(self._device),
         )
 

@@ -67,6 +67,7 @@ def colocated_models_of(config: RunConfig, reference: ModelSpec | None, critic: 
         reference=reference if has_reference else None,
         reference_rests_on_host=config.reference.offload != "none",
         reference_computes_from_host=config.reference.offload == "fsdp",
+        reference_takes_policys_place=config.reference.offload == "swap",
         critic=critic if has_critic else None,
         critic_rests_on_host=config.critic.offload == "sleep",
     )

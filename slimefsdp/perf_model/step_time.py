@@ -38,6 +38,7 @@ class ColocatedModels:
     reference: ModelSpec | None = None
     reference_rests_on_host: bool = True
     reference_computes_from_host: bool = False  # reference.offload=fsdp
+    reference_takes_policys_place: bool = False  # reference.offload=swap
     critic: ModelSpec | None = None
     critic_rests_on_host: bool = True
 
@@ -229,11 +230,12 @@ def peak_memory(work: Workload, sharding: Sharding, computing: Computing) -> Mem
         awake = 0 if beside.reference_computes_from_host or is_offloaded else reference
         gathered = memory_per_rank(beside.reference, sharding, shard_ranks=work.shard_ranks, sizes=sizes).unsharded
         layer = LayerActivations.of_model(beside.reference, compute=sizes.compute, wide=sizes.wide)
+        at_rest = Memory(0, 0, 0, 0, host=policy.total) if beside.reference_takes_policys_place else policy
         moments.append(
             replace(
-                policy,
+                at_rest,
                 others=shown + awake,
-                host=policy.host + hidden - awake,
+                host=at_rest.host + hidden - awake,
                 unsharded=gathered,
                 activations=layer.kept * work.batch.tokens,  # nothing is kept, but a layer is at work
             )

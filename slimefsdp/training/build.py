@@ -91,7 +91,7 @@ def parallelism_of(config: RunConfig, device: torch.device) -> Parallelism:
         keep_parameters=fsdp.sharding in ("keep_parameters", "optimizer"),
         wrap_layers=fsdp.wrap_layers,
         wrap_min_parameters=fsdp.wrap_min_parameters,
-        prefetch_layers=fsdp.prefetch_layers,
+        prefetch_layers=None if fsdp.prefetch_layers == "auto" else fsdp.prefetch_layers,
         cpu_offload=fsdp.cpu_offload,
         pin_memory=is_host_memory_pinned(config, device),
         recompute=config.model.activation_checkpointing,
@@ -383,7 +383,7 @@ def reference_for(
             register_fsdp_forward_method(reference, "head_inputs")
         return reference
 
-    return ColocatedReference(load, memory_manager, sleeps=config.reference.offload == "sleep")
+    return ColocatedReference(load, memory_manager, sleeps=config.reference.offload in ("sleep", "swap"))
 
 
 def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> OptimizerStep:

@@ -149,7 +149,7 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
         reference = None
     elif reference is None:
-        with heartbeat.during("reference"), state.reference.awake() as model:
+        with heartbeat.during("reference"), reference_in_use(state) as model:
             reference = token_outputs(state, model, work, trained_only=True)[0]
     advantages = work.advantages
     if advantages is None:
@@ -285,6 +285,22 @@ def token_outputs(state: RankState, model: DecoderModel, work: PreparedBatch, *,
         shared=work.plan.shared,
         temperature=state.config.rollout.temperature,
     )
+
+
+@contextmanager
+def reference_in_use(state: RankState) -> Iterator[DecoderModel]:
+    """Collective: the reference on the device; under reference.offload=swap the policy is on the host meanwhile.
+
+    After an error the policy stays there: the next call that needs it brings it back.
+    """
+    swaps = state.config.reference.offload == "swap" and "parameters" not in state.memory_manager.asleep
+    if swaps:
+        state.checkpoints.wait_for_copy()
+        state.memory_manager.sleep(("parameters", "optimizer"))
+    with state.reference.awake() as model:
+        yield model
+    if swaps:
+        state.memory_manager.wake_up(("parameters",))
 
 
 def reference_beside(state: RankState, work: PreparedBatch) -> AbstractContextManager[object]:

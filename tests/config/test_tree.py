@@ -774,6 +774,24 @@ RULES = [
         ["reference.offload=none", "fsdp.cpu_offload=true"],
     ),
     (
+        "check_cpu_offload_reference",
+        {"reference__offload": "swap"},
+        {"reference__offload": "swap", "fsdp__cpu_offload": True},
+        ["reference.offload=swap", "fsdp.cpu_offload=true"],
+    ),
+    (
+        "check_swapped_reference",
+        {"reference__offload": "swap"},
+        {"reference__offload": "swap", "loss__kl_estimator": "full", "loss__kl_coefficient": 0.1},
+        ["reference.offload=swap", "loss.kl_estimator=full"],
+    ),
+    (
+        "check_reduce_dtype",
+        {"precision__compute_dtype": "float16", "precision__reduce_dtype": "float16"},
+        {"precision__compute_dtype": "bfloat16", "precision__reduce_dtype": "float16"},
+        ["precision.reduce_dtype=float16", "precision.compute_dtype=bfloat16"],
+    ),
+    (
         "check_reference_group_size",
         {"reference__placement": "group", "reference__dp": 2},
         {"reference__dp": 2},

@@ -407,10 +407,11 @@ def gathers_ahead(rank: int, config: RunConfig, batch: RolloutBatch) -> list[lis
 
 def test_so_many_units_are_gathered_ahead(untied: Path, ranks: RankPool) -> None:
     batch = {"max_tokens_per_rank": 512}  # one micro-batch
-    forward = {0: [["0"], ["1"], ["2"]], 1: [["0", "1"], ["1", "2"], ["2"]], 2: [["0", "1", "2"], ["1", "2"], ["2"]]}
-    backward = {1: [["1", "2"], ["0", "1"], ["0"]], 2: [["0", "1", "2"], ["0", "1"], ["0"]]}
-    backward[0] = backward[1]  # what FSDP2 does by itself
-    for depth in (0, 1, 2):
+    alone = [["0"], ["1"], ["2"]]
+    forward = {0: alone, 1: [["0", "1"], ["1", "2"], ["2"]], 2: [["0", "1", "2"], ["1", "2"], ["2"]], "auto": alone}
+    backward = {0: alone[::-1], 1: [["1", "2"], ["0", "1"], ["0"]], 2: [["0", "1", "2"], ["0", "1"], ["0"]]}
+    backward["auto"] = backward[1]  # what FSDP2 does by itself
+    for depth in forward:
         config = settings(untied, mesh={"dp": 2}, fsdp={"prefetch_layers": depth}, batch=batch)
         found = ranks.run(2, gathers_ahead, config, make_batch(untied))[0]
         assert found == forward[depth] + backward[depth]

@@ -44,13 +44,15 @@ def test_the_scale_saves_gradients_that_float16_would_lose(folder: Path, ranks: 
     tiny = batch.replace(advantages=np.full(batch.num_response_tokens, 1e-5))
     truth, plain_metrics = ranks.run(1, gradients, settings(folder), tiny)[0]
     errors = {}
-    for scale in (1, 2**16):
-        config = settings(folder, mesh={"dp": 2}, precision=FLOAT16 | {"loss_scale_init": scale})
+    for scale, summed_in in ((1, "auto"), (2**16, "auto"), (2**16, "float16")):
+        precision = FLOAT16 | {"loss_scale_init": scale, "reduce_dtype": summed_in}
+        config = settings(folder, mesh={"dp": 2}, precision=precision)
         for ours, metrics in ranks.run(2, gradients, config, tiny):
-            errors[scale] = relative_error(ours, truth)
+            errors[scale, summed_in] = relative_error(ours, truth)
             # metrics know nothing of the scale
             assert metrics["loss"] == pytest.approx(plain_metrics["loss"], rel=0.05)
-    assert errors[2**16] < 0.02 < 0.2 < errors[1], errors
+    assert errors[2**16, "auto"] < 0.02 < 0.2 < errors[1, "auto"], errors
+    assert errors[2**16, "auto"] < errors[2**16, "float16"] < 0.02, errors
 
 
 def weights_after_steps(

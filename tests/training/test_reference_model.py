@@ -20,7 +20,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder, save_tiny_model
 from tests.support.trainers import CPU, error_of, fingerprint, fresh_batch, settings
 
-POLICIES = ("sleep", "fsdp", "none")
+POLICIES = ("sleep", "fsdp", "none", "swap")
 MESHES: dict[str, dict[str, Any]] = {
     "one rank": {"mesh": {"dp": 1}},
     "two shards": {"mesh": {"dp": 2}},
@@ -45,7 +45,15 @@ def life_of_a_reference(rank: int, config: RunConfig, batch: RolloutBatch) -> di
     assert trainer.reference is not None
     own_bytes = sum(p.to_local().untyped_storage().nbytes() for p in trainer.policy.parameters())
     own_bytes += sum(buffer.nbytes for buffer in trainer.policy.buffers())
-    kl = [trainer.train_step(batch)["kl_ref"] for _ in range(2)]
+    kl = [trainer.train_step(batch)["kl_ref"]]  # from here on there are moments
+    beside: set[tuple[bool, bool]] = set()  # whether the policy and its moments are there while the reference computes
+
+    def note(*_: Any) -> None:
+        beside.add((trainer.memory().parameters > 0, trainer.memory().optimizer > 0))
+
+    hook = trainer.reference.register_forward_pre_hook(note)
+    kl.append(trainer.train_step(batch)["kl_ref"])
+    hook.remove()
     between = [trainer.memory()]
     trainer.update_ref()
     between.append(trainer.memory())
@@ -58,7 +66,7 @@ def life_of_a_reference(rank: int, config: RunConfig, batch: RolloutBatch) -> di
     groups = [group for module in trainer.reference.modules() if hasattr(module, "_get_fsdp_state")
               for group in parameter_groups(module)]  # fmt: skip
     return {
-        "kl": kl, "said": said.tobytes(), "weights": fingerprint(trainer.policy), "asleep": asleep,
+        "kl": kl, "beside": beside, "said": said.tobytes(), "weights": fingerprint(trainer.policy), "asleep": asleep,
         "share": {memory.reference / own_bytes for memory in between},
         "offloads": {parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params},
     }  # fmt: skip
@@ -71,7 +79,7 @@ def test_kl_to_an_equal_reference_is_exactly_zero_wherever_it_is_kept(
     on_the_host = "cpu_offload" in MESHES[mesh].get("fsdp", {})
     for path in (folder, other_folder) if mesh == "two shards" else (folder,):
         lives: dict[str, list[dict[str, Any]]] = {}
-        for offload in POLICIES[: 2 if on_the_host else 3]:
+        for offload in POLICIES[: 2 if on_the_host else 4]:
             reference = {"offload": offload, **({"path": str(path)} if path != folder else {})}
             config = settings(folder, **MESHES[mesh], loss={"kl_coefficient": 0.1}, reference=reference)
             lives[offload] = ranks.run(config.ranks, life_of_a_reference, config, fresh_batch())
@@ -80,7 +88,8 @@ def test_kl_to_an_equal_reference_is_exactly_zero_wherever_it_is_kept(
                 assert (first == 0.0) if path == folder else (first > 0.1)
                 assert moved > 0 and updated == 0.0 and moved_again > 0 and after_sleep > moved_again
                 # a CPU's device memory is the host's: it holds what FSDP offloads
-                assert life["share"] == {0.0 if offload == "sleep" else 1.0} and life["asleep"] == 0
+                assert life["share"] == {0.0 if offload in ("sleep", "swap") else 1.0} and life["asleep"] == 0
+                assert life["beside"] == {(offload != "swap",) * 2}
                 assert life["offloads"] == {offload == "fsdp" or on_the_host}
         said = {offload: [(life["said"], life["weights"], life["kl"]) for life in lives[offload]] for offload in lives}
         assert all(values == said["sleep"] for values in said.values())
@@ -128,7 +137,7 @@ def test_a_checkpoint_brings_the_reference_of_its_time_back(
         assert found["first"] != found["followed"]  # else nothing below would mean anything
         assert found["loaded 1"] == found["loaded 3"] == found["first"]
         assert found["loaded 2"] == found["followed"] and found["follows again"]
-        assert ("reference" in found["asleep"]) == (offload == "sleep")
+        assert ("reference" in found["asleep"]) == (offload in ("sleep", "swap"))
 
 
 def lost_folder(rank: int, config: RunConfig, batch: RolloutBatch, reference: Path) -> list[Any]:
