@@ -1,4 +1,4 @@
-"""The process group and the (dp_replicate, dp, cp) device mesh: built once, passed on, never global."""
+"""The process group and the (dp_replicate, dp, cp) device mesh, which is built by a Trainer and passed on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,6 +136,9 @@ def build_mesh(
 ) -> Mesh:
     """The (dp_replicate, dp, cp) mesh over the ranks of the process group.
 
+    Calls with the same arguments share a mesh. Torch frees the threads and connections of a mesh's groups only with
+    the process group of all ranks, so a process that makes many Trainers would gather them.
+
     Args:
         is_whole_on_every_rank: parameters are not sharded: every rank is a copy of its own.
         timeout_s: of collectives in the groups made here; None: torch's own.
@@ -152,6 +156,22 @@ def build_mesh(
             field="mesh.dp",
             hint=f"{way_out}start {needed} ranks",
         )
+    world = dist.group.WORLD
+    if any(mesh_world is not world for mesh_world, *_ in _meshes):  # of ranks that were joined and parted before
+        _meshes.clear()
+    key = (world, dp, cp, device, dp_replicate, is_whole_on_every_rank, timeout_s)
+    if key not in _meshes:
+        _meshes[key] = _new_mesh(dp, cp, device, dp_replicate, is_whole_on_every_rank, timeout_s)
+    return _meshes[key]
+
+
+_meshes: dict[tuple[Any, ...], Mesh] = {}  # by the arguments of `build_mesh`, behind the process group of all ranks
+
+
+def _new_mesh(
+    dp: int, cp: int, device: torch.device, dp_replicate: int, is_whole_on_every_rank: bool, timeout_s: float | None
+) -> Mesh:
+    world_size = dist.get_world_size()
     axes = init_device_mesh(device.type, (dp_replicate, dp, cp), mesh_dim_names=("dp_replicate", "dp", "cp"))
     copies = world_size if is_whole_on_every_rank else dp_replicate
     flat = axes._flatten("dp_cp" if copies == 1 else "all_ranks")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import ConfigError
+from slimefsdp.trainer import Trainer
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import names, refused
+from tests.support.trainers import fresh_batch, settings
 
 CPU = torch.device("cpu")
 
@@ -73,3 +78,18 @@ def timeouts(rank: int) -> list[float]:
 
 def test_every_group_of_a_mesh_has_its_timeout(ranks: RankPool) -> None:
     assert ranks.run(4, timeouts) == [[7.0] * 3] * 4
+
+
+def threads_after_trainers(rank: int, config: RunConfig, batch: RolloutBatch) -> list[int]:
+    found = []
+    for _ in range(4):
+        Trainer(config, device=CPU).forward_backward(batch)
+        found.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the threads of a process are listed by Linux alone")
+def test_a_process_that_makes_many_trainers_gathers_no_threads(folder: Path, ranks: RankPool) -> None:
+    config = settings(folder, mesh={"cp": 2})
+    for first, *others in ranks.run(2, threads_after_trainers, config, fresh_batch()):
+        assert others == [first] * 3
