@@ -34,7 +34,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
-from slimefsdp.monitoring.curves import draw_curves
+from slimefsdp.monitoring.curves import CURVES, RunCurves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
 from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column, ProgressTable, grpo_columns
 from slimefsdp.results import Health
@@ -47,8 +47,8 @@ _CHECKED_PROMPTS = 4  # whose samples are looked at before a run with engines of
 def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prompts | None = None) -> str:
     """Runs what the settings describe, from start or checkpoint to the last step; returns a closing line to quote.
 
-    Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, settings.yaml, and checkpoints/ with batches/ where
-    they are asked for.
+    Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, samples/, settings.yaml, and checkpoints/ with
+    batches/ where they are asked for.
 
     Args:
         interrupts: who may ask for an end before the last step.
@@ -86,6 +86,10 @@ class Run:
         self._steps = config.run.steps
         self._keeps = config.checkpoint.interval_steps is not None
         self._folder = stack.enter_context(RunFolder(config.run.dir))
+        self._curves = RunCurves(
+            config.run.dir, algorithm=config.algorithm_title, heldout_sets=config.data.heldout_sets
+        )
+        stack.callback(self._curves.draw)  # however the run ends, and after its processes
         # without checkpoints there is nothing to go on from after a loss
         self._group: Group = (SupervisedGroup if self._keeps else WorkerGroup).launch(config)
         stack.callback(self._group.shutdown)
@@ -140,6 +144,7 @@ class Run:
         self._log.write(done, metrics)
         self._table.write(done, metrics)
         self._profiles.show_new()
+        self._curves.draw_if_due()
         is_last = done == self._steps
         ends_here = self._interrupts.step_done(done, _next_end(done + 1, config)) and not is_last
         if ends_here or (self._keeps and (is_last or _is_due(done, config.checkpoint.interval_steps))):
@@ -154,7 +159,7 @@ class Run:
             )
 
     def finish(self) -> str:
-        """The last save on disk, the model exported, the curves drawn; returns the run in one line."""
+        """The last save on disk, the model exported; returns the run in one line."""
         run = self._config.run
         assert run.dir is not None
         if self._keeps:
@@ -165,10 +170,7 @@ class Run:
             self._group.export_hf(run.export_dir, None if run.export_dtype == "auto" else run.export_dtype)
             if self._config.lora.rank is not None:
                 self._group.export_adapter(run.export_dir / "adapter")
-        rows = read_metrics(run.dir)
-        title, sets = f"{run.dir.name}: {_title(self._config)}", tuple(filter(None, self._config.data.heldout_sets))
-        draw_curves(rows, run.dir / "curves.png", title=title, heldout_sets=sets)
-        return self._loop.summary(rows)
+        return self._loop.summary(read_metrics(run.dir))
 
 
 class RolloutLoop:
@@ -373,8 +375,8 @@ class RolloutLoop:
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (
-            f"{_title(config)} on {config.ranks} FSDP2 ranks: {what} "
-            f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
+            f"{config.algorithm_title} on {config.ranks} FSDP2 ranks: {what} "
+            f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / CURVES}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
 
@@ -539,13 +541,6 @@ def _next_end(step: int, config: RunConfig) -> int | None:
     assert config.run.steps is not None
     later = range(step, config.run.steps + 1)
     return next((one for one in later if one == config.run.steps or _can_go_on_from(one, config)), None)
-
-
-def _title(config: RunConfig) -> str:
-    """The algorithm by its name, where it has one."""
-    if config.algorithm == "sft" or (config.estimator, config.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
-        return config.algorithm.upper()
-    return f"{config.estimator} with {config.loss.policy} loss"
 
 
 def _is_due(step: int, interval: int | None) -> bool:

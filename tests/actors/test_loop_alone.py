@@ -113,6 +113,7 @@ def test_a_run_that_was_asked_to_end_leaves_a_checkpoint_and_goes_on_to_the_same
     assert ranks.run(1, run_alone, halted, asked_in) == [(None, 75)]
     assert len(rows_of(halted)) == asked_in == RunFolder(halted.run.dir).checkpoint_steps[-1]
     assert not halted.run.export_dir.exists()
+    assert (halted.run.dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     resumed = make(name, "checkpoint.resume=true")
     ((_, status),) = ranks.run(1, run_alone, resumed)
     found, expected = ([bits(row) for row in rows_of(config)] for config in (resumed, straight[0]))
