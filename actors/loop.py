@@ -109,7 +109,9 @@ class Run:
             recorded = self._folder.batches if self._keeps else None
             self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
             stack.callback(self._loop.close)
-        self._log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
+        self._log = stack.enter_context(
+            MetricsLog(config.run.dir, wandb=_wandb_arguments(launched), resumes=config.checkpoint.resume)
+        )
 
     def begin(self) -> int:
         """Loads or writes the first checkpoint, sends the first weights, evaluates; returns the step to begin with."""
@@ -420,6 +422,18 @@ class SftLoop:
             f"in {self._config.run.steps} updates, {seconds:.0f} s"
             + (f"; model in {self._config.run.export_dir}" if self._config.run.export_dir else "")
         )
+
+
+def _wandb_arguments(config: RunConfig) -> dict[str, Any] | None:
+    """How a wandb run of these settings is begun; None where none is asked for."""
+    run = config.run
+    if run.wandb_project is None:
+        return None
+    assert run.dir is not None
+    name = run.wandb_name or run.dir.resolve().name
+    return {
+        "project": run.wandb_project, "name": name, "group": run.wandb_group, "config": config.model_dump(mode="json")
+    }  # fmt: skip
 
 
 def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: MetricsLog) -> int:

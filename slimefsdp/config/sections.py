@@ -187,7 +187,28 @@ class RunSettings(Settings):
     export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
         "auto", description="of the tensors in run.export_dir; auto: that of the master weights"
     )
-    wandb_project: str | None = Field(None, min_length=1, description="also log to this Weights & Biases project")
+    wandb_project: str | None = Field(
+        None,
+        min_length=1,
+        description="also log to this Weights & Biases project, with all settings; a resumed run goes on in its wandb "
+        "run, whose id is in run.dir/wandb_id",
+    )
+    wandb_name: str | None = Field(
+        None, min_length=1, description="what the run is called there; null: as run.dir's last folder"
+    )
+    wandb_group: str | None = Field(
+        None, min_length=1, description="runs of one group are shown together there, such as the seeds of an experiment"
+    )
+
+    @model_validator(mode="after")
+    def wandb_names_require_a_project(self) -> RunSettings:
+        for name in ("wandb_name", "wandb_group"):
+            value = getattr(self, name)
+            if value is not None and self.wandb_project is None:
+                raise ValueError(
+                    f"run.{name}={short_text(value)} does nothing without run.wandb_project; set that, or remove it"
+                )
+        return self
 
     @model_validator(mode="after")
     def check_export_dtype(self) -> RunSettings:

@@ -319,6 +319,12 @@ RULES = [
         ["model.checkpoint_every_n_layers=2", "model.activation_checkpointing=none"],
     ),
     (
+        "wandb_names_require_a_project",
+        {"run__wandb_group": "seeds", "run__wandb_name": "one", "run__wandb_project": "p"},
+        {"run__wandb_group": "seeds"},
+        ["run.wandb_group=seeds", "run.wandb_project"],
+    ),
+    (
         "check_export_dtype",
         {"run__export_dtype": "bfloat16", "run__export_dir": "x"},
         {"run__export_dtype": "bfloat16"},
