@@ -142,6 +142,7 @@ class Run:
             if is_due:
                 self._group.update_ref()
             metrics["reference_updated"] = float(is_due)
+        metrics |= _memory_metrics(self._group)
         metrics["seconds/step"] = time.perf_counter() - began
         self._log.write(done, metrics)
         self._table.write(done, metrics)
@@ -519,6 +520,17 @@ class ProfiledUpdates:
         except OSError:  # run.dir is not shared, or rank 0 could not write there, which its log says
             text = f"update {update} was profiled: {file} is on the machine of rank 0\n"
         print(text, end="", file=sys.stderr, flush=True)
+
+
+def _memory_metrics(group: Group) -> Metrics:
+    """Of the rank that has most, as ranks say beside their calls; nothing where none answers now."""
+    answers = [one for one in group.health() if isinstance(one, Health)]
+    if not answers:
+        return {}
+    return {
+        "memory/allocated_bytes": float(max(one.allocated_bytes for one in answers)),
+        "memory/peak_bytes": float(max(one.peak_bytes for one in answers)),
+    }
 
 
 def _updates_taken(group: Group) -> int:

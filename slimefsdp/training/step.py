@@ -24,7 +24,7 @@ from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise_first, run_together, sendable
-from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.distributed.memory_manager import MemoryManager, forget_peak_memory
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
 from slimefsdp.models.decoder import DecoderModel
@@ -87,6 +87,8 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
         StateError: too many non-finite gradient norms in a row; or ranks computed different advantages, where a KL
             enters them.
     """
+    if state.role == "actor":  # a critic in the same process trains after it, in the same step
+        forget_peak_memory(state.mesh.device)
     state.memory_manager.wake_up(("parameters",))
     if state.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
         seed_generators(state.config.run.seed, state.updater.updates_taken, state.mesh.data_rank)

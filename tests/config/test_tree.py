@@ -322,7 +322,7 @@ RULES = [
         "wandb_names_require_a_project",
         {"run__wandb_group": "seeds", "run__wandb_name": "one", "run__wandb_project": "p"},
         {"run__wandb_group": "seeds"},
-        ["run.wandb_group=seeds", "run.wandb_project"],
+        ["run.wandb_group='seeds'", "run.wandb_project"],
     ),
     (
         "check_export_dtype",
