@@ -240,6 +240,7 @@ class RolloutLoop:
         if evaluates and self._config.evaluation.interval_steps is not None:
             with stage("evaluating before the first step", self._evaluator.progress):
                 metrics = self._evaluator.evaluate(0, self._version)
+            self._show_example()
         if self._are_colocated:
             self._engines.sleep()
         return metrics
@@ -296,9 +297,15 @@ class RolloutLoop:
             self._engines.take_turn(seconds)
         with timed(seconds, "evaluate"):
             metrics = self._evaluator.evaluate(done, None if self._config.rollout.max_staleness else self._version)
+        self._show_example()
         if self._are_colocated:
             self._engines.end_turn(seconds, wakes_trainer=False)
         return metrics
+
+    def _show_example(self) -> None:
+        """Prints a line of the evaluation that was just made."""
+        if self._config.rollout.show_groups and self._evaluator.example:
+            print(self._evaluator.example, flush=True)
 
     def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step: drawn now, or by a thread that is ahead as far as rollout.max_staleness allows."""
