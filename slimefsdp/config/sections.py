@@ -638,19 +638,24 @@ class ProfileSettings(Settings):
     updates: Annotated[tuple[int, ...], BeforeValidator(_update_numbers)] | None = Field(
         None,
         description="updates of train_step to profile, 1 is the run's first: traces of all ranks and a table of "
-        "compute, communication and idle shares in run.dir/profile; null: none",
+        "compute, communication and idle shares, and of communication by phase, in run.dir/profile; null: none",
     )
     memory: bool = Field(
         False, description="with each of them every allocation, and the peak; on CUDA a snapshot of its allocator, too"
+    )
+    record_shapes: bool = Field(False, description="with each of them the shapes of operators' inputs, in the traces")
+    with_stack: bool = Field(
+        False, description="with each of them the Python frames that call operators, in the traces, which grow tenfold"
     )
     peak_tflops: float | None = Field(
         None, gt=0, description="dense TFLOP/s of one rank's device, which `mfu` is a share of; null: by its name"
     )
 
     @model_validator(mode="after")
-    def check_profile_memory(self) -> ProfileSettings:
-        if self.memory and self.updates is None:
-            raise ValueError("profile.memory=true does nothing without profile.updates; set that, or remove it")
+    def profile_options_require_updates(self) -> ProfileSettings:
+        for name in ("memory", "record_shapes", "with_stack"):
+            if getattr(self, name) and self.updates is None:
+                raise ValueError(f"profile.{name}=true does nothing without profile.updates; set that, or remove it")
         return self
 
 

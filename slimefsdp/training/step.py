@@ -29,7 +29,7 @@ from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.monitoring.profiler import UpdateProfiler
+from slimefsdp.monitoring.profiler import UpdateProfiler, phase
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
@@ -146,12 +146,12 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     if is_rollout:
         old = _tensor(batch.rollout_log_probs)
     elif old is None and (how == "recompute" or needs_old):
-        with heartbeat.during("old_log_probs"):
+        with heartbeat.during("old_log_probs"), phase("old_log_probs"):
             old = token_outputs(state, state.model, work, trained_only=True)[0]
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
         reference = None
     elif reference is None:
-        with heartbeat.during("reference"), state.reference.awake() as model:
+        with heartbeat.during("reference"), phase("reference"), state.reference.awake() as model:
             reference = token_outputs(state, model, work, trained_only=True)[0]
     advantages = work.advantages
     if advantages is None:
@@ -221,7 +221,8 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
     state.checkpoints.wait_for_copy()
-    return state.updater.step(state.mesh.group, settings)
+    with phase("optimizer"):
+        return state.updater.step(state.mesh.group, settings)
 
 
 def drop_gradients(state: RankState) -> None:

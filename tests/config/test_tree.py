@@ -487,10 +487,16 @@ RULES = [
         ["optim.warmup_updates=10", "optim.total_updates=10"],
     ),
     (
-        "check_profile_memory",
+        "profile_options_require_updates",
         {"profile__updates": [3], "profile__memory": True, "run__dir": "x"},
         {"profile__memory": True},
         ["profile.memory=true", "profile.updates"],
+    ),
+    (
+        "profile_options_require_updates",
+        {"profile__updates": [3], "profile__record_shapes": True, "profile__with_stack": True, "run__dir": "x"},
+        {"profile__with_stack": True},
+        ["profile.with_stack=true", "profile.updates"],
     ),
     (
         "check_profiled_updates",
