@@ -34,7 +34,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
-from slimefsdp.monitoring.curves import draw_curves
+from slimefsdp.monitoring.curves import CURVES, RunCurves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
 from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column, ProgressTable, grpo_columns
 from slimefsdp.results import Health
@@ -47,8 +47,8 @@ _CHECKED_PROMPTS = 4  # whose samples are looked at before a run with engines of
 def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prompts | None = None) -> str:
     """Runs what the settings describe, from start or checkpoint to the last step; returns a closing line to quote.
 
-    Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, settings.yaml, and checkpoints/ with batches/ where
-    they are asked for.
+    Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, samples/, settings.yaml, and checkpoints/ with
+    batches/ where they are asked for.
 
     Args:
         interrupts: who may ask for an end before the last step.
@@ -86,6 +86,10 @@ class Run:
         self._steps = config.run.steps
         self._keeps = config.checkpoint.interval_steps is not None
         self._folder = stack.enter_context(RunFolder(config.run.dir))
+        self._curves = RunCurves(
+            config.run.dir, algorithm=config.algorithm_title, heldout_sets=config.data.heldout_sets
+        )
+        stack.callback(self._curves.draw)  # however the run ends, and after its processes
         # without checkpoints there is nothing to go on from after a loss
         self._group: Group = (SupervisedGroup if self._keeps else WorkerGroup).launch(config)
         stack.callback(self._group.shutdown)
@@ -105,7 +109,9 @@ class Run:
             recorded = self._folder.batches if self._keeps else None
             self._loop = RolloutLoop(launched, self._group, engines, recorded, prompts, rewards)
             stack.callback(self._loop.close)
-        self._log = stack.enter_context(MetricsLog(config.run.dir, wandb_project=config.run.wandb_project))
+        self._log = stack.enter_context(
+            MetricsLog(config.run.dir, wandb=_wandb_arguments(launched), resumes=config.checkpoint.resume)
+        )
 
     def begin(self) -> int:
         """Loads or writes the first checkpoint, sends the first weights, evaluates; returns the step to begin with."""
@@ -136,10 +142,12 @@ class Run:
             if is_due:
                 self._group.update_ref()
             metrics["reference_updated"] = float(is_due)
+        metrics |= _memory_metrics(self._group)
         metrics["seconds/step"] = time.perf_counter() - began
         self._log.write(done, metrics)
         self._table.write(done, metrics)
         self._profiles.show_new()
+        self._curves.draw_if_due()
         is_last = done == self._steps
         ends_here = self._interrupts.step_done(done, _next_end(done + 1, config)) and not is_last
         if ends_here or (self._keeps and (is_last or _is_due(done, config.checkpoint.interval_steps))):
@@ -154,7 +162,7 @@ class Run:
             )
 
     def finish(self) -> str:
-        """The last save on disk, the model exported, the curves drawn; returns the run in one line."""
+        """The last save on disk, the model exported; returns the run in one line."""
         run = self._config.run
         assert run.dir is not None
         if self._keeps:
@@ -165,10 +173,7 @@ class Run:
             self._group.export_hf(run.export_dir, None if run.export_dtype == "auto" else run.export_dtype)
             if self._config.lora.rank is not None:
                 self._group.export_adapter(run.export_dir / "adapter")
-        rows = read_metrics(run.dir)
-        title, sets = f"{run.dir.name}: {_title(self._config)}", tuple(filter(None, self._config.data.heldout_sets))
-        draw_curves(rows, run.dir / "curves.png", title=title, heldout_sets=sets)
-        return self._loop.summary(rows)
+        return self._loop.summary(read_metrics(run.dir))
 
 
 class RolloutLoop:
@@ -235,6 +240,7 @@ class RolloutLoop:
         if evaluates and self._config.evaluation.interval_steps is not None:
             with stage("evaluating before the first step", self._evaluator.progress):
                 metrics = self._evaluator.evaluate(0, self._version)
+            self._show_example()
         if self._are_colocated:
             self._engines.sleep()
         return metrics
@@ -291,9 +297,15 @@ class RolloutLoop:
             self._engines.take_turn(seconds)
         with timed(seconds, "evaluate"):
             metrics = self._evaluator.evaluate(done, None if self._config.rollout.max_staleness else self._version)
+        self._show_example()
         if self._are_colocated:
             self._engines.end_turn(seconds, wakes_trainer=False)
         return metrics
+
+    def _show_example(self) -> None:
+        """Prints a line of the evaluation that was just made."""
+        if self._config.rollout.show_groups and self._evaluator.example:
+            print(self._evaluator.example, flush=True)
 
     def _collected(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """The batch of a step: drawn now, or by a thread that is ahead as far as rollout.max_staleness allows."""
@@ -373,8 +385,8 @@ class RolloutLoop:
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (
-            f"{_title(config)} on {config.ranks} FSDP2 ranks: {what} "
-            f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / 'curves.png'}"
+            f"{config.algorithm_title} on {config.ranks} FSDP2 ranks: {what} "
+            f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / CURVES}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )
 
@@ -418,6 +430,18 @@ class SftLoop:
             f"in {self._config.run.steps} updates, {seconds:.0f} s"
             + (f"; model in {self._config.run.export_dir}" if self._config.run.export_dir else "")
         )
+
+
+def _wandb_arguments(config: RunConfig) -> dict[str, Any] | None:
+    """How a wandb run of these settings is begun; None where none is asked for."""
+    run = config.run
+    if run.wandb_project is None:
+        return None
+    assert run.dir is not None
+    name = run.wandb_name or run.dir.resolve().name
+    return {
+        "project": run.wandb_project, "name": name, "group": run.wandb_group, "config": config.model_dump(mode="json")
+    }  # fmt: skip
 
 
 def _resume(config: RunConfig, group: Group, prompts: PromptStream, log: MetricsLog) -> int:
@@ -505,6 +529,17 @@ class ProfiledUpdates:
         print(text, end="", file=sys.stderr, flush=True)
 
 
+def _memory_metrics(group: Group) -> Metrics:
+    """Of the rank that has most, as ranks say beside their calls; nothing where none answers now."""
+    answers = [one for one in group.health() if isinstance(one, Health)]
+    if not answers:
+        return {}
+    return {
+        "memory/allocated_bytes": float(max(one.allocated_bytes for one in answers)),
+        "memory/peak_bytes": float(max(one.peak_bytes for one in answers)),
+    }
+
+
 def _updates_taken(group: Group) -> int:
     """As rank 0 says; 0 where it does not answer now."""
     first = group.health()[0]
@@ -539,13 +574,6 @@ def _next_end(step: int, config: RunConfig) -> int | None:
     assert config.run.steps is not None
     later = range(step, config.run.steps + 1)
     return next((one for one in later if one == config.run.steps or _can_go_on_from(one, config)), None)
-
-
-def _title(config: RunConfig) -> str:
-    """The algorithm by its name, where it has one."""
-    if config.algorithm == "sft" or (config.estimator, config.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
-        return config.algorithm.upper()
-    return f"{config.estimator} with {config.loss.policy} loss"
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -5,6 +5,7 @@
                    commit; settings.1.yaml, .. of the starts before it
     skipped_prompts.jsonl  records that data.overlong_prompts=skip left out of the newest start
     batches/       what each step since the oldest checkpoint trained on
+    samples/       texts of a few groups of each step, for people to read
     evaluations/   the responses of each evaluation, a line each (.jsonl), and the first ones for people (.txt); of
                    several held-out sets in a folder each
 
@@ -34,6 +35,7 @@ from slimefsdp.io.hub import id_of_snapshot
 SETTINGS = "settings.yaml"
 SKIPPED = "skipped_prompts.jsonl"
 EVALUATIONS = "evaluations"
+SAMPLES = "samples"
 _BATCH = "batch.safetensors"
 
 

@@ -124,11 +124,15 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class Health:
-    """That a rank is there, and how far it is."""
+    """That a rank is there, how far it is, and how much memory it has in use."""
 
     rank: int
     pid: int
     updates_taken: int
+    # on CUDA of tensors on its device, and the most of it since its last train_step began; on a CPU the process's
+    # resident memory, and the most of it since the process began
+    allocated_bytes: int = 0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,12 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.consensus import run_together
 from slimefsdp.distributed.fsdp import reshard
-from slimefsdp.distributed.memory_manager import MemoryManager, allocator_state, prefer_expandable_segments
+from slimefsdp.distributed.memory_manager import (
+    MemoryManager,
+    allocator_state,
+    memory_in_use,
+    prefer_expandable_segments,
+)
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
@@ -418,7 +423,7 @@ class Trainer:
 
     def health(self) -> Health:
         """That this rank answers; takes no lock and joins no collective."""
-        return Health(dist.get_rank(), os.getpid(), self.updates_taken)
+        return Health(dist.get_rank(), os.getpid(), self.updates_taken, *memory_in_use(self.mesh.device))
 
     # ------------------------------------------------------------------ looking inside
 

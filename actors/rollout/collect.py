@@ -25,7 +25,8 @@ from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.rollout.prompts import PromptStream, Record, place_of
 from actors.rollout.reward_workers import RewardWorkers
 from actors.rollout.rewards import Response, Rewards, driver_scorer
-from actors.run_dir import RecordedBatches
+from actors.rollout.sample_files import write_step_samples
+from actors.run_dir import SAMPLES, RecordedBatches
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import LengthLimits
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -46,7 +47,7 @@ _DECIDING: Any = {
 _NOT_DECIDING = {
     *("engines", "placement", "engine_python", "engine_args", "engine_urls", "gpus_per_engine"),
     *("engine_logprob_bound", "weight_transport", "weight_checksums"),
-    *("reward_workers", "reward_timeout_s", "reward_concurrency"),
+    *("reward_workers", "reward_timeout_s", "reward_concurrency", "show_groups"),
 }
 
 _LOOK_S = 1.0  # of who waits for engines: a signal to the program is handled in between
@@ -275,6 +276,7 @@ class Collector:
             metrics["rollout/groups_dropped"] = 1 - len(kept) / len(drawn)
             metrics["rollout/rounds"] = float(rounds)
         kept = kept[: settings.prompts_per_step]
+        self._show(step, drawn, kept)
         if not _trains(kept, settings.mask_truncated):
             return None, metrics
         baselines: list[float] | None = None
@@ -284,6 +286,18 @@ class Collector:
                 return None, metrics
             metrics["rollout/baseline_reward"] = sum(baselines) / len(baselines)
         return self._batch(kept, baselines, version), metrics
+
+    def _show(self, step: int, drawn: Sequence[_Group], kept: Sequence[_Group]) -> None:
+        """Leaves the texts of the first groups of a step in run.dir, where rollout.show_groups asks for some."""
+        count, run_dir = self._config.rollout.show_groups, self._config.run.dir
+        if not count or run_dir is None:
+            return
+        trained = {id(group) for group in kept}
+        shown = []
+        for group in drawn[:count]:
+            why = "" if id(group) in trained else "a reward failed" if group.failures else "rollout.filter, or surplus"
+            shown.append((group.record, group.samples, why))
+        write_step_samples(run_dir / SAMPLES, step + 1, shown)
 
     def scored_groups(
         self,

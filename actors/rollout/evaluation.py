@@ -6,25 +6,20 @@ interval.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from actors.rollout.collect import EVALUATION, Collector, Metrics
 from actors.rollout.filters import ScoredSample
-from actors.rollout.prompts import Record, place_of
+from actors.rollout.prompts import Record
+from actors.rollout.sample_files import example_line, write_samples
 from actors.run_dir import EVALUATIONS
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
-from slimefsdp.io.checksummed_files import io_reported, write_synced
 from slimefsdp.monitoring.progress_table import Column
 
 _NORMAL_95 = 1.959964  # standard deviations: the normal distribution has 95 % within
-_SHOWN_GROUPS = 50  # in the file for people
-_MOST_OF_VALUE = 2000  # characters of a value of a record, which stand beside each of its responses
 
 
 def metric_prefix(heldout_set: str) -> str:
@@ -42,6 +37,7 @@ class Evaluator:
     def __init__(self, config: RunConfig, collector: Collector) -> None:
         self._config = config
         self._collector = collector
+        self.example = ""  # of the last evaluation, a line: the first prompt, which is the same each time
 
     def evaluate(self, step: int, version: int | None = None) -> Metrics:
         """Mean scores of all held-out sets, sampled as in training; nothing where no evaluation is asked for.
@@ -56,6 +52,7 @@ class Evaluator:
             BatchError: a score has a name that is given to what an evaluation finds itself.
         """
         metrics: Metrics = {}
+        self.example = ""
         if self._config.evaluation.interval_steps is not None:
             with self._collector.function_named(step):
                 for name, records in self._collector.heldout.items():
@@ -73,6 +70,8 @@ class Evaluator:
             if version is not None:
                 collector.check_version(drawn, version)
             whole = [group.samples for group in groups if not group.failures]
+            if not self.example and groups and groups[0].samples:
+                self.example = example_line(step, groups[0].record, groups[0].samples[0])
             ks = settings.pass_at
             if kind and ks:  # of greedy responses there is one to a prompt
                 ks = (1,)
@@ -223,52 +222,3 @@ def solved_metrics(
     if ended:
         metrics[f"{prefix}solved_of_finished"] = sum(ended) / len(ended)
     return metrics
-
-
-def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
-    """Leaves `name`.jsonl, a line for each response that was scored, and `name`.txt, the first ones for people to read.
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
-    rows = [_row(record, one) for record, samples in groups for one in samples]
-    shown = [_text(record, one) for record, samples in groups[:_SHOWN_GROUPS] for one in samples]
-    with io_reported(folder, "train"):
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        write_synced(folder / f"{name}.jsonl", lines.encode(errors="replace"))
-        write_synced(folder / f"{name}.txt", "".join(shown).encode(errors="replace"))
-
-
-def _row(record: Record, one: ScoredSample) -> dict[str, Any]:
-    return {
-        "place": place_of(record),
-        "number": one.sample.number,
-        "prompt": record["prompt"],
-        "response": one.sample.text,
-        "tokens": one.sample.response_length,
-        "finished": one.sample.finished,
-        "scores": one.scores,
-        "record": _rest_of(record),
-    }
-
-
-def _rest_of(record: Record) -> dict[str, Any]:
-    """What a record has beside its prompt, such as the true answer; of what is long, the beginning of its JSON."""
-    return {key: _bounded(value) for key, value in record.items() if key != "prompt"}
-
-
-def _bounded(value: Any) -> Any:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
-
-
-def _text(record: Record, one: ScoredSample) -> str:
-    prompt = record["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
-    scores = ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
-    how = "ended" if one.sample.finished else "cut"
-    head = f"=== {place_of(record)}, response {one.sample.number}: {scores}; {one.sample.response_length} tokens, {how}"
-    answer = f"--- answer: {_bounded(record['answer'])}\n" if "answer" in record else ""
-    return f"{head}\n{prompt}\n---\n{one.sample.text}\n{answer}\n"

@@ -195,8 +195,12 @@ class TrainWorker(Watched):
     @ray.method(concurrency_group="control")
     def health(self, role: str = "actor") -> Health:
         """Answers while another call is stuck in a collective: it runs in a group of threads of its own."""
-        updates = self.trainers[role].updates_taken if role in self.trainers else 0
-        return Health(self.rank, os.getpid(), updates)
+        if role not in self.trainers:
+            return Health(self.rank, os.getpid(), 0)
+        from slimefsdp.distributed.memory_manager import memory_in_use
+
+        trainer = self.trainers[role]
+        return Health(self.rank, os.getpid(), trainer.updates_taken, *memory_in_use(trainer.mesh.device))
 
     @ray.method(concurrency_group="control")
     def abort_collectives(self) -> None:

@@ -327,6 +327,13 @@ class RolloutSettings(Settings):
     mask_truncated: bool = Field(
         False, description="responses cut at max_new_tokens count in their group, but their tokens are not trained on"
     )
+    show_groups: int = Field(
+        2,
+        ge=0,
+        le=1000,
+        description="groups of each step whose texts and rewards are left in run.dir/samples for people to read; an "
+        "evaluation also prints a sample; 0: none of both",
+    )
 
     def limits_at(self, step: int) -> LengthLimits:
         """The limits on lengths in a step, counted from 1; without a curriculum those of every step."""

@@ -193,7 +193,28 @@ class RunSettings(Settings):
     export_dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = Field(
         "auto", description="of the tensors in run.export_dir; auto: that of the master weights"
     )
-    wandb_project: str | None = Field(None, min_length=1, description="also log to this Weights & Biases project")
+    wandb_project: str | None = Field(
+        None,
+        min_length=1,
+        description="also log to this Weights & Biases project, with all settings; a resumed run goes on in its wandb "
+        "run, whose id is in run.dir/wandb_id",
+    )
+    wandb_name: str | None = Field(
+        None, min_length=1, description="what the run is called there; null: as run.dir's last folder"
+    )
+    wandb_group: str | None = Field(
+        None, min_length=1, description="runs of one group are shown together there, such as the seeds of an experiment"
+    )
+
+    @model_validator(mode="after")
+    def wandb_names_require_a_project(self) -> RunSettings:
+        for name in ("wandb_name", "wandb_group"):
+            value = getattr(self, name)
+            if value is not None and self.wandb_project is None:
+                raise ValueError(
+                    f"run.{name}={short_text(value)} does nothing without run.wandb_project; set that, or remove it"
+                )
+        return self
 
     @model_validator(mode="after")
     def check_export_dtype(self) -> RunSettings:
@@ -639,19 +660,24 @@ class ProfileSettings(Settings):
     updates: Annotated[tuple[int, ...], BeforeValidator(_update_numbers)] | None = Field(
         None,
         description="updates of train_step to profile, 1 is the run's first: traces of all ranks and a table of "
-        "compute, communication and idle shares in run.dir/profile; null: none",
+        "compute, communication and idle shares, and of communication by phase, in run.dir/profile; null: none",
     )
     memory: bool = Field(
         False, description="with each of them every allocation, and the peak; on CUDA a snapshot of its allocator, too"
+    )
+    record_shapes: bool = Field(False, description="with each of them the shapes of operators' inputs, in the traces")
+    with_stack: bool = Field(
+        False, description="with each of them the Python frames that call operators, in the traces, which grow tenfold"
     )
     peak_tflops: float | None = Field(
         None, gt=0, description="dense TFLOP/s of one rank's device, which `mfu` is a share of; null: by its name"
     )
 
     @model_validator(mode="after")
-    def check_profile_memory(self) -> ProfileSettings:
-        if self.memory and self.updates is None:
-            raise ValueError("profile.memory=true does nothing without profile.updates; set that, or remove it")
+    def profile_options_require_updates(self) -> ProfileSettings:
+        for name in ("memory", "record_shapes", "with_stack"):
+            if getattr(self, name) and self.updates is None:
+                raise ValueError(f"profile.{name}=true does nothing without profile.updates; set that, or remove it")
         return self
 
 

@@ -385,6 +385,13 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @property
+    def algorithm_title(self) -> str:
+        """The algorithm by its name, where it has one, else by its estimator and loss."""
+        if self.algorithm == "sft" or (self.estimator, self.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
+            return self.algorithm.upper()
+        return f"{self.estimator} with {self.loss.policy} loss"
+
+    @property
     def samples_per_step(self) -> int:
         """Samples in one step of the loop: prompts x responses, or one update's under sft."""
         if self.algorithm == "sft":

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -124,6 +126,29 @@ def allocator_state(device: torch.device) -> dict[str, int]:
         "device_allocated": torch.cuda.memory_allocated(device),
         "largest_free_block": max(free),
     }
+
+
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes in use now, and at most so far; as `Health` has them. Waits for no device, and may be called by any thread.
+
+    On a CPU without /proc only the peak is known, and stands for both.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return peak, peak
+    lines = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+    now, peak = (1024 * int(lines[name].split()[0]) for name in ("VmRSS", "VmHWM"))
+    return now, peak
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """From now on the peak of CUDA's allocator counts anew; that of a process cannot be forgotten."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _known(tags: Sequence[Tag]) -> list[Tag]:

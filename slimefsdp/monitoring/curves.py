@@ -1,10 +1,15 @@
-"""One picture of a run: a panel for each thing worth watching whose data is among the metrics."""
+"""One picture of a run: a panel for each thing worth watching whose data is among the metrics.
+
+`RunCurves` draws it from a run's metrics.jsonl while the run goes on and when it ends.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +23,69 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from slimefsdp.monitoring.metrics_log import METRICS_FILE, read_metrics
+
 Row = Mapping[str, float | None]
 Panel = Callable[[Axes], None]  # draws itself
 
 _COLUMNS = 3
 _BLUE = "#2a6fbb"
-_LINE_COLOURS = (_BLUE, "#d1495b", "#2e8b6f", "#b7791f", "#7b5ea7", "#4a5568")
-_PART_COLOURS = {"generate": "#4c8fd6", "reward": "#f0b24a", "train": "#2e8b6f", "sync": "#a78bca", "other": "#a3abb7"}
+_LINE_COLOURS = (
+    _BLUE, "#d1495b", "#2e8b6f", "#b7791f", "#7b5ea7", "#4a5568", "#d9679f", "#4fb3c4", "#8a9a1f", "#8b5a3c",
+)  # fmt: skip
+_LINE_STYLES = ("-", "--", ":")  # the next one where the colours begin again
+_PART_COLOURS = {
+    "generate": "#4c8fd6", "reward": "#f0b24a", "train": "#2e8b6f", "sync": "#a78bca", "evaluate": "#d1495b",
+    "critic": "#8b5a3c", "turn": "#4fb3c4", "wait": "#d9679f", "other": "#a3abb7",
+}  # fmt: skip
 _GREY, _INK = "#5f6773", "#1f2733"
+_LABEL_GAP = 0.085  # between labels at the right edge, as a share of the panel's height
+_HIGHEST_LABEL = 0.95  # of its middle, as a share of the panel's height: above is the heading
+_WIDEST_HEADING = 42  # characters in the usual size; a longer one is set smaller
+_DRAWING_SHARE = 0.01  # of a run's time, at most
+CURVES = "curves.png"
+
+
+@dataclass(frozen=True, slots=True)
+class _LinePanel:
+    """Metrics that are drawn into one panel, each over the steps."""
+
+    metrics: Mapping[str, str]  # -> what its line is called, where there are several
+    heading: str
+    unit: str
+    is_share: bool = False  # between 0 and 1, said in percent
+    divisor: float = 1.0
+    is_left_out_at_zero: bool = False  # where every value is 0: steps of one update have nothing to clip
+
+
 _LINE_PANELS = (
-    ("rollout/reward", "Training reward", "mean reward per response"),
-    ("loss", "Loss", "mean over the step's updates"),
-    ("entropy", "Entropy of the policy", "nats per token"),
-    ("kl_ref", "KL to the reference model", "nats per token"),
-    ("grad_norm", "Gradient norm", "L2 norm before clipping"),
+    _LinePanel({"rollout/reward": ""}, "Training reward", "mean reward per response"),
+    _LinePanel(
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"},
+        "Implicit rewards",
+        "mean over pairs",
+    ),
+    _LinePanel({"rewards/accuracies": ""}, "Pairs ranked rightly", "share of pairs", is_share=True),
+    _LinePanel({"loss": ""}, "Loss", "mean over the step's updates"),
+    _LinePanel({"entropy": ""}, "Entropy of the policy", "nats per token"),
+    _LinePanel({"kl_ref": ""}, "KL to the reference model", "nats per token"),
+    _LinePanel({"kl_old": ""}, "KL to the policy before the step", "nats per token", is_left_out_at_zero=True),
+    _LinePanel(
+        {"clip_fraction_low": "low", "clip_fraction_high": "high"},
+        "Clipped tokens",
+        "share of tokens",
+        is_share=True,
+        is_left_out_at_zero=True,
+    ),
+    _LinePanel({"rollout/response_length": ""}, "Response length", "mean tokens"),
+    _LinePanel({"rollout/truncated": ""}, "Truncated responses", "share of responses", is_share=True),
+    _LinePanel({"grad_norm": ""}, "Gradient norm", "L2 norm before clipping"),
+    _LinePanel(
+        {"memory/peak_bytes": "peak", "memory/allocated_bytes": "now"},
+        "Memory of the rank with most",
+        "GB",
+        divisor=1e9,
+    ),
 )
 _STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
@@ -64,7 +118,8 @@ def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Se
         rows: as `read_metrics` returns them; None, NaN and infinities are left out of the lines.
         path: its folder is made if it is missing.
         title: one line over the picture.
-        heldout_sets: names of held-out sets, whose metrics eval/NAME/.. have panels of their own.
+        heldout_sets: names of held-out sets, whose metrics eval/NAME/.. have panels of their own; a set without a name
+            has the metrics eval/.. that are left over.
     """
     series = {name: series_of(rows, name) for name in dict.fromkeys(name for row in rows for name in row)}
     series = {name: line for name, line in series.items() if len(line.steps)}
@@ -75,6 +130,49 @@ def draw_curves(rows: Sequence[Row], path: Path, *, title: str, heldout_sets: Se
         temporary = path.with_name(f".{path.name}.tmp")
         figure.savefig(temporary, format="png", dpi=140)
     temporary.replace(path)
+
+
+class RunCurves:
+    """Keeps `curves.png` of a run up to date while the run goes on, and draws it when the run ends.
+
+    A picture that cannot be drawn is reported on stderr once, and the run goes on.
+
+    Args:
+        run_dir: where metrics.jsonl is, and where the picture goes.
+        algorithm: what it is headed with, beside the folder's name.
+        heldout_sets: as of `draw_curves`.
+        clock: seconds, never going back.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, algorithm: str, heldout_sets: Iterable[str], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run_dir = run_dir
+        self._title, self._heldout_sets = f"{run_dir.name}: {algorithm}", tuple(heldout_sets)
+        self._clock = clock
+        self._next_s = -math.inf
+        self._has_reported = False
+
+    def draw_if_due(self) -> None:
+        """Draws after the first step, and then so rarely that drawing takes 1 % of the time at most."""
+        if self._clock() < self._next_s:
+            return
+        began = self._clock()
+        self.draw()
+        now = self._clock()
+        self._next_s = now + (now - began) / _DRAWING_SHARE
+
+    def draw(self) -> None:
+        """Draws all rows that are in metrics.jsonl now; does nothing where there are none."""
+        try:
+            rows = read_metrics(self._run_dir) if (self._run_dir / METRICS_FILE).exists() else []
+            if rows:
+                draw_curves(rows, self._run_dir / CURVES, title=self._title, heldout_sets=self._heldout_sets)
+        except Exception as error:  # looking at a run must not end it
+            if not self._has_reported:
+                problem = f"{self._run_dir / CURVES} could not be drawn ({error}); the run goes on"
+                print(problem, file=sys.stderr, flush=True)
+            self._has_reported = True
 
 
 def series_of(rows: Sequence[Row], name: str) -> Series:
@@ -93,14 +191,19 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     return sums / np.convolve(np.ones_like(values), np.ones(2 * reach + 1))[here]
 
 
-def spread(positions: Sequence[float], gap: float) -> list[float]:
+def spread(positions: Sequence[float], gap: float, *, low: float = -math.inf, high: float = math.inf) -> list[float]:
     """The positions moved apart, in their order and as little as possible, until neighbours are `gap` from each other.
 
     Positions that would touch form a group, laid out `gap` apart around the mean of the places they want.
+
+    Args:
+        low, high: between which all of them are to be, where there is room for them.
     """
 
     def start(group: list[int]) -> float:
-        return sum(positions[index] for index in group) / len(group) - gap * (len(group) - 1) / 2
+        extent = gap * (len(group) - 1)
+        wanted = sum(positions[index] for index in group) / len(group) - extent / 2
+        return max(low, min(wanted, high - extent))
 
     groups: list[list[int]] = []
     for index in sorted(range(len(positions)), key=positions.__getitem__):
@@ -115,22 +218,20 @@ def _panels(series: dict[str, Series], heldout_sets: Sequence[str]) -> list[Pane
     """The panels that have data, in reading order: results first, then the training's health, then cost."""
     held_out = {name.removeprefix("eval/"): line for name, line in series.items() if name.startswith("eval/")}
     panels: list[Panel] = []
-    for heldout_set in heldout_sets:
+    for heldout_set in filter(None, heldout_sets):
         own = [name for name in held_out if name.startswith(f"{heldout_set}/")]
         lines = {name.removeprefix(f"{heldout_set}/"): held_out.pop(name) for name in own}
         panels += _held_out_panels(lines, f" {heldout_set}:")
     panels += _held_out_panels(held_out, "")
-    panels += [
-        partial(_draw_line, line=series[name], heading=heading, unit=unit)
-        for name, heading, unit in _LINE_PANELS
-        if name in series
-    ]
+    for panel in _LINE_PANELS:
+        lines = {label: series[name] for name, label in panel.metrics.items() if name in series}
+        if lines and not (panel.is_left_out_at_zero and not any(line.values.any() for line in lines.values())):
+            panels.append(partial(_draw_lines, lines=lines, panel=panel))
     mismatch = _positive(series.get("rollout_mismatch_max"))
     if mismatch is not None:
         unit = "largest |log-prob difference|, nats"
-        panels.append(
-            partial(_draw_line, line=mismatch, heading="Mismatch of rollout and trainer", unit=unit, is_log=True)
-        )
+        panel = _LinePanel({}, "Mismatch of rollout and trainer", unit)
+        panels.append(partial(_draw_lines, lines={"": mismatch}, panel=panel, is_log=True))
     parts = _seconds_of_parts(series)
     if parts:
         panels.append(partial(_draw_parts, parts=parts))
@@ -146,7 +247,9 @@ def _held_out_panels(held_out: dict[str, Series], of: str) -> list[Panel]:
         [partial(_draw_held_out, shares=shares, bands=bands, heading=f"Held-out{of} {what}")] if shares else []
     )
     return panels + [
-        partial(_draw_line, line=line, heading=f"Held-out{of} {name}", unit="mean over held-out prompts")
+        partial(
+            _draw_lines, lines={"": line}, panel=_LinePanel({}, f"Held-out{of} {name}", "mean over held-out prompts")
+        )
         for name, line in held_out.items()
         if name not in shares  # a reward of another scale gets an axis of its own
     ]
@@ -170,8 +273,10 @@ def _figure(panels: list[Panel], title: str, *, last_step: int) -> Figure:
     if not panels:
         figure.text(0.5, 0.45, "no metrics yet", ha="center", color=_GREY)
         return figure
-    if columns > 1:
-        figure.text(0.99, 0.99, "thin: each step    bold: running mean", ha="right", va="top", fontsize=9, color=_GREY)
+    note = "thin: each step    bold: running mean, its last value in numbers beside it    dots: evaluations"
+    figure.supxlabel(
+        note if columns > 1 else note.replace("    dots", "\ndots"), x=0.99, ha="right", fontsize=9, color=_GREY
+    )
     grid = figure.add_gridspec(rows, columns)
     spare = rows * columns - len(panels)  # the first panel takes what the last row would leave empty
     for index, draw in enumerate(panels):
@@ -187,27 +292,39 @@ def _figure(panels: list[Panel], title: str, *, last_step: int) -> Figure:
 
 
 def _name_panel(axes: Axes, heading: str, unit: str) -> None:
-    axes.set_title(heading, loc="left", fontsize=10.5, fontweight="bold", color=_INK, parse_math=False)
+    size = 10.5 * min(1.0, _WIDEST_HEADING / len(heading))
+    axes.set_title(heading, loc="left", fontsize=size, fontweight="bold", color=_INK, parse_math=False)
     axes.set_ylabel(unit)
 
 
-def _draw_line(axes: Axes, line: Series, heading: str, unit: str, *, is_log: bool = False) -> None:
-    """Every step thin and light, the running mean over it; on a log axis the mean is geometric."""
-    window = max(1, len(line.values) // 12)
-    marker = "o" if len(line.steps) == 1 else ""
-    axes.plot(line.steps, line.values, color=_BLUE, alpha=0.28, linewidth=1, marker=marker)
-    mean = np.exp(running_mean(np.log(line.values), window)) if is_log else running_mean(line.values, window)
-    axes.plot(line.steps, mean, color=_BLUE, linewidth=2)
+def _draw_lines(axes: Axes, lines: Mapping[str, Series], panel: _LinePanel, *, is_log: bool = False) -> None:
+    """Of each line every step thin and light, the running mean over it; on a log axis the mean is geometric."""
+    ends = []
+    for (label, line), colour in zip(lines.items(), _LINE_COLOURS, strict=False):
+        values = line.values / panel.divisor
+        window = max(1, len(values) // 12)
+        marker = "o" if len(line.steps) == 1 else ""
+        axes.plot(line.steps, values, color=colour, alpha=0.28, linewidth=1, marker=marker)
+        mean = np.exp(running_mean(np.log(values), window)) if is_log else running_mean(values, window)
+        axes.plot(line.steps, mean, color=colour, linewidth=2)
+        end = f"{mean[-1]:.1%}" if panel.is_share else f"{mean[-1]:.3g}"
+        ends.append((f"{label} {end}".strip(), mean[-1], colour))
     if is_log:
         axes.set_yscale("log")
-    _name_panel(axes, heading, unit)
-    _label_ends(axes, [(f"{mean[-1]:.3g}", mean[-1], _BLUE)])
+    if panel.is_share:
+        top = max(float(line.values.max()) for line in lines.values())
+        axes.set_ylim(0, min(1.02, 1.1 * top) if top else 0.01)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    _name_panel(axes, panel.heading, panel.unit)
+    _label_ends(axes, ends)
 
 
 def _draw_held_out(axes: Axes, shares: dict[str, Series], bands: dict[str, Series], heading: str) -> None:
     ends = []
-    for (name, line), colour in zip(shares.items(), _LINE_COLOURS * len(shares), strict=False):
-        axes.plot(line.steps, line.values, color=colour, linewidth=2, marker="o", markersize=4, clip_on=False)
+    looks = [(colour, style) for style in _LINE_STYLES for colour in _LINE_COLOURS]
+    for (name, line), (colour, style) in zip(shares.items(), looks * len(shares), strict=False):
+        look: dict[str, Any] = {"color": colour, "linestyle": style, "linewidth": 2}
+        axes.plot(line.steps, line.values, **look, marker="o", markersize=4, clip_on=False)
         if f"{name}_low" in bands and f"{name}_high" in bands:
             low, high = bands[f"{name}_low"], bands[f"{name}_high"]
             axes.fill_between(low.steps, low.values, high.values, color=colour, alpha=0.15, linewidth=0)
@@ -252,8 +369,10 @@ def _draw_parts(axes: Axes, parts: dict[str, Series]) -> None:
     axes.set_ylim(0, min(top, 1.05 * below.max()) or 1)
     if below.max() > top:
         note = f"longest: {below.max():.3g} s at step {steps[below.argmax()]:.0f}"
-        axes.text(0.98, 0.97, note, transform=axes.transAxes, ha="right", va="top", fontsize=8.5, color=_GREY)
-    _name_panel(axes, "Where the time goes (named: medians)", "seconds per step")
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+        where: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top", "bbox": ground}
+        axes.text(0.98, 0.97, note, fontsize=8.5, color=_GREY, **where)
+    _name_panel(axes, "Where the time goes (medians)", "seconds per step")
     typical = np.median(stack, axis=1)
     places = np.cumsum(typical) - typical / 2
     _label_ends(
@@ -263,11 +382,15 @@ def _draw_parts(axes: Axes, parts: dict[str, Series]) -> None:
 
 
 def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
-    """Names at the right edge, each in its line's colour and as near to `value` as the others allow."""
+    """Names at the right edge, each in its line's colour and as near to `value` as the others allow.
+
+    They stay beside the panel, where no heading is: many labels stand closer, in a smaller type.
+    """
     low, high = axes.get_ylim()
     scale = np.log if axes.get_yscale() == "log" else np.asarray
     heights = [float((scale(value) - scale(low)) / (scale(high) - scale(low))) for _, value, _ in ends]
-    for (text, _, colour), height in zip(ends, spread(heights, 0.085), strict=True):
+    gap = min(_LABEL_GAP, _HIGHEST_LABEL / max(1, len(ends) - 1))
+    for (text, _, colour), height in zip(ends, spread(heights, gap, low=0.0, high=_HIGHEST_LABEL), strict=True):
         axes.annotate(
             text,
             (1, height),
@@ -275,7 +398,7 @@ def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
-            fontsize=9,
+            fontsize=9 * gap / _LABEL_GAP,
             color=colour,
             annotation_clip=False,
             parse_math=False,

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,10 +20,11 @@ from typing import Any, Self, TextIO
 
 from slimefsdp.checkpoint.store import write_synced
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
-from slimefsdp.io.user_files import open_plain, refuse_unless_plain
+from slimefsdp.io.user_files import open_plain, read_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID = "wandb_id"  # a file with the id of the run at Weights & Biases
 
 
 class MetricsLog:
@@ -31,27 +34,28 @@ class MetricsLog:
 
     Args:
         run_dir: made if it is missing.
-        wandb_project: also log to this Weights & Biases project; every process start is a wandb run of its own, in one
-            group named like the run folder.
+        wandb: also log to Weights & Biases, with these arguments of `wandb.init`; None: do not. The id of the wandb run
+            is kept in the run folder.
+        resumes: go on with the wandb run whose id is there, instead of beginning another one.
 
     Raises:
-        ConfigError: wandb is asked for and not installed.
+        ConfigError: wandb is asked for and not installed, or does not start.
         ResourceError: the folder cannot be written.
         CheckpointError: metrics.jsonl has a damaged line before its last.
     """
 
-    def __init__(self, run_dir: Path, *, wandb_project: str | None = None) -> None:
+    def __init__(self, run_dir: Path, *, wandb: Mapping[str, Any] | None = None, resumes: bool = False) -> None:
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE
-        self._wandb_project = wandb_project
-        self._wandb = _import_wandb() if wandb_project is not None else None
+        module = None if wandb is None else _import_wandb()
         with _disk_reported(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             refuse_unless_plain(self._path)
             if self._path.exists():
                 self._keep_lines(math.inf)
             self._lines: TextIO = self._path.open("a", encoding="utf-8")
-        self._open_views(purge_step=None)
+        self._wandb_run: Any = None if wandb is None else _begin_wandb_run(module, wandb, run_dir, resumes=resumes)
+        self._open_scalars(purge_step=None)
 
     def __enter__(self) -> Self:
         return self
@@ -62,7 +66,11 @@ class MetricsLog:
                 with _disk_reported(self._run_dir):
                     self._lines.close()
             finally:
-                self._close_views(failed=error is not None)
+                try:
+                    self._close_scalars()
+                finally:
+                    if self._wandb_run is not None:
+                        self._wandb_run.finish(exit_code=int(error is not None))
         except ResourceError:
             if error is None:  # else it would hide what ended the run, which may be the same
                 raise
@@ -86,22 +94,19 @@ class MetricsLog:
                 self._scalars.add_scalar(name, value, step)
             self._scalars.flush()
         if self._wandb_run is not None:
-            self._wandb_run.log(numbers, step=step)
-        self._has_written = True
+            self._wandb_run.log({**numbers, "step": step})
 
     def truncate_after(self, step: int) -> None:
         """Forget every later step, as if the run had ended after `step`; a resumed run calls this before it goes on.
 
-        metrics.jsonl is replaced whole or not at all; TensorBoard is told to drop the points; wandb, which cannot
-        forget, continues in a new run of the same group.
+        metrics.jsonl is replaced whole or not at all; TensorBoard is told to drop the points. wandb cannot forget: it
+        keeps the later steps that it has, and gets them again from the run that goes on.
         """
         self._lines.close()
         self._keep_lines(step)
         self._lines = self._path.open("a", encoding="utf-8")
-        # a run that holds nothing yet is not worth leaving behind as an empty entry
-        can_keep_wandb_run = not self._has_written
-        self._close_views(failed=False, keep_wandb_run=can_keep_wandb_run)
-        self._open_views(purge_step=step + 1, keep_wandb_run=can_keep_wandb_run)
+        self._close_scalars()
+        self._open_scalars(purge_step=step + 1)
 
     def _keep_lines(self, last_step: float) -> None:
         lines = _whole_lines(self._path)
@@ -112,28 +117,21 @@ class MetricsLog:
         write_synced(temporary, kept)
         temporary.replace(self._path)
 
-    def _open_views(self, *, purge_step: int | None, keep_wandb_run: bool = False) -> None:
+    def _open_scalars(self, *, purge_step: int | None) -> None:
         # imported here: it takes a second, and readers of metrics do not need it
         from torch.utils.tensorboard import SummaryWriter
 
         self._hook_before = threading.excepthook
         threading.excepthook = self._hook = _without_writers(self._hook_before)
         self._scalars: Any = SummaryWriter(str(self._run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
-        if not keep_wandb_run:
-            self._wandb_run: Any = self._wandb and self._wandb.init(
-                project=self._wandb_project, group=self._run_dir.resolve().name, dir=str(self._run_dir)
-            )
-        self._has_written = False
 
-    def _close_views(self, *, failed: bool, keep_wandb_run: bool = False) -> None:
+    def _close_scalars(self) -> None:
         try:
             with _disk_reported(self._run_dir):
                 self._scalars.close()
         finally:
             if threading.excepthook is self._hook:
                 threading.excepthook = self._hook_before
-            if self._wandb_run is not None and not keep_wandb_run:
-                self._wandb_run.finish(exit_code=int(failed))
 
 
 def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callable[[threading.ExceptHookArgs], Any]:
@@ -200,6 +198,27 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _begin_wandb_run(module: Any, arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
+    """The wandb run of this folder, begun or gone on with, whose curves are drawn over the metric `step`."""
+    file = run_dir / WANDB_ID
+    with _disk_reported(run_dir):
+        known = read_plain(file, 1000).decode(errors="replace").strip() if resumes and file.exists() else ""
+        run_id = known if re.fullmatch(r"[\w-]{1,64}", known, re.ASCII) else secrets.token_hex(8)
+        file.write_text(run_id + "\n")
+    try:
+        # allow: one that was begun offline, and not sent yet, is none that a server knows
+        run = module.init(**arguments, id=run_id, resume="allow", dir=str(run_dir))
+    except Exception as error:  # of several kinds: no key, no such project, no network
+        raise ConfigError(
+            f"wandb did not start: {error}",
+            field="run.wandb_project",
+            hint="log in with `wandb login`, set WANDB_MODE=offline, or leave the setting out",
+        ) from error
+    # not wandb's own count of steps: it refuses those that a resumed run takes again
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def _import_wandb() -> Any:

@@ -1,4 +1,7 @@
-"""Where the time of chosen updates goes: a trace of every rank, and each rank's compute, communication and idle time.
+"""Where the time of chosen updates goes: a trace of every rank, each rank's compute, communication and idle time, and
+which collectives are under way in which phase.
+
+Phases are named in every update (`phase`), for torch's profiler and for whatever reads NVTX ranges.
 
 Updates are chosen by their number since the first one of the run, so all ranks profile the same ones, and a resumed run
 counts on. Of an update that is not chosen nothing is recorded.
@@ -6,14 +9,17 @@ counts on. Of an update that is not chosen nothing is recorded.
 
 from __future__ import annotations
 
+import bisect
 import gzip
 import json
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -30,6 +36,20 @@ _HOST_COMMUNICATION = ("gloo:", "nccl:", "c10d::", "_c10d_functional::")
 _HOST_CONTAINERS = ("autograd::", "torch::")
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _MEMORY_EVENTS = 1_000_000  # of CUDA's allocator, the newest so many are kept
+_PHASE = "slimefsdp::"  # what the annotation of a phase begins with
+_OTHER = "other"
+# what the names of operators and kernels have in them, without underscores -> the collective
+_COLLECTIVES = {
+    "reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce", "alltoall": "all-to-all",
+    "send": "send, receive", "recv": "send, receive", "broadcast": "broadcast",
+}  # fmt: skip
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Names what runs inside of it, for torch's profiler and on CUDA as an NVTX range; it takes some microseconds."""
+    with record_function(_PHASE + name), torch.cuda.nvtx.range(name) if torch.cuda.is_initialized() else nullcontext():
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,8 @@ class Shares:
     communication: float  # at least one collective or message under way
     exposed: float  # of it, while nothing was computed
     peak_bytes: int | None = None  # of tensors: all on a GPU, on a CPU those made since it began; None: not recorded
+    # (phase, collective) -> seconds in which at least one such was under way that was begun in the phase
+    by_phase: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     @property
     def idle(self) -> float:
@@ -55,13 +77,25 @@ class UpdateProfiler:
         folder: where traces and tables go; the same on every rank.
         mesh: whose ranks take the updates.
         with_memory: also record every allocation: in the traces, and as a snapshot of CUDA's allocator.
+        record_shapes, with_stack: as of `torch.profiler.profile`; the traces have the shapes of operators' inputs, and
+            the Python frames that called them.
     """
 
-    def __init__(self, updates: Collection[int], folder: Path, mesh: Mesh, *, with_memory: bool = False) -> None:
+    def __init__(
+        self,
+        updates: Collection[int],
+        folder: Path,
+        mesh: Mesh,
+        *,
+        with_memory: bool = False,
+        record_shapes: bool = False,
+        with_stack: bool = False,
+    ) -> None:
         self._updates = frozenset(updates)
         self._folder = folder
         self._mesh = mesh
         self._with_memory = with_memory
+        self._recorded_too = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": with_memory}
 
     def profiled(self, update: int) -> AbstractContextManager[None]:
         """Collective: what update number `update` is taken inside of; nothing happens unless it was chosen.
@@ -74,7 +108,7 @@ class UpdateProfiler:
     def _recorded(self, update: int) -> Iterator[None]:
         group, on_cuda = self._mesh.group, self._mesh.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
-        profiler = profile(activities=activities, profile_memory=self._with_memory)
+        profiler = profile(activities=activities, **self._recorded_too)
         name = f"update {update}"
         run_together(profiler.start, group)
         with _allocator_history() if self._with_memory and on_cuda else nullcontext():
@@ -157,15 +191,45 @@ def shares_of_trace(events: Iterable[Mapping[str, Any]], name: str) -> Shares:
     on_device = any(event.get("cat") == "kernel" for event in timed)
     kind_of = _device_kind if on_device else _host_kind
     spans: dict[str, list[tuple[float, float]]] = {"compute": [], "communication": []}
+    in_phases: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    phases = _Phases(timed)
     for event in timed:
         kind = kind_of(event.get("cat", ""), event["name"])
         start, stop = max(event["ts"], begin), min(event["ts"] + event["dur"], end)
-        if kind is not None and start < stop:
-            spans[kind].append((start, stop))
+        if kind is None or start >= stop:
+            continue
+        spans[kind].append((start, stop))
+        if kind == "communication":
+            in_phases[phases.of(event), _collective(event["name"])].append((start, stop))
     compute, communication = (_covered(spans[kind]) for kind in ("compute", "communication"))
     either = _covered(spans["compute"] + spans["communication"])
     seconds = (span["dur"] / 1e6, compute / 1e6, communication / 1e6, (either - compute) / 1e6)
-    return Shares(*seconds, peak_bytes=_peak_bytes(events, on_device))
+    by_phase = {key: _covered(found) / 1e6 for key, found in in_phases.items()}
+    return Shares(*seconds, peak_bytes=_peak_bytes(events, on_device), by_phase=by_phase)
+
+
+class _Phases:
+    """Which phase of an update an event of its trace was begun in, by the time on the host."""
+
+    def __init__(self, timed: Sequence[Mapping[str, Any]]) -> None:
+        named = [one for one in timed if one.get("cat") == "user_annotation" and one["name"].startswith(_PHASE)]
+        self._spans = sorted((one["ts"], one["ts"] + one["dur"], one["name"].removeprefix(_PHASE)) for one in named)
+        # kernels run later than the host starts them; both events have a number in common
+        self._launches = {
+            one["args"]["correlation"]: one["ts"]
+            for one in timed
+            if one.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in one.get("args", {})
+        }
+
+    def of(self, event: Mapping[str, Any]) -> str:
+        began = self._launches.get(event.get("args", {}).get("correlation"), event["ts"])
+        place = bisect.bisect_right(self._spans, began, key=lambda span: span[0]) - 1
+        return self._spans[place][2] if place >= 0 and began < self._spans[place][1] else _OTHER
+
+
+def _collective(name: str) -> str:
+    plain = name.lower().replace("_", "")
+    return next((collective for part, collective in _COLLECTIVES.items() if part in plain), _OTHER)
 
 
 def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
@@ -177,7 +241,28 @@ def shares_table(title: str, by_rank: Sequence[Shares]) -> str:
         peak = "-" if shares.peak_bytes is None else f"{shares.peak_bytes / 1e6:.1f}"
         times = f"{rank:>4} {shares.seconds:>9.3f} {compute:>8} {communication:>14} {exposed:>14} {idle:>8}"
         lines.append(f"{times} {peak:>9}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_phase_lines(by_rank)])
+
+
+def _phase_lines(by_rank: Sequence[Shares]) -> list[str]:
+    """Communication by phase, as means over the ranks; no line where there was none."""
+    keys = list(dict.fromkeys(key for shares in by_rank for key in shares.by_phase))
+    if not keys:
+        return []
+    # phases in the order of their first collective, and what is in none of them last
+    phases = sorted(dict.fromkeys(phase for phase, _ in keys), key=lambda phase: phase == _OTHER)
+    collectives = sorted(dict.fromkeys(collective for _, collective in keys), key=lambda one: one == _OTHER)
+    widths = [max(len(collective), 8) for collective in collectives]
+    first = max(len("in phase"), *map(len, phases))
+    lines = ["communication begun in each phase, % of the update, mean over ranks; what is under way at once overlaps"]
+    lines.append("  ".join(["in phase".ljust(first), *map(str.rjust, collectives, widths)]))
+    for one in phases:
+        cells = []
+        for collective, width in zip(collectives, widths, strict=True):
+            share = fmean(shares.by_phase.get((one, collective), 0.0) / shares.seconds for shares in by_rank)
+            cells.append((f"{100 * share:.1f} %" if share else "-").rjust(width))
+        lines.append("  ".join([one.ljust(first), *cells]))
+    return lines
 
 
 def _device_kind(category: str, name: str) -> str | None:

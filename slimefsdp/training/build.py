@@ -481,4 +481,6 @@ def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:
         folder / "critic" if role == "critic" else folder,
         mesh,
         with_memory=config.profile.memory,
+        record_shapes=config.profile.record_shapes,
+        with_stack=config.profile.with_stack,
     )

@@ -40,6 +40,7 @@ from slimefsdp.errors import ConfigError
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.fused_log_probs import HeadInputs
 from slimefsdp.models.lora import adapters_off
+from slimefsdp.monitoring.profiler import phase
 from slimefsdp.training.metrics import MetricSums
 
 if TYPE_CHECKING:  # a name for mypy only: the step alone runs where pydantic is not installed
@@ -194,17 +195,19 @@ def accumulate_gradients(
                 with at_work_on(len(micro_batch.share.tokens)):
                     if reference is not None:
                         assert isinstance(reference, PolicyModel)
-                        with torch.no_grad(), adapters_off(reference):
+                        with phase("reference"), torch.no_grad(), adapters_off(reference):
                             ref_inputs = reference.head_inputs(micro_batch.share, micro_batch.attend)
-                    outputs = evaluate(
-                        model, micro_batch, mesh,
-                        temperature=temperature, entropy_grad=entropy_grad, reference=ref_inputs,
-                    )  # fmt: skip
-                    if found is not None and mesh.cp_rank == 0:  # cp ranks hold the same values
-                        places = on_device(micro_batch.packed.response_index, mesh.device)
-                        found[:, places] = outputs.detach()[: len(found)]
-                    loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
-                    (loss * loss_scale).backward()
+                    with phase("forward"):
+                        outputs = evaluate(
+                            model, micro_batch, mesh,
+                            temperature=temperature, entropy_grad=entropy_grad, reference=ref_inputs,
+                        )  # fmt: skip
+                        if found is not None and mesh.cp_rank == 0:  # cp ranks hold the same values
+                            places = on_device(micro_batch.packed.response_index, mesh.device)
+                            found[:, places] = outputs.detach()[: len(found)]
+                        loss = objective(outputs, here.as_dtype(outputs.dtype), sums)
+                    with phase("backward"):
+                        (loss * loss_scale).backward()
     except BaseException:
         abandon_update(model)
         raise

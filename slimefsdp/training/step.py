@@ -24,12 +24,12 @@ from slimefsdp.algorithms.value_loss import value_metrics
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.consensus import all_equal, error_of, gathered, raise_first, run_together, sendable
-from slimefsdp.distributed.memory_manager import MemoryManager
+from slimefsdp.distributed.memory_manager import MemoryManager, forget_peak_memory
 from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.errors import StateError
 from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
-from slimefsdp.monitoring.profiler import UpdateProfiler
+from slimefsdp.monitoring.profiler import UpdateProfiler, phase
 from slimefsdp.optim.optimizer_step import OptimizerStep
 from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
@@ -87,6 +87,8 @@ def train_step(state: RankState, work: PreparedBatch, began: float) -> dict[str,
         StateError: too many non-finite gradient norms in a row; or ranks computed different advantages, where a KL
             enters them.
     """
+    if state.role == "actor":  # a critic in the same process trains after it, in the same step
+        forget_peak_memory(state.mesh.device)
     state.memory_manager.wake_up(("parameters",))
     if state.config.run.deterministic:  # what a step draws depends on its first update, not on what was drawn before
         seed_generators(state.config.run.seed, state.updater.updates_taken, state.mesh.data_rank)
@@ -144,12 +146,12 @@ def token_inputs(state: RankState, work: PreparedBatch) -> TokenInputs:
     if is_rollout:
         old = _tensor(batch.rollout_log_probs)
     elif old is None and (how == "recompute" or needs_old):
-        with heartbeat.during("old_log_probs"):
+        with heartbeat.during("old_log_probs"), phase("old_log_probs"):
             old = token_outputs(state, state.model, work, trained_only=True)[0]
     if not config.needs_reference or (config.kl_estimator == "full" and config.loss.policy != "dpo"):
         reference = None
     elif reference is None:
-        with heartbeat.during("reference"), reference_in_use(state) as model:
+        with heartbeat.during("reference"), phase("reference"), reference_in_use(state) as model:
             reference = token_outputs(state, model, work, trained_only=True)[0]
     advantages = work.advantages
     if advantages is None:
@@ -219,7 +221,8 @@ def optimizer_step(state: RankState, settings: UpdateSettings | None = None) -> 
     """
     state.memory_manager.wake_up(("parameters", "optimizer"))
     state.checkpoints.wait_for_copy()
-    return state.updater.step(state.mesh.group, settings)
+    with phase("optimizer"):
+        return state.updater.step(state.mesh.group, settings)
 
 
 def drop_gradients(state: RankState) -> None:

@@ -35,6 +35,10 @@ class GroupOfOne:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
+    def health(self) -> list[Any]:
+        """Of its only rank."""
+        return [self._trainer.health()]
+
     def shutdown(self) -> None:
         """Its process goes on."""
 
@@ -98,6 +102,7 @@ def test_a_run_leaves_metrics_curves_events_settings_checkpoints_and_a_model(
     folder = config.run.dir
     assert folder is not None and config.run.export_dir is not None
     assert [row["step"] for row in rows_of(config)] == [1, 2, 3, 4, 5]
+    assert all(row["memory/peak_bytes"] >= row["memory/allocated_bytes"] > 1e7 for row in rows_of(config))
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert any(file.stat().st_size > 1000 for file in (folder / "tensorboard").glob("events*"))
     assert RunFolder(folder).checkpoint_steps == [4, 5]  # the last two: after every second step, and after the last
@@ -113,6 +118,7 @@ def test_a_run_that_was_asked_to_end_leaves_a_checkpoint_and_goes_on_to_the_same
     assert ranks.run(1, run_alone, halted, asked_in) == [(None, 75)]
     assert len(rows_of(halted)) == asked_in == RunFolder(halted.run.dir).checkpoint_steps[-1]
     assert not halted.run.export_dir.exists()
+    assert (halted.run.dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     resumed = make(name, "checkpoint.resume=true")
     ((_, status),) = ranks.run(1, run_alone, resumed)
     found, expected = ([bits(row) for row in rows_of(config)] for config in (resumed, straight[0]))

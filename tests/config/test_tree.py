@@ -319,6 +319,12 @@ RULES = [
         ["model.checkpoint_every_n_layers=2", "model.activation_checkpointing=none"],
     ),
     (
+        "wandb_names_require_a_project",
+        {"run__wandb_group": "seeds", "run__wandb_name": "one", "run__wandb_project": "p"},
+        {"run__wandb_group": "seeds"},
+        ["run.wandb_group='seeds'", "run.wandb_project"],
+    ),
+    (
         "check_export_dtype",
         {"run__export_dtype": "bfloat16", "run__export_dir": "x"},
         {"run__export_dtype": "bfloat16"},
@@ -481,10 +487,16 @@ RULES = [
         ["optim.warmup_updates=10", "optim.total_updates=10"],
     ),
     (
-        "check_profile_memory",
+        "profile_options_require_updates",
         {"profile__updates": [3], "profile__memory": True, "run__dir": "x"},
         {"profile__memory": True},
         ["profile.memory=true", "profile.updates"],
+    ),
+    (
+        "profile_options_require_updates",
+        {"profile__updates": [3], "profile__record_shapes": True, "profile__with_stack": True, "run__dir": "x"},
+        {"profile__with_stack": True},
+        ["profile.with_stack=true", "profile.updates"],
     ),
     (
         "check_profiled_updates",

@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slimefsdp.distributed.memory_manager import TAGS, HostBuffers, MemoryManager, allocator_state
+from slimefsdp.distributed.memory_manager import (
+    TAGS,
+    HostBuffers,
+    MemoryManager,
+    allocator_state,
+    forget_peak_memory,
+    memory_in_use,
+)
 from slimefsdp.errors import ConfigError, ResourceError, SlimeError
 from slimefsdp.results import Memory, MemoryReport
 from tests.support.rank_pool import RankPool
@@ -204,6 +211,21 @@ def test_the_largest_free_block_is_that_of_this_device(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert allocator_state(torch.device("cuda", 1)) == {**state, "largest_free_block": 0}
     assert not any(allocator_state(CPU).values())
+
+
+def test_memory_in_use_is_the_allocators_on_a_gpu_and_the_processs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, peak = memory_in_use(CPU)
+    kept = torch.ones(200_000_000, dtype=torch.uint8)
+    then, highest = memory_in_use(CPU)
+    assert then - now > 150e6 and highest >= max(then, peak) and kept.all()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 90 + device.index)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 190 + device.index)
+    assert memory_in_use(torch.device("cuda", 1)) == (91, 191)
+    forgotten: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", forgotten.append)
+    for device in (CPU, torch.device("cuda", 1)):
+        forget_peak_memory(device)
+    assert forgotten == [torch.device("cuda", 1)]
 
 
 def test_the_allocator_of_two_reports_is_that_after_the_second() -> None:

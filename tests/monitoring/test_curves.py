@@ -13,17 +13,25 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from slimefsdp.monitoring.curves import draw_curves, running_mean, series_of, spread
+from slimefsdp.monitoring.curves import RunCurves, draw_curves, running_mean, series_of, spread
+from slimefsdp.monitoring.metrics_log import MetricsLog
 
 HEADINGS = {
     "eval/exact": "Held-out accuracy",
     "rollout/reward": "Training reward",
+    "rewards/chosen": "Implicit rewards",
+    "rewards/accuracies": "Pairs ranked rightly",
     "loss": "Loss",
     "entropy": "Entropy of the policy",
     "kl_ref": "KL to the reference model",
+    "kl_old": "KL to the policy before the step",
+    "clip_fraction_high": "Clipped tokens",
+    "rollout/response_length": "Response length",
+    "rollout/truncated": "Truncated responses",
     "grad_norm": "Gradient norm",
+    "memory/peak_bytes": "Memory of the rank with most",
     "rollout_mismatch_max": "Mismatch of rollout and trainer",
-    "seconds/train": "Where the time goes (named: medians)",
+    "seconds/train": "Where the time goes (medians)",
 }
 finite = st.floats(-1e6, 1e6)
 
@@ -85,6 +93,25 @@ def test_a_held_out_reward_of_another_scale_gets_its_own_axis(draw):
     assert axes["Held-out reward"].texts[0].get_text() == "-3"
 
 
+def test_lines_of_one_panel_share_an_axis_and_what_is_zero_throughout_may_have_none(draw):
+    axes = draw(rows_of({"rewards/chosen": 1.0, "rewards/rejected": -1.0, "clip_fraction_low": 0.0, "kl_old": 0.0}, 3))
+    assert [text.get_text() for text in axes["Implicit rewards"].texts] == ["chosen 1", "rejected -1"]
+    assert list(axes) == ["Implicit rewards"]
+    memory = {"memory/peak_bytes": 3.5e9, "memory/allocated_bytes": 2e9, "rollout/truncated": 0.0}
+    axes = draw(rows_of(memory, 3))
+    assert [text.get_text() for text in axes[HEADINGS["memory/peak_bytes"]].texts] == ["peak 3.5", "now 2"]
+    assert axes["Truncated responses"].get_ylim()[0] == 0
+
+
+def test_any_number_of_held_out_scores_have_looks_of_their_own_and_labels_beside_their_panel(draw):
+    scores = {f"eval/score_{index}": 1 - index / 1000 for index in range(20)}
+    axes = draw(rows_of(scores, 2))["Held-out evaluation"]
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines}
+    assert len(looks) == len(axes.lines) == len(scores)
+    heights = [text.xy[1] for text in axes.texts]
+    assert len(set(heights)) == len(scores) and min(heights) >= 0 and max(heights) < 1
+
+
 def test_each_held_out_set_has_panels_of_its_own(draw):
     metrics = {"eval/math/pass@1": 0.5, "eval/math/pass@1_low": 0.4, "eval/math/pass@1_high": 0.6}
     metrics |= {"eval/math/reward": -3.0, "eval/code/exact": 0.25, "eval/format/ok": 1.0}
@@ -134,6 +161,14 @@ def test_a_spike_does_not_reach_past_its_window():
 
 
 @given(positions=st.lists(st.floats(-2, 2), max_size=8), gap=st.floats(0.01, 0.5))
+def test_labels_that_are_kept_between_bounds_keep_their_order_and_distance(positions, gap):
+    moved = spread(positions, gap, low=0.0, high=4.0)
+    order = sorted(range(len(positions)), key=positions.__getitem__)
+    assert all(moved[after] - moved[before] >= gap - 1e-9 for before, after in itertools.pairwise(order))
+    assert all(-1e-9 <= height <= 4 + 1e-9 for height in moved)
+
+
+@given(positions=st.lists(st.floats(-2, 2), max_size=8), gap=st.floats(0.01, 0.5))
 def test_spread_labels_keep_their_order_and_distance_and_their_mean(positions, gap):
     moved = spread(positions, gap)
     order = sorted(range(len(positions)), key=positions.__getitem__)
@@ -141,6 +176,48 @@ def test_spread_labels_keep_their_order_and_distance_and_their_mean(positions, g
     assert sum(moved) == pytest.approx(sum(positions), abs=1e-9)
     if all(positions[after] - positions[before] > gap for before, after in itertools.pairwise(order)):
         assert moved == positions
+
+
+class Clock:
+    """Seconds that a picture takes; others pass between two steps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_run_is_drawn_after_its_first_step_and_then_for_a_hundredth_of_its_time(tmp_path, monkeypatch):
+    clock, drawn = Clock(), []
+
+    def draw(rows, path, **named):
+        drawn.append((len(rows), named))
+        clock.now += 2.0
+
+    monkeypatch.setattr("slimefsdp.monitoring.curves.draw_curves", draw)
+    curves = RunCurves(tmp_path, algorithm="GRPO", heldout_sets=("a",), clock=clock)
+    curves.draw_if_due()
+    assert not drawn, "nothing is there to be drawn"
+    with MetricsLog(tmp_path) as log:
+        for step in range(1, 402):
+            log.write(step, {"loss": 1.0})
+            curves.draw_if_due()
+            clock.now += 1.0
+    assert [rows for rows, _ in drawn] == [1, 201, 401]
+    assert {tuple(sorted(named)) for _, named in drawn} == {("heldout_sets", "title")}
+    curves.draw()
+    assert len(drawn) == 4, "an end is drawn whenever it comes"
+
+
+def test_what_cannot_be_drawn_is_said_once_and_ends_nothing(tmp_path, capsys):
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"loss": 1.0})
+    (tmp_path / "curves.png").mkdir()
+    curves = RunCurves(tmp_path, algorithm="GRPO", heldout_sets=())
+    for _ in range(2):
+        curves.draw()
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_dollar_signs_in_names_are_drawn_as_they_are(tmp_path):

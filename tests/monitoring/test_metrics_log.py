@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
-from slimefsdp.monitoring.metrics_log import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
+from slimefsdp.monitoring.metrics_log import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID, MetricsLog, read_metrics
 from tests.support.refusals import refused
 
 
@@ -37,14 +37,15 @@ def scalars(run_dir, name):
 
 
 class FakeWandb:
-    """Stands in for the wandb module; keeps what each run was given."""
+    """Stands in for the wandb module; keeps what each start of a run was given."""
 
     def __init__(self):
         self.runs = []
 
     def init(self, **settings):
-        run = SimpleNamespace(settings=settings, rows=[], exit_code=None)
-        run.log = lambda numbers, step: run.rows.append((step, numbers))
+        run = SimpleNamespace(settings=settings, rows=[], exit_code=None, metrics=[])
+        run.log = run.rows.append
+        run.define_metric = lambda name, step_metric: run.metrics.append((name, step_metric))
         run.finish = lambda exit_code: setattr(run, "exit_code", exit_code)
         self.runs.append(run)
         return run
@@ -175,20 +176,48 @@ def test_a_full_disk_is_one_typed_error_and_no_threads_traceback(tmp_path, monke
 def test_wandb_that_is_not_installed_is_refused_before_anything_is_made(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with refused(ConfigError, "run.wandb_project", "wandb") as caught:
-        MetricsLog(tmp_path / "run", wandb_project="p")
+        MetricsLog(tmp_path / "run", wandb={"project": "p"})
     assert "slimefsdp[wandb]" in str(caught.value.hint) and not (tmp_path / "run").exists()
 
 
-def test_wandb_gets_the_numbers_and_a_new_run_after_truncating_one_that_holds_some(tmp_path, monkeypatch):
+def test_wandb_that_does_not_start_is_a_refusal_that_names_its_reason(tmp_path, monkeypatch):
+    def init(**_):
+        raise RuntimeError("no API key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with refused(ConfigError, "run.wandb_project", "no API key"):
+        MetricsLog(tmp_path, wandb={"project": "p"})
+
+
+def test_a_resumed_run_goes_on_in_its_wandb_run_and_another_start_in_one_of_its_own(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.raises(KeyError), MetricsLog(tmp_path / "run7", wandb_project="p") as log:
-        log.truncate_after(0)  # an empty run is kept
+    given = {"project": "p", "name": "run7", "group": "seeds", "config": {"optim": {"lr": 0.5}}}
+    with pytest.raises(KeyError), MetricsLog(tmp_path, wandb=given) as log:
         log.write(1, {"loss": 1.0})
         log.write(2, {"loss": 2.0})
+        raise KeyError
+    with MetricsLog(tmp_path, wandb=given, resumes=True) as log:
         log.truncate_after(1)
         log.write(2, {"loss": 3.0})
-        raise KeyError
-    assert [run.rows for run in wandb.runs] == [[(1, {"loss": 1.0}), (2, {"loss": 2.0})], [(2, {"loss": 3.0})]]
-    assert [run.exit_code for run in wandb.runs] == [0, 1]
-    assert {(run.settings["project"], run.settings["group"]) for run in wandb.runs} == {("p", "run7")}
+    with MetricsLog(tmp_path, wandb=given):
+        pass
+    first, resumed, other = wandb.runs
+    assert [run.rows for run in wandb.runs] == [
+        [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}], [{"step": 2, "loss": 3.0}], []
+    ]  # fmt: skip
+    assert [run.exit_code for run in wandb.runs] == [1, 0, 0]
+    assert all(given.items() <= run.settings.items() for run in wandb.runs)
+    assert first.settings["id"] == resumed.settings["id"] != other.settings["id"]
+    assert resumed.settings["resume"] == "allow"
+    assert all(run.metrics == [("*", "step")] for run in wandb.runs), "steps that are taken again are not refused"
+
+
+@pytest.mark.parametrize("content", [b"", b"../../elsewhere", b"\xff\0"])
+def test_a_damaged_wandb_id_is_replaced(tmp_path, monkeypatch, content):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / WANDB_ID).write_bytes(content)
+    with MetricsLog(tmp_path, wandb={"project": "p"}, resumes=True):
+        pass
+    assert wandb.runs[0].settings["id"] == (tmp_path / WANDB_ID).read_text().strip() != ""

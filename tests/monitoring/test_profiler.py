@@ -79,6 +79,48 @@ def test_on_a_gpu_kernels_count_and_not_the_host_that_starts_them() -> None:
     assert_equal(shares_of_trace(trace, "update 3"), by_microsecond(kernels, [(40, 65)]))
 
 
+def test_communication_is_counted_in_the_phase_that_begins_it_and_what_overlaps_of_one_kind_once() -> None:
+    phases = [("forward", 10, 40), ("backward", 40, 80), ("optimizer", 80, 100)]
+    trace = [
+        UPDATE,
+        *(event(f"slimefsdp::{name}", start, end, "user_annotation") for name, start, end in phases),
+        event("c10d::_allgather_base_", 20, 22),
+        event("gloo:all_gather", 21, 31),
+        event("gloo:reduce_scatter", 75, 85),  # its end is awaited in the next phase
+        event("gloo:all_gather", 45, 50),
+        event("gloo:all_reduce", 90, 95),
+        event("gloo:all_reduce", 105, 130),  # goes on beyond the update
+    ]
+    expected = {
+        ("forward", "all-gather"): 11e-6, ("backward", "all-gather"): 5e-6, ("backward", "reduce-scatter"): 10e-6,
+        ("optimizer", "all-reduce"): 5e-6, ("other", "all-reduce"): 5e-6,
+    }  # fmt: skip
+    shares = shares_of_trace(trace, "update 3")
+    assert shares.by_phase == pytest.approx(expected)
+    *_, titles, forward, backward, optimizer, other = shares_table("update 3", [shares, shares]).splitlines()
+    assert titles.split() == ["in", "phase", "all-gather", "reduce-scatter", "all-reduce"]
+    assert forward.split() == ["forward", "11.0", "%", "-", "-"]
+    assert backward.split() == ["backward", "5.0", "%", "10.0", "%", "-"]
+    assert [line.split()[0] for line in (optimizer, other)] == ["optimizer", "other"]
+
+
+def test_a_kernel_counts_in_the_phase_in_which_the_host_started_it() -> None:
+    def with_number(one: dict[str, Any], number: int) -> dict[str, Any]:
+        return {**one, "args": {"correlation": number}}
+
+    trace = [
+        UPDATE,
+        event("slimefsdp::forward", 10, 40, "user_annotation"),
+        event("slimefsdp::backward", 40, 80, "user_annotation"),
+        with_number(event("cudaLaunchKernelExC", 15, 16, "cuda_runtime"), 7),
+        with_number(event("ncclDevKernel_AllGather_RING_LL", 50, 60, "kernel"), 7),
+        with_number(event("cuLaunchKernelEx", 45, 46, "cuda_driver"), 8),
+        with_number(event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 85, 95, "kernel"), 8),
+    ]
+    expected = {("forward", "all-gather"): 10e-6, ("backward", "reduce-scatter"): 10e-6}
+    assert shares_of_trace(trace, "update 3").by_phase == pytest.approx(expected)
+
+
 def memory(time: int, total: int, change: int, device: int) -> dict[str, Any]:
     args = {"Total Allocated": total, "Bytes": change, "Device Type": device}
     return {"ph": "i", "name": "[memory]", "ts": 1000.0 + time, "args": args}
@@ -102,6 +144,9 @@ def test_the_table_has_a_row_a_rank_and_parts_that_add_up() -> None:
     assert len({len(line) for line in lines[1:]}) == 1, "columns stand under their titles"
 
 
+PROFILED = {"updates": [2, 6], "memory": True, "record_shapes": True, "with_stack": True}
+
+
 def profiled_run(rank: int, config: RunConfig, resumed: RunConfig) -> list[str]:
     """Two steps of two updates, a checkpoint, and the same again as a run that resumes; digests of the weights."""
     batch = fresh_batch()
@@ -122,7 +167,7 @@ def test_ranks_profile_the_updates_that_were_chosen_and_a_resumed_run_counts_on(
 ) -> None:
     half = fresh_batch().num_samples // 2
     runs = {}
-    for name, chosen in (("plain", None), ("profiled", {"updates": [2, 6], "memory": True})):
+    for name, chosen in (("plain", None), ("profiled", PROFILED)):
         sections: dict[str, Any] = {"run": {"dir": str(tmp_path / name)}, "batch": {"samples_per_update": half}}
         sections["loss"] = {"drop_zero_advantages": False}
         config = settings(folder, mesh={"dp": 2}, **sections, **({"profile": chosen} if chosen else {}))
@@ -136,7 +181,13 @@ def test_ranks_profile_the_updates_that_were_chosen_and_a_resumed_run_counts_on(
     rows = []
     for rank in range(2):
         trace = tmp_path / "profiled" / "profile" / f"update_000006_rank{rank}.json.gz"
-        shares = shares_of_trace(json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"], "update 6")
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        shares = shares_of_trace(events, "update 6")
+        assert {("forward", "all-gather"), ("backward", "reduce-scatter"), ("optimizer", "all-reduce")} <= set(
+            shares.by_phase
+        )
+        assert any(event["name"] == "aten::mm" and event["args"]["Input Dims"] for event in events)
+        assert any("training/step.py" in event["name"] for event in events if event.get("cat") == "python_function")
         assert shares.communication > 0 and 0 < shares.compute < shares.seconds and shares.idle >= 0
         rows.append(shares)
         assert shares.peak_bytes is not None and shares.peak_bytes > 0

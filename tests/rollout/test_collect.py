@@ -190,6 +190,23 @@ def test_drawing_goes_on_until_enough_groups_are_mixed_and_the_surplus_is_left_o
     assert len({rounds for rounds, _ in seen}) > 1 and any(has_surplus for _, has_surplus in seen), seen
 
 
+def test_a_step_leaves_the_texts_of_some_groups_also_of_those_that_are_not_trained_on(
+    make: Any, tmp_path: Path
+) -> None:
+    run = {"seed": 3, "dir": str(tmp_path / "run")}
+    config = make(run=run, rollout={"filter": "mixed_groups", "show_groups": PROMPTS_PER_STEP})
+    collected(config, step=5)
+    text = (tmp_path / "run" / "samples" / "step_00000006.txt").read_text()
+    groups = drawn_by_hand(config, [(3, 1, 5)])
+    assert all(f"\n{record['prompt']}\n" in text for record, _ in groups)
+    assert text.count("rollout.filter") == len(groups) - sum(map(is_mixed, groups)) > 0
+    for count in (0, 1):
+        collected(make(run=run, rollout={"show_groups": count}), step=count)
+    files = sorted((tmp_path / "run" / "samples").iterdir())
+    assert [file.name for file in files] == ["step_00000002.txt", "step_00000006.txt"]
+    assert files[0].read_text().count("=== ") == 1
+
+
 def test_a_group_that_a_filter_dropped_is_in_no_denominator_and_one_that_trains_nothing_is(make: Any) -> None:
     def weights(batch: RolloutBatch | None) -> np.ndarray:
         """What the update divides each token's loss by, 1 over it, of the samples that are computed."""

@@ -14,12 +14,10 @@ import pytest
 
 from actors.rollout.collect import Collector
 from actors.rollout.engine import SampledResponse
-from actors.rollout.evaluation import Evaluator, pass_probability, share_of, solved_metrics, write_samples
+from actors.rollout.evaluation import Evaluator, pass_probability, share_of, solved_metrics
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
 from slimefsdp.config import config_from_dict
-from slimefsdp.errors import CheckpointError
-from tests.support.refusals import refused
 
 LONGEST = 6
 
@@ -77,6 +75,7 @@ def evaluated(tmp_path: Path) -> Any:
         collector = Collector(config, engines or Engines())
         evaluator = Evaluator(config, collector)
         metrics = evaluator.evaluate(step, 3)
+        assert f"step {step}," in evaluator.example and "reward" in evaluator.example
         done, _, whole, *_ = evaluator.progress().split()
         assert done == whole, "it says how far it is"
         left = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
@@ -196,35 +195,3 @@ def test_solved_prompts_are_counted_with_those_among_the_answers_that_ended() ->
     assert solved_metrics(groups, (1,), 0.5, "")["pass@1"] == 0.75
     assert "solved_of_finished" not in solved_metrics([groups[1]], (1,), 1.0, "")
     assert solved_metrics(groups, (), 1.0, "") == solved_metrics([], (1,), 1.0, "") == {}
-
-
-def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
-    chat = [{"role": "user", "content": "sort 31"}, {"role": "assistant", "content": "1"}]
-    groups = [
-        (
-            Record({"prompt": "sort 21", "answer": "12", "parts": ["x" * 9000], "level": 3}, "held.jsonl:1"),
-            [scored(1.0, text="12"), scored(0.0, number=1, text="", finished=False)],
-        ),
-        (Record({"prompt": chat}, "held.jsonl:2"), [scored(1.0, text="\ud800 13")]),  # half a surrogate pair
-    ]
-    for _ in range(2):  # the second time in the place of the first
-        write_samples(tmp_path / "evaluations", "step_00000003", groups)
-    rows = [json.loads(line) for line in (tmp_path / "evaluations" / "step_00000003.jsonl").read_text().splitlines()]
-    assert [(row["place"], row["number"], row["scores"]["reward"], row["finished"]) for row in rows] == [
-        ("held.jsonl:1", 0, 1.0, True),
-        ("held.jsonl:1", 1, 0.0, False),
-        ("held.jsonl:2", 0, 1.0, True),
-    ]
-    kept = rows[0]["record"]
-    assert (kept["answer"], kept["level"]) == ("12", 3) and rows[2]["record"] == {}
-    assert kept["parts"].startswith('["xxx') and len(kept["parts"]) < 2100 and "9,004 characters" in kept["parts"]
-    assert rows[0] | {"prompt": "sort 21", "response": "12", "tokens": 2} == rows[0] and rows[2]["prompt"] == chat
-    text = (tmp_path / "evaluations" / "step_00000003.txt").read_text()
-    assert all(part in text for part in ("held.jsonl:1, response 1", "sort 21", "\n12\n", "[user] sort 31", "cut"))
-    assert text.count("--- answer: 12\n") == 2, "of the record that has one, with each response"
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with refused(CheckpointError, "run.dir", tmp_path / "file"):
-        write_samples(tmp_path / "file", "step_00000003", [])

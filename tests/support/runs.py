@@ -9,6 +9,7 @@ from typing import Any
 from slimefsdp.config import RunConfig
 
 TIMES = {"time", "train_seconds", "tokens_per_second", "tokens_per_second_per_rank", "tflops_per_rank"}
+UNSTEADY = ("seconds/", "memory/")
 calls_left = 10**9  # of `variety`, before it breaks
 
 
@@ -47,6 +48,7 @@ def rows_of(config: RunConfig) -> list[dict[str, float]]:
 
 
 def bits(row: dict[str, float]) -> dict[str, str]:
-    """Every metric that is not a time, to the last bit."""
+    """Every metric that is no time and no size of memory, to the last bit."""
     names = {name: name.removeprefix("critic/") for name in row}
-    return {name: float(row[name]).hex() for name, own in names.items() if own not in TIMES and "seconds/" not in own}
+    steady = [name for name, own in names.items() if own not in TIMES and not own.startswith(UNSTEADY)]
+    return {name: float(row[name]).hex() for name in steady}

@@ -1,0 +1,155 @@
+"""Texts of responses for people to read: files of a step and of an evaluation, and one line for a terminal.
+
+What a model or an environment has said may hold anything. Control characters are written as escapes, so that no text
+acts on a terminal, and long texts lose their middle.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from actors.rollout.filters import ScoredSample
+from actors.rollout.prompts import Record, place_of
+from slimefsdp.io.checksummed_files import io_reported, write_synced
+
+_SHOWN_GROUPS = 50  # of an evaluation, in the file for people
+_MOST_OF_VALUE = 2000  # characters of a value of a record, which stand beside each of its responses
+_SHOWN_RESPONSES = 8  # of a group of a step: those of lowest and of highest reward
+_MOST_OF_TEXT = 4000  # characters of a prompt or a response of a step
+_MOST_OF_EXAMPLE = 80  # characters of a prompt or a response in a line for a terminal
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories of what is not shown but acts
+
+
+def printable(text: str, *, kept: str = "\n\t") -> str:
+    """The text with an escape such as \\x1b in the place of each control or format character.
+
+    Args:
+        kept: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one.encode("unicode_escape").decode() if unicodedata.category(one) in _ESCAPED and one not in kept else one
+        for one in text
+    )
+
+
+def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:
+    """Leaves `name`.jsonl, a line for each response that was scored, and `name`.txt, the first ones for people to read.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    rows = [_row(record, one) for record, samples in groups for one in samples]
+    shown = [_text(record, one) for record, samples in groups[:_SHOWN_GROUPS] for one in samples]
+    with io_reported(folder, "train"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_synced(folder / f"{name}.jsonl", lines.encode(errors="replace"))
+        write_synced(folder / f"{name}.txt", "".join(shown).encode())
+
+
+def write_step_samples(folder: Path, step: int, groups: Sequence[tuple[Record, Sequence[ScoredSample], str]]) -> None:
+    """Leaves the text of groups of a training step: each prompt, and its responses with their rewards.
+
+    Of a large group the responses with the lowest and the highest rewards are shown. A folder that cannot be written is
+    a warning: looking at a run must not end it.
+
+    Args:
+        groups: prompt, responses, and why the group is not trained on ("": it is).
+    """
+    text = "\n".join(_group_text(record, samples, why_left_out) for record, samples, why_left_out in groups)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = f"samples of step {step} were not written to {folder}: {error.strerror or error}"
+        warnings.warn(f"{problem}; the run goes on (rollout.show_groups)", stacklevel=2)
+
+
+def example_line(step: int, record: Record, one: ScoredSample) -> str:
+    """A response to a held-out prompt in one line, for the terminal."""
+    prompt, response = (_one_line(text) for text in (_last_words(record["prompt"]), one.sample.text))
+    return f"step {step}, a held-out sample: {prompt} -> {response} ({_scores_text(one)})"
+
+
+def _one_line(text: str) -> str:
+    return printable(_shortened(text.strip(), _MOST_OF_EXAMPLE), kept="")
+
+
+def _last_words(prompt: Any) -> str:
+    """Of a text all of it, of a chat its last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))
+
+
+def _shortened(text: str, most: int) -> str:
+    """Without its middle, where it is longer."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} .. ({len(text) - most:,} characters) .. {text[len(text) - most // 2 :]}"
+
+
+def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: str) -> str:
+    by_reward = sorted(samples, key=lambda one: one.reward)
+    half = _SHOWN_RESPONSES // 2
+    shown = by_reward if len(samples) <= _SHOWN_RESPONSES else [*by_reward[:half], *by_reward[-half:]]
+    head = f"=== {place_of(record)}: {len(shown)} of {len(samples)} responses"
+    head += f"; not trained on: {why_left_out}" if why_left_out else ""
+    parts = [head, printable(_shortened(_prompt_text(record), _MOST_OF_TEXT))]
+    if "answer" in record:
+        parts.append(f"--- answer: {printable(str(_bounded(record['answer'])))}")
+    for one in sorted(shown, key=lambda one: one.sample.number):
+        trained = "" if one.reward == one.scores["reward"] else f", trained as {one.reward:g}"
+        parts.append(f"--- response {one.sample.number}: {_scores_text(one)}{trained}; {_length_text(one)}")
+        parts.append(printable(_shortened(one.sample.text, _MOST_OF_TEXT)))
+    return "\n".join(parts) + "\n"
+
+
+def _row(record: Record, one: ScoredSample) -> dict[str, Any]:
+    return {
+        "place": place_of(record),
+        "number": one.sample.number,
+        "prompt": record["prompt"],
+        "response": one.sample.text,
+        "tokens": one.sample.response_length,
+        "finished": one.sample.finished,
+        "scores": one.scores,
+        "record": _rest_of(record),
+    }
+
+
+def _rest_of(record: Record) -> dict[str, Any]:
+    """What a record has beside its prompt, such as the true answer; of what is long, the beginning of its JSON."""
+    return {key: _bounded(value) for key, value in record.items() if key != "prompt"}
+
+
+def _bounded(value: Any) -> Any:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return value if len(text) <= _MOST_OF_VALUE else f"{text[:_MOST_OF_VALUE]} .. ({len(text):,} characters)"
+
+
+def _text(record: Record, one: ScoredSample) -> str:
+    """A response of an evaluation, with its prompt."""
+    head = f"=== {place_of(record)}, response {one.sample.number}: {_scores_text(one)}; {_length_text(one)}"
+    answer = f"--- answer: {_bounded(record['answer'])}\n" if "answer" in record else ""
+    return printable(f"{head}\n{_prompt_text(record)}\n---\n{one.sample.text}\n{answer}\n")
+
+
+def _prompt_text(record: Record) -> str:
+    prompt = record["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message['role']}] {message.get('content', '')}" for message in prompt)
+
+
+def _scores_text(one: ScoredSample) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in one.scores.items())
+
+
+def _length_text(one: ScoredSample) -> str:
+    return f"{one.sample.response_length} tokens, {'ended' if one.sample.finished else 'cut'}"
