@@ -112,8 +112,9 @@ def _one_or_named(value: Any) -> Path | dict[str, Path]:
         return path_or_id(value)
     if not value:
         raise broken_rule("names no held-out set", f"{example}, or remove it")
+    kept = {name: path for name, path in value.items() if path is not None}  # null withdraws one of several
     found = {}
-    for name, path in value.items():
+    for name, path in (kept or value).items():
         # metrics and folders are called by it
         if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
             rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"

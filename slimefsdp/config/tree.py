@@ -6,6 +6,7 @@ pydantic and PyYAML, never torch, so that a bad setting is answered at once.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
-from slimefsdp.config.loader import apply_override, read_yaml_mapping
+from slimefsdp.config.loader import apply_override, read_settings, with_base
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import (
     ENGINES,
@@ -95,7 +96,8 @@ class RunConfig(AlgorithmSettings):
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
             raise ValueError(
-                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what}, or set algorithm=grpo"
+                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what} or set {what} to null, or set "
+                "algorithm=grpo"
             )
         return self
 
@@ -558,19 +560,25 @@ def _changed(section: BaseModel, names: Iterable[str]) -> list[str]:
     return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """The checked settings of one YAML file with dotted overrides (`optim.lr=1e-6`) on top.
+
+    Args:
+        path: the file, which may build on another (`base: FILE`), or a nested dictionary of what it would hold.
 
     Raises:
         ConfigError: naming the setting, its value, the rule and the way out.
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint="name a YAML file")
+    is_path = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
+    if not is_path and not isinstance(path, Mapping):
+        hint = "name a YAML file, or give a dictionary of settings"
+        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint=hint)
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
     if not is_list or not all(isinstance(override, str) for override in overrides):
         problem = f"overrides={short_repr(overrides)} is not a list of texts"
         raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
-    tree = read_yaml_mapping(Path(path))
+    # overrides must not change what the caller gave, and the base of a dictionary begins at the present folder
+    tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
     for override in overrides:
         apply_override(tree, override)
     return config_from_dict(tree)

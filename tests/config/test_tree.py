@@ -18,6 +18,7 @@ import yaml
 from annotated_types import Gt, Le
 from pydantic import Field, ValidationError
 
+from actors.run_dir import settings_text
 from slimefsdp.algorithms import advantages, rollout_correction
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
@@ -115,7 +116,7 @@ BAD_OVERRIDES = {
     "profile.peak_tflops=0": ["profile.peak_tflops=0", "0"],
     "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full'", "'keep_parameters'", "'optimizer'", "'replicate'", "'auto'"],
     "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none'", "'full'", "'selective'"],
-    "optim.lr=": ["optim.lr=null", "1e-6"],
+    "optim.lr=": ["optim.lr=null"],
     "optim.lr=1e": ["optim.lr='1e'"],
     "optim.lr=1e-6,": ["optim.lr='1e-6,'"],
     "optim.lr==3": ["optim.lr='=3'"],
@@ -129,7 +130,6 @@ BAD_OVERRIDES = {
     "cluster.call_timeout_s=.inf": ["cluster.call_timeout_s=.inf"],
     "checkpoint.resume=yes": ["checkpoint.resume='yes'"],
     "checkpoint.resume=1": ["checkpoint.resume=1"],
-    "loss.kl_unbiased=null": ["loss.kl_unbiased=null"],
     "loss.kl_unbiased=1": ["loss.kl_unbiased=1"],
     "advantage.whiten=yes": ["advantage.whiten='yes'"],
     "run.wandb_project=3": ["run.wandb_project=3"],
@@ -178,7 +178,7 @@ BAD_OVERRIDES = {
     **{
         f"optim.betas={value}": [f"optim.betas={value}", "[0, 1)", "[0.9, 0.95]"]
         for value in ("[]", "[0.9]", "[0.9, 0.9, 0.9]", "[0.9, 1]", "[-0.1, 0.9]", "[.nan, 0.9]", "[true, false]",
-                      "['a', 'b']", "0.9", "{}", "null", "[[0.9], 0.9]", "'0.9,0.9'")
+                      "['a', 'b']", "0.9", "{}", "[[0.9], 0.9]", "'0.9,0.9'")
     },
     # the form of a reward's name
     **{
@@ -196,7 +196,8 @@ BAD_OVERRIDES = {
     "rollout.curriculum=[{from_step: 1, until: 3}]": ["rollout.curriculum.0.until=3"],
     # sections
     "model=3": ["model=3"],
-    "optim=null": ["optim=null"],
+    "optim=null": ["optim", "optim.total_updates"],
+    "model.path=null": ["model.path"],
     "rollout=[a]": ["rollout=['a']"],
     "optim={}": ["optim.total_updates"],
     # unknown names
@@ -247,10 +248,88 @@ def test_an_override_below_an_override_that_is_no_section_names_both(least_file)
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(least_file):
     config = load_config(
-        least_file, ["optim.lr=1e-3", "mesh={dp: 2}", "mesh.device=cpu", "optim.lr=2e-3", "run.steps="]
+        least_file, ["optim.lr=1e-3", "mesh={dp: 2}", "mesh.device=cpu", "optim.lr=2e-3", "run.steps=null"]
     )
     assert (config.optim.lr, config.mesh.dp, config.mesh.device, config.run.steps) == (2e-3, 2, "cpu", None)
     assert config.optim.total_updates == 10
+
+
+GRPO = {
+    **LEAST,
+    "data": {"train": "t.jsonl", "heldout": {"sums": "h.jsonl"}, "max_prompt_tokens": 64},
+    "rollout": {"reward": "m:f", "samples_per_prompt": 4},
+    "environment": {"arguments": {}},
+    "evaluation": {"interval_steps": 5},
+    "reference": {"offload": "none"},
+    "loss": {"clip_high": 0.3, "reduction": "token_mean"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["overrides", "a derived file"])
+def test_null_withdraws_what_a_file_of_another_algorithm_has_set(tmp_path, way):
+    """The settings of GRPO become those of a supervised run; no rule sees what is null."""
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(GRPO))
+    given = {"algorithm": "sft", "data.heldout": None, "rollout": None, "environment": None, "evaluation": None}
+    given |= {"reference.offload": None, "loss.clip_high": None}
+    assert refusal(load_config, tmp_path / "grpo.yaml", ["algorithm=sft"]).field == "rollout.reward"
+    if way == "overrides":
+        config = load_config(
+            tmp_path / "grpo.yaml", [f"{name}={'null' if v is None else v}" for name, v in given.items()]
+        )
+    else:
+        text = "base: grpo.yaml\nalgorithm: sft\ndata: {heldout: null}\nreference: {offload: }\nloss: {clip_high: ~}\n"
+        (tmp_path / "sft.yaml").write_text(text + "rollout:\nenvironment: null\nevaluation: null\n")
+        config = load_config(tmp_path / "sft.yaml")
+    assert config.algorithm == "sft" and config.data.train == Path("t.jsonl") and config.loss.clip_high == 0.2
+    assert config.loss.model_fields_set == {"reduction"} and not config.rollout.model_fields_set
+
+
+def test_null_withdraws_unless_it_is_a_value_of_its_own():
+    assert settings(optim__lr=None, run__seed=None, rollout__curriculum=None) == settings()
+    assert settings().critic.clip == 0.2 and settings(algorithm="ppo", critic__clip=None).critic.clip is None
+    assert settings(algorithm="ppo", critic=None).critic.clip == 0.2
+
+
+def test_null_among_arguments_of_the_users_own_is_a_value():
+    arguments = {"limit": None, "level": 3}
+    config = settings(rollout__environment="m:C", environment__arguments=arguments)
+    assert config.environment.arguments == arguments
+
+
+def test_files_that_build_on_others_are_read_as_one(tmp_path):
+    """The nearest file wins, mappings are merged, and the settings that a run leaves behind are the result."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "first.yaml").write_text(yaml.safe_dump({**GRPO, "optim": {"total_updates": 9, "lr": 1e-5}}))
+    (tmp_path / "shared" / "second.yaml").write_text("base: first.yaml\noptim: {lr: 1e-4, eps: 1e-7}\nrollout: null\n")
+    (tmp_path / "own.yaml").write_text(
+        "base: shared/second.yaml\noptim: {lr: 1e-3, total_updates: null}\nrollout: {reward: m:g}\n"
+        "data: {heldout: {products: p.jsonl}}\n"
+    )
+    config = load_config(tmp_path / "own.yaml", ["optim.total_updates=7"])
+    assert (config.optim.total_updates, config.optim.lr, config.optim.eps) == (7, 1e-3, 1e-7)
+    assert config.rollout.reward == "m:g" and config.rollout.samples_per_prompt == 8  # withdrawn in the second
+    assert config.data.heldout_sets == {"sums": Path("h.jsonl"), "products": Path("p.jsonl")}
+    (tmp_path / "settings.yaml").write_text(settings_text(config))
+    assert load_config(tmp_path / "settings.yaml") == config
+    assert "base" not in yaml.safe_load(settings_text(config))
+    dictionary = {"base": str(tmp_path / "own.yaml"), "optim": {"total_updates": 7}}
+    assert load_config(dictionary) == config and dictionary["optim"] == {"total_updates": 7}
+    assert load_config(dictionary, ["optim.total_updates=8"]).optim.total_updates == 8
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [
+        ("own.yaml", ["own.yaml"]), ("round.yaml", ["round.yaml", "own.yaml"]), ("none.yaml", ["none.yaml"]),
+        ("[a]", ["['a']"]), ("$NO_SUCH_VARIABLE/x", ["NO_SUCH_VARIABLE"]),
+    ],
+)  # fmt: skip
+def test_a_base_that_cannot_be_is_refused(tmp_path, base, named):
+    (tmp_path / "own.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "round.yaml").write_text("base: ./own.yaml\n")
+    error = refusal(load_config, tmp_path / "own.yaml")
+    assert all(name in error.message for name in named) and error.field in ("base", None)
+    assert refusal(config_from_dict, {**LEAST, "base": "x.yaml"}).field == "base"
 
 
 def test_an_unknown_name_is_told_before_what_is_missing_because_of_it():
@@ -1017,7 +1096,8 @@ def test_a_rule_between_settings_accepts_one_side_and_refuses_the_other(rule, ac
 
 def test_every_rule_between_settings_is_in_the_table_above():
     models = [RunConfig, *SECTIONS.values()]
-    assert {name for model in models for name in model.__pydantic_decorators__.model_validators} == {
+    validators = [model.__pydantic_decorators__.model_validators.items() for model in models]
+    assert {name for found in validators for name, one in found if one.info.mode == "after"} == {
         rule[0] for rule in RULES
     }
 
@@ -1075,6 +1155,8 @@ def test_an_override_adds_a_held_out_set_by_name(tmp_path):
     assert added.data.heldout_sets == {"math": Path("n.jsonl"), "2-digits": Path("d.jsonl")}
     one = load_config(tmp_path / "c.yaml", ["data.heldout=x.jsonl"])
     assert one.data.heldout_sets == {"": Path("x.jsonl")}
+    other = load_config(tmp_path / "c.yaml", ["data.heldout.code=c.jsonl", "data.heldout.math=null"])
+    assert other.data.heldout_sets == {"code": Path("c.jsonl")}
     error = refusal(load_config, tmp_path / "c.yaml", ["data.heldout=x.jsonl", "data.heldout.math=m.jsonl"])
     assert error.field == "data.heldout.math" and unnamed(["data.heldout='x.jsonl'"], error) == []
     assert refusal(load_config, tmp_path / "c.yaml", ["data.heldout.a b=x"]).hint
