@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,12 @@ def _engine_name(value: str) -> str:
     if value not in ENGINES and ":" not in value:
         raise broken_rule("is no engine", f"write {', '.join(ENGINES)}, or a class of your own as module:Class")
     return value if value in ENGINES else function_name(value)
+
+
+def _program(value: Any) -> Any:
+    """A name without a folder is looked for as a shell does; one that is not on PATH stays a path."""
+    is_name = isinstance(value, str) and "/" not in value and "\0" not in value
+    return (shutil.which(value) if is_name else None) or value
 
 
 def _arguments(value: Any) -> tuple[str, ...]:
@@ -237,9 +244,10 @@ class RolloutSettings(Settings):
         description="where the engines are; own: beside the trainer, on GPUs of their own; colocated: in the places of "
         "the first ranks, whose devices engines and trainer take in turns",
     )
-    engine_python: PathSetting | None = Field(
+    engine_python: Annotated[PathSetting, BeforeValidator(_program)] | None = Field(
         None,
-        description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts",
+        description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts; "
+        "a name without a folder is looked for on PATH",
     )
     engine_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"

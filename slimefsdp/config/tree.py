@@ -355,10 +355,28 @@ class RunConfig(AlgorithmSettings):
     def check_schedule_length(self) -> RunConfig:
         needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
         if needed is not None and self.optim.total_updates < needed:
+            per_update, steps = self.batch.samples_per_update, f"run.steps={self.run.steps}"
+            ways = f"set optim.total_updates={needed}"
+            if self.updates_per_step > 1 and per_update is not None and self.algorithm != "sft":
+                ways += (
+                    f", or raise batch.samples_per_update={per_update}, of {self.samples_per_step} samples in a step"
+                )
             raise ValueError(
                 f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates "
-                f"(run.steps={self.run.steps} x {self.updates_per_step} updates each); set optim.total_updates={needed}"
+                f"({steps} x {self.updates_per_step} updates each); {ways}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_learning_rates(self) -> RunConfig:
+        """Steps of AdamW and Muon have about the length of the rate; those of SGD have the gradient's."""
+        rates = {"optim.lr": self.optim.lr, "optim.adamw_lr": self.optim.adamw_lr, "critic.lr": self.critic.lr}
+        for field, rate in rates.items():
+            if rate is not None and rate > 1 and self.optim.name != "sgd":
+                raise ValueError(
+                    f"{field}={rate:g} is more than 1, and each update of optim.name={self.optim.name} moves every "
+                    "parameter by about that; lower it to a rate such as 1e-6, or set optim.name=sgd"
+                )
         return self
 
     @model_validator(mode="after")

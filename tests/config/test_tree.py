@@ -343,12 +343,42 @@ def test_names_that_other_trainers_have_lead_to_those_of_this_one():
     error = refusal(settings, optim__learning_rate=1e-5)
     assert error.field == "optim.learning_rate" and "optim.lr" in error.hint
     tree = config_from_dict(LEAST)
-    for name, ours in NAMES_ELSEWHERE.items():
-        for one in re.findall(r"[a-z]+\.[a-z_]+", ours):
+    for name, hint in NAMES_ELSEWHERE.items():
+        for one in re.findall(r"[a-z]+\.[a-z_]+", hint):
             section, own = one.split(".")
             assert hasattr(getattr(tree, section), own), name
         elsewhere = refusal(config_from_dict, {**LEAST, "rollout": {name: 1}})
-        assert ours in elsewhere.hint, name
+        assert hint in elsewhere.hint, name
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("loss.policy=grpo", ["advantage.estimator=grpo"]),
+        ("advantage.estimator=gspo", ["loss.policy=gspo"]),
+        ("mesh.tp=2", [NAMES_ELSEWHERE["tp"]]),
+        ("lora.r=8", ["lora.rank"]),
+        ("per_device_train_batch_size=1", ["batch.samples_per_update"]),
+        ("train={learning-rate: 1e-5, lora: {lora_alpha: 3}}", ["optim.lr", "lora.alpha"]),
+        ("actor_rollout_ref.actor.ppo_epochs=3", ["loss.epochs"]),
+        ("fsdp_config.fsdp_offload_params=true", ["fsdp.cpu_offload"]),
+        ("fsdp_state_dict_type=x", ["fsdp.sharding"]),
+        ("optim={total_updates: 9, lr: 10}", ["optim.lr=10", "optim.name=adamw"]),
+        ("batch.samples_per_update=7", ["optim.total_updates=3700", "batch.samples_per_update=7", "256"]),
+    ],
+)  # fmt: skip
+def test_what_others_would_have_written_is_answered_with_what_to_write(least_file, override, named):
+    overrides = ["run.steps=100", "optim.total_updates=100"] if "7" in override else []
+    text = str(refusal(load_config, least_file, [*overrides, override]))
+    assert [one for one in named if one not in text] == [], text
+
+
+def test_a_program_is_found_on_path_unless_it_is_written_with_its_folder(monkeypatch, tmp_path):
+    (tmp_path / "python-of-engine").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {"python-of-engine": tmp_path / "python-of-engine", "./python-of-engine": Path("python-of-engine")}
+    for written, path in found.items():
+        assert settings(**{**VLLM, "rollout__engine_python": written}).rollout.engine_python == path
 
 
 def test_several_faults_are_told_at_once_but_not_without_end():
@@ -391,6 +421,18 @@ _REFERENCE_GROUP = {
     "loss__kl_coefficient": 0.1,
 }
 RULES = [
+    (
+        "check_learning_rates",
+        {"optim__lr": 10.0, "optim__name": "sgd"},
+        {"optim__lr": 10.0},
+        ["optim.lr=10", "optim.name=adamw"],
+    ),
+    (
+        "check_learning_rates",
+        {"algorithm": "ppo", "critic__lr": 1.0},
+        {"algorithm": "ppo", "critic__lr": 2.0},
+        ["critic.lr=2", "optim.name=adamw"],
+    ),
     (
         "check_checkpoint_every_n_layers",
         {"model__activation_checkpointing": True, "model__checkpoint_every_n_layers": 2},
