@@ -161,7 +161,7 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         config = group.config
         engines = EnginePool.launch(config, group if config.rollout.placement == "colocated" else None)
         stack.callback(engines.shutdown)
-        engines.check_room(prompts.longest)
+        engines.check_room(prompts.longest_heldout, evaluates=True)
         rewards = launch_rewards(config)
         stack.callback(rewards.shutdown)
         collector = Collector(config, engines, None, prompts, rewards)
@@ -192,13 +192,14 @@ def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> l
     """The metrics for people."""
     from actors.rollout.evaluation import metric_prefix
 
-    rollout, samples, sets = config.rollout, config.evaluation.samples_per_prompt, config.data.heldout_sets
+    sampling, samples = config.sampling(evaluates=True), config.evaluation.samples_per_prompt
+    sets = config.data.heldout_sets
     sizes = {name: f"{len(prompts.heldout[name]):,} prompts of {path}" for name, path in sets.items()}
-    drawn = f"{samples} response{'s' * (samples > 1)} to each at temperature {rollout.temperature:g}"
+    drawn = f"{samples} response{'s' * (samples > 1)} to each at temperature {sampling.temperature:g}"
     drawn = drawn if samples else "the likeliest response to each"
     lines = [
         f"{config.model.path}: {sizes.get('') or f'{len(sets)} held-out sets'}",
-        f"{drawn}, of at most {rollout.max_new_tokens:,} tokens",
+        f"{drawn}, of at most {sampling.max_new_tokens:,} tokens",
     ]
     for name, size in sizes.items():
         prefix = metric_prefix(name)

@@ -66,6 +66,12 @@ def _arguments(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _stop_texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise broken_rule("must be a list of texts", "write it like ['</answer>']")
+    return tuple(value)
+
+
 def _keyword_arguments(value: Any) -> dict[str, Any]:
     try:
         is_plain = isinstance(value, dict) and json.loads(json.dumps(value, allow_nan=False)) == value
@@ -221,10 +227,36 @@ class LengthLimits:
     new_tokens: int  # of a response
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are sampled, for training or in evaluations."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float
+    top_k: int | None
+    min_p: float
+    length_setting: str  # which says max_new_tokens
+
+
 class RolloutSettings(Settings):
     """Sampling. The temperature is the engine's and the trainer's at once."""
 
     temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the fewest likeliest tokens that have this probability together (nucleus sampling); "
+        "log-probs stay those over all tokens (docs/rollouts.md)",
+    )
+    top_k: PositiveInt | None = Field(None, description="sample from so many likeliest tokens; null: from all")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="sample from tokens with at least this share of the likeliest one's probability"
+    )
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_texts)] = Field(
+        (), description="texts that end a response, and belong to it, as an end token does; in evaluations too"
+    )
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response; of an environment, in each turn")
@@ -400,6 +432,19 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def check_limits_of_sampling(self) -> RolloutSettings:
+        """Log-probs that servers give under such limits are not known to be over all tokens, as the trainer's are."""
+        for name in ("top_p", "top_k", "min_p"):
+            value = getattr(self, name)
+            if self.engine in SERVED_ENGINES and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"rollout.{name}={value} leaves rollout.engine={self.engine} without log-probs over all tokens, "
+                    f"which training reads; remove it, set evaluation.{name} where evaluations are meant, or set "
+                    "rollout.engine=embedded"
+                )
+        return self
+
+    @model_validator(mode="after")
     def check_sglang_weights(self) -> RolloutSettings:
         if self.engine == "sglang" and self.weight_checksums:
             raise ValueError(
@@ -529,12 +574,19 @@ class EnvironmentSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """Held-out evaluation by sampling at the rollout temperature."""
+    """Held-out evaluation by sampling; how is said here, or else by `rollout`."""
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
     samples_per_prompt: int = Field(
         1, ge=0, description="responses sampled per held-out prompt; 0, with evaluation.greedy: none but the likeliest"
     )
+    temperature: float | None = Field(None, ge=1e-30, le=LARGEST, description="of sampling; null: rollout.temperature")
+    max_new_tokens: PositiveInt | None = Field(
+        None, description="longest response, of greedy ones too; null: rollout.max_new_tokens"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p, which null stands for")
+    top_k: PositiveInt | None = Field(None, description="as rollout.top_k, which null stands for")
+    min_p: float | None = Field(None, ge=0, lt=1, description="as rollout.min_p, which null stands for")
     greedy: bool = Field(
         False,
         description="also one response of the likeliest tokens to each prompt; its metrics begin with eval/greedy_",
@@ -558,6 +610,13 @@ class EvaluationSettings(Settings):
                 "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true; set that, or sample "
                 "at least 1"
             )
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            value = getattr(self, name)
+            if not self.samples_per_prompt and value is not None:
+                raise ValueError(
+                    f"evaluation.{name}={value:g} says nothing about greedy responses, and "
+                    "evaluation.samples_per_prompt=0 draws no others; remove it, or sample at least 1"
+                )
         return self
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ import copy
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from slimefsdp.config.loader import apply_override, read_settings, with_base
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import (
     ENGINES,
+    TEMPERATURES,
     VLLM_RANKS,
     DataSettings,
     EnvironmentSettings,
     EvaluationSettings,
     RolloutSettings,
+    Sampling,
 )
 from slimefsdp.config.sections import (
     MOST,
@@ -124,6 +127,33 @@ class RunConfig(AlgorithmSettings):
             raise ValueError(
                 f"environment.max_tokens={most} must be more than rollout.max_new_tokens={rollout.max_new_tokens} and "
                 f"at most {self.max_pack_tokens}, which a pack holds (batch.max_tokens_per_rank x mesh.cp); set it so"
+            )
+        return self
+
+    def sampling(self, *, evaluates: bool) -> Sampling:
+        """How responses are sampled, for training or in evaluations, which say what is different about them."""
+        rollout, own = self.rollout, self.evaluation
+        training = Sampling(
+            rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
+            length_setting="rollout.max_new_tokens",
+        )  # fmt: skip
+        if not evaluates:
+            return training
+        changed: dict[str, Any] = {
+            "temperature": own.temperature, "max_new_tokens": own.max_new_tokens, "top_p": own.top_p,
+            "top_k": own.top_k, "min_p": own.min_p,
+            "length_setting": None if own.max_new_tokens is None else "evaluation.max_new_tokens",
+        }  # fmt: skip
+        return replace(training, **{name: value for name, value in changed.items() if value is not None})
+
+    @model_validator(mode="after")
+    def check_evaluation_temperature(self) -> RunConfig:
+        engine, value = self.rollout.engine, self.evaluation.temperature
+        low, high = TEMPERATURES.get(engine, (0.0, math.inf))
+        if value is not None and not low <= value <= high:
+            raise ValueError(
+                f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}; set one of these, or "
+                "rollout.engine=embedded"
             )
         return self
 

@@ -188,6 +188,10 @@ BAD_OVERRIDES = {
     "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
     "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
     # stages
+    "rollout.top_p=0": ["rollout.top_p=0", "0"],
+    "rollout.min_p=1": ["rollout.min_p=1", "1"],
+    "rollout.stop=x": ["rollout.stop='x'"],
+    "rollout.stop=['']": ["rollout.stop=['']"],
     "rollout.curriculum=[3]": ["rollout.curriculum=[3]", "from_step: 1"],
     "rollout.curriculum={from_step: 1}": ["rollout.curriculum={'from_step': 1}", "a list of stages"],
     "rollout.curriculum=[{from_step: 0}]": ["rollout.curriculum.0.from_step=0", "at least 1"],
@@ -421,6 +425,30 @@ _REFERENCE_GROUP = {
     "loss__kl_coefficient": 0.1,
 }
 RULES = [
+    (
+        "check_limits_of_sampling",
+        {"rollout__top_p": 0.9, "rollout__top_k": 5, "rollout__min_p": 0.1, "rollout__stop": ["</a>"]},
+        {**VLLM, "rollout__top_p": 0.9, "rollout__stop": ["</a>"]},
+        ["rollout.top_p=0.9", "rollout.engine=vllm", "evaluation.top_p"],
+    ),
+    (
+        "check_limits_of_sampling",
+        {**VLLM, "evaluation__top_p": 0.9, "evaluation__top_k": 5, "evaluation__min_p": 0.1},
+        {**SGLANG, "rollout__top_k": 5},
+        ["rollout.top_k=5", "rollout.engine=sglang", "evaluation.top_k"],
+    ),
+    (
+        "check_evaluation_temperature",
+        {"evaluation__temperature": 3.0},
+        {**VLLM, "evaluation__temperature": 3.0},
+        ["evaluation.temperature=3", "vllm", "0.01", "2"],
+    ),
+    (
+        "check_draws_responses",
+        {"evaluation__temperature": 0.5, "evaluation__greedy": True},
+        {"evaluation__temperature": 0.5, "evaluation__greedy": True, "evaluation__samples_per_prompt": 0},
+        ["evaluation.temperature=0.5", "evaluation.samples_per_prompt=0"],
+    ),
     (
         "check_learning_rates",
         {"optim__lr": 10.0, "optim__name": "sgd"},
@@ -1142,6 +1170,20 @@ def test_every_rule_between_settings_is_in_the_table_above():
     assert {name for found in validators for name, one in found if one.info.mode == "after"} == {
         rule[0] for rule in RULES
     }
+
+
+def test_evaluations_sample_as_they_say_and_else_as_training_does():
+    rollout = {"rollout__temperature": 0.7, "rollout__top_k": 5, "rollout__max_new_tokens": 9}
+    both = {settings(**rollout).sampling(evaluates=one) for one in (False, True)}
+    assert len(both) == 1 and both.pop().length_setting == "rollout.max_new_tokens"
+    config = settings(
+        **rollout, evaluation__temperature=0.5, evaluation__max_new_tokens=99, evaluation__top_p=0.9,
+        evaluation__min_p=0.0,
+    )  # fmt: skip
+    assert config.sampling(evaluates=False) == settings(**rollout).sampling(evaluates=False)
+    own = config.sampling(evaluates=True)
+    assert (own.temperature, own.max_new_tokens, own.length_setting) == (0.5, 99, "evaluation.max_new_tokens")
+    assert (own.top_p, own.top_k, own.min_p) == (0.9, 5, 0.0)
 
 
 def test_good_values_of_every_kind_are_accepted_as_they_are():
