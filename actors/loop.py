@@ -104,6 +104,7 @@ class Run:
             engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
             stack.callback(engines.shutdown)
             engines.check_room(prompts.longest)
+            engines.check_room(prompts.longest_heldout, evaluates=True)
             rewards = launch_rewards(config)
             stack.callback(rewards.shutdown)
             recorded = self._folder.batches if self._keeps else None

@@ -41,7 +41,29 @@ rollout:
   reward: my_package.rewards:score
 optim:
   total_updates: 100
-```"""
+```
+
+A file can build on another one. It names that file in a line `base: FILE`, whose path begins at the folder of the file
+that names it; all other paths begin at the folder where the command runs. Sections are merged name by name, and the
+file that names the base wins. A base may have a base of its own.
+
+`null` withdraws a setting or a whole section, in a derived file and on the command line: it is as if nobody had given
+it, so that it has its default. (`critic.clip: null` alone is a value of its own.) A GRPO file becomes a supervised one
+like this:
+
+```yaml
+base: grpo.yaml
+algorithm: sft
+rollout: null
+evaluation: null
+data:
+  heldout: null
+```
+
+`run.dir/settings.yaml` holds the merged settings of a run, and needs no base.
+
+`slimefsdp.load_config` takes a file's path, or a dictionary of the same shape, whose `base` begins at the present
+folder."""
 
 _NAMES = {
     int: "integer",

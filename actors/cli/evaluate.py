@@ -18,7 +18,7 @@ from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.startup import stage
 from slimefsdp.config import RunConfig
-from slimefsdp.config.loader import apply_override, read_yaml_mapping
+from slimefsdp.config.loader import apply_override, read_settings
 from slimefsdp.config.rollout import heldout_field
 from slimefsdp.config.tree import config_from_dict
 from slimefsdp.errors import ConfigError
@@ -80,7 +80,7 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
         ConfigError: as `slimefsdp.load_config`; data.heldout or what rewards is not set, or an override says nothing
             about an evaluation.
     """
-    given = {} if options.config is None else read_yaml_mapping(options.config)
+    given = {} if options.config is None else read_settings(options.config)
     if unknown := sorted(given.keys() - RunConfig.model_fields.keys()):
         raise ConfigError(f"{unknown[0]} is not a setting", field=unknown[0], hint=f"correct it in {options.config}")
     tree = {name: given[name] for name in _SECTIONS if name in given}
@@ -97,10 +97,10 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
     config = config_from_dict(
         {
             **tree,
-            "model": {**tree.get("model", {}), "path": options.model},
+            "model": {**(tree.get("model") or {}), "path": options.model},
             "optim": {"total_updates": 1},
-            "evaluation": _with_pass_at(tree.get("evaluation", {})),
-            "run": {**tree.get("run", {}), "dir": None if options.output is None else str(options.output)},
+            "evaluation": _with_pass_at(tree.get("evaluation")),
+            "run": {**(tree.get("run") or {}), "dir": None if options.output is None else str(options.output)},
         }
     )
     for field in ("data.heldout", config.rewards_by):
@@ -112,9 +112,11 @@ def settings_of(options: argparse.Namespace) -> RunConfig:
 
 def _with_pass_at(evaluation: Any) -> Any:
     """How many of the prompts are solved is what is asked, where the settings do not say otherwise."""
+    evaluation = {} if evaluation is None else evaluation
     if not isinstance(evaluation, dict):
         return evaluation  # which is refused
-    samples = evaluation.get("samples_per_prompt", 1)
+    given = evaluation.get("samples_per_prompt")
+    samples = 1 if given is None else given
     return {"pass_at": sorted({1, max(1, samples)}) if type(samples) is int else [], **evaluation, "interval_steps": 1}
 
 
@@ -159,7 +161,7 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
         config = group.config
         engines = EnginePool.launch(config, group if config.rollout.placement == "colocated" else None)
         stack.callback(engines.shutdown)
-        engines.check_room(prompts.longest)
+        engines.check_room(prompts.longest_heldout, evaluates=True)
         rewards = launch_rewards(config)
         stack.callback(rewards.shutdown)
         collector = Collector(config, engines, None, prompts, rewards)
@@ -190,13 +192,14 @@ def evaluation_lines(config: RunConfig, prompts: Prompts, metrics: Metrics) -> l
     """The metrics for people."""
     from actors.rollout.evaluation import metric_prefix
 
-    rollout, samples, sets = config.rollout, config.evaluation.samples_per_prompt, config.data.heldout_sets
+    sampling, samples = config.sampling(evaluates=True), config.evaluation.samples_per_prompt
+    sets = config.data.heldout_sets
     sizes = {name: f"{len(prompts.heldout[name]):,} prompts of {path}" for name, path in sets.items()}
-    drawn = f"{samples} response{'s' * (samples > 1)} to each at temperature {rollout.temperature:g}"
+    drawn = f"{samples} response{'s' * (samples > 1)} to each at temperature {sampling.temperature:g}"
     drawn = drawn if samples else "the likeliest response to each"
     lines = [
         f"{config.model.path}: {sizes.get('') or f'{len(sets)} held-out sets'}",
-        f"{drawn}, of at most {rollout.max_new_tokens:,} tokens",
+        f"{drawn}, of at most {sampling.max_new_tokens:,} tokens",
     ]
     for name, size in sizes.items():
         prefix = metric_prefix(name)

@@ -313,9 +313,10 @@ class Collector:
 
         Args:
             environment_seeds: one a record; None: others for each purpose.
-            most: tokens of a response; None: rollout.max_new_tokens.
+            most: tokens of a response; None: what rollout.max_new_tokens, or evaluation's, allows.
         """
-        most = most or self._config.rollout.max_new_tokens
+        evaluates = purpose[0] == EVALUATION
+        most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
         seed = (self._config.run.seed, *purpose)
         self._asked += len(records) * per_prompt
         if environment_seeds is None:
@@ -330,10 +331,12 @@ class Collector:
                     seconds,
                     max_new_tokens=most,
                     greedy=greedy,
+                    evaluates=evaluates,
                     may_mix=self._config.rollout.max_staleness > 0,
                 )
         else:
-            version, outcomes = self._rewarded(records, per_prompt, seed, most, seconds, greedy)
+            how = {"max_new_tokens": most, "greedy": greedy, "evaluates": evaluates}
+            version, outcomes = self._rewarded(records, per_prompt, seed, seconds, how)
         groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
         failures: list[SlimeError] = []
         for (place, _), outcome in sorted(outcomes.items()):
@@ -354,9 +357,18 @@ class Collector:
         return version, groups
 
     def _rewarded(
-        self, records: Sequence[Record], per_prompt: int, seed: Sequence[int], most: int, seconds: Metrics, greedy: bool
+        self,
+        records: Sequence[Record],
+        per_prompt: int,
+        seed: Sequence[int],
+        seconds: Metrics,
+        how: Mapping[str, Any],
     ) -> tuple[int, dict[tuple[int, int], Outcome]]:
-        """The weight version that sampled; each response with its scores, by place of its record and number."""
+        """The weight version that sampled; each response with its scores, by place of its record and number.
+
+        Args:
+            how: arguments of `EnginePool.generate` about the sampling.
+        """
         assert not isinstance(self._rewards, EpisodeRunner)
         scoring = self._rewards.scoring()
         added: list[tuple[int, int]] = []  # prompt and number of each sample; a sample may have been drawn again
@@ -371,8 +383,7 @@ class Collector:
                 [record["prompt"] for record in records],
                 samples_per_prompt=per_prompt,
                 seed=seed,
-                greedy=greedy,
-                max_new_tokens=most,
+                **how,
                 each=score,
                 may_mix=self._config.rollout.max_staleness > 0,
             )

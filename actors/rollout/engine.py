@@ -172,22 +172,24 @@ class EnginePool:
             self._have_sleep(indices)
             self._are_asleep |= len(indices) == len(engines)
 
-    def check_room(self, longest: int) -> None:
+    def check_room(self, longest: int, *, evaluates: bool = False) -> None:
         """Whether every engine takes the longest prompt of a run with its response.
 
         Args:
             longest: tokens of that prompt.
+            evaluates: the prompt is of a held-out set.
 
         Raises:
             EngineError: one takes fewer.
         """
-        needed = longest + self._config.rollout.max_new_tokens
+        sampling = self._config.sampling(evaluates=evaluates)
+        needed = longest + sampling.max_new_tokens
         for index, most in sorted(self._max_tokens.items()):
             if most is not None and most < needed:
                 raise EngineError(
                     f"engine {index} takes {most} tokens of prompt and response; the longest prompt has {longest}, and "
-                    f"rollout.max_new_tokens is {self._config.rollout.max_new_tokens}",
-                    field="rollout.max_new_tokens", rank=index,
+                    f"{sampling.length_setting} is {sampling.max_new_tokens}",
+                    field=sampling.length_setting, rank=index,
                     hint=f"start the engine with {needed} or more, lower it, or set data.max_prompt_tokens",
                 )  # fmt: skip
 
@@ -459,6 +461,7 @@ class EnginePool:
         seed: Sequence[int],
         greedy: bool = False,
         max_new_tokens: int | None = None,
+        evaluates: bool = False,
         each: Callable[[SampledResponse], None] | None = None,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:
@@ -469,6 +472,7 @@ class EnginePool:
             seed: what the draws depend on, e.g. (run seed, step).
             greedy: take the likeliest token each time, whatever the seed.
             max_new_tokens: of a response; None: rollout.max_new_tokens.
+            evaluates: sample as the settings of `evaluation` say, where they differ from those of `rollout`.
             each: called with a sample when it has ended, while others have not; again, if it has to be drawn again.
             may_mix: new weights may come meanwhile.
 
@@ -482,7 +486,12 @@ class EnginePool:
             WorkerDied, WorkerHung: an engine ended or did not answer.
         """
         requests = self.requests(
-            prompts, samples_per_prompt=samples_per_prompt, seed=seed, greedy=greedy, max_new_tokens=max_new_tokens
+            prompts,
+            samples_per_prompt=samples_per_prompt,
+            seed=seed,
+            greedy=greedy,
+            max_new_tokens=max_new_tokens,
+            evaluates=evaluates,
         )
         return self.draw(requests, each, may_mix=may_mix)
 
@@ -530,6 +539,7 @@ class EnginePool:
         seed: Sequence[int],
         greedy: bool = False,
         max_new_tokens: int | None = None,
+        evaluates: bool = False,
     ) -> list[Request]:
         """What `generate` has the engines asked for: one request a prompt, with the settings of the run.
 
@@ -548,28 +558,36 @@ class EnginePool:
         if not isinstance(seed, list | tuple) or not all(map(is_whole, seed)):
             problem = f"seed={short_repr(seed)}; it must be a list of whole numbers"
             raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
+        how: dict[str, Any] = {"greedy": greedy, "max_new_tokens": max_new_tokens, "evaluates": evaluates}
         return [
-            Request(
-                prompt, samples_per_prompt, self.params((*seed, place), greedy=greedy, max_new_tokens=max_new_tokens)
-            )
+            Request(prompt, samples_per_prompt, self.params((*seed, place), **how))
             for place, prompt in enumerate(self.encode(prompts))
         ]
 
-    def params(self, seed: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None) -> SamplingParams:
+    def params(
+        self, seed: Sequence[int], *, greedy: bool = False, max_new_tokens: int | None = None, evaluates: bool = False
+    ) -> SamplingParams:
         """How a request of the run samples.
 
         Args:
-            max_new_tokens: fewer than rollout.max_new_tokens, where there is no room for so many.
+            max_new_tokens: fewer than the settings allow, where there is no room for so many.
+            evaluates: as `generate`.
         """
-        settings = self._config.rollout
-        most = settings.max_new_tokens if max_new_tokens is None else min(max_new_tokens, settings.max_new_tokens)
+        sampling = self._config.sampling(evaluates=evaluates)
+        limits: dict[str, Any] = (
+            {} if greedy else {"top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+        )
         return SamplingParams(
-            most,
-            settings.temperature,
+            sampling.max_new_tokens if max_new_tokens is None else min(max_new_tokens, sampling.max_new_tokens),
+            sampling.temperature,
             greedy=greedy,
             tempered=not greedy,  # as all engines can: no temperature takes part in their choice
+            # the trainer's are over all tokens, too, so that the first ratio is 1; nobody reads an evaluation's
+            renormalized=evaluates,
             end_token_ids=self._end_token_ids,
+            stop=self._config.rollout.stop,
             seed=tuple(seed),
+            **limits,
         )
 
     @property

@@ -119,6 +119,7 @@ class EpisodeRunner:
         *,
         max_new_tokens: int | None = None,
         greedy: bool = False,
+        evaluates: bool = False,
         may_mix: bool = False,
     ) -> tuple[int, dict[tuple[int, int], Outcome]]:
         """Runs `per_prompt` episodes of each record to their ends.
@@ -128,6 +129,7 @@ class EpisodeRunner:
             environment_seeds: one a record, which its environments are given.
             seconds: what engines took is added here as `generate`, what they did not hide of environments as `reward`.
             max_new_tokens: of a response; None: rollout.max_new_tokens.
+            greedy, evaluates: as `EnginePool.generate`.
             may_mix: new weights may come meanwhile.
 
         Returns:
@@ -145,7 +147,13 @@ class EpisodeRunner:
                 for index in range(per_prompt)
             ]
             try:
-                versions = self._run(episodes, seed, seconds, max_new_tokens, greedy=greedy, may_mix=may_mix)
+                versions = self._run(
+                    episodes,
+                    seed,
+                    seconds,
+                    {"max_new_tokens": max_new_tokens, "greedy": greedy, "evaluates": evaluates},
+                    may_mix=may_mix,
+                )
             finally:
                 self._workers.forget(number)
             if len(versions) <= 1 or may_mix:
@@ -162,17 +170,20 @@ class EpisodeRunner:
         episodes: Sequence[_Episode],
         seed: Sequence[int],
         seconds: dict[str, float],
-        max_new_tokens: int | None,
+        how: Mapping[str, Any],
         *,
-        greedy: bool,
         may_mix: bool,
     ) -> set[int]:
-        """All turns of these episodes; the versions of the weights that sampled."""
+        """All turns of these episodes; the versions of the weights that sampled.
+
+        Args:
+            how: arguments of `EnginePool.params`.
+        """
         self._begin(episodes, seconds)
         self.ended += sum(not one.goes_on for one in episodes)
         versions: set[int] = set()
         while going := [one for one in episodes if one.goes_on]:
-            requests, owners = self._requests(going, seed, max_new_tokens, greedy)
+            requests, owners = self._requests(going, seed, how)
             pending: PendingCalls[EpisodeCall, Answer] = self._workers.pending()
             places: dict[int, int] = {}  # of calls, by episode; one may have been drawn, and be asked for, again
 
@@ -226,7 +237,7 @@ class EpisodeRunner:
         _add(seconds, "reward", time.perf_counter() - began)
 
     def _requests(
-        self, going: Sequence[_Episode], seed: Sequence[int], max_new_tokens: int | None, greedy: bool
+        self, going: Sequence[_Episode], seed: Sequence[int], how: Mapping[str, Any]
     ) -> tuple[list[Request], dict[tuple[int, int], _Episode]]:
         """What engines are asked, and whose each sample is, by request and number.
 
@@ -245,8 +256,9 @@ class EpisodeRunner:
             is_whole = not group[0].said and [one.key[2] for one in group] == list(range(len(group)))
             purpose = (*seed, place) if is_whole else (*seed, place, number, len(group[0].said))
             room = self._room_of(group[0])
-            most = room if max_new_tokens is None else min(room, max_new_tokens)
-            params = self._engines.params(purpose, greedy=greedy, max_new_tokens=most)
+            wanted = how["max_new_tokens"]
+            most = room if wanted is None else min(room, wanted)
+            params = self._engines.params(purpose, **{**how, "max_new_tokens": most})
             for index, one in enumerate(group):
                 owners[len(requests), index] = one
             requests.append(Request(list(group[0].tokens), len(group), params))

@@ -40,7 +40,9 @@ class Prompts:
     train: list[Record]
     heldout: dict[str, list[Record]]  # by name, as `DataSettings.heldout_sets`
     skipped: list[Skipped] = field(default_factory=list)
-    longest: int = 0  # tokens of a prompt that is sampled for, where they were counted
+    # tokens of a prompt of train, and of the held-out sets that are evaluated with, where they were counted
+    longest: int = 0
+    longest_heldout: int = 0
     train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, where they were counted
 
 
@@ -96,9 +98,10 @@ def read_heldout(config: RunConfig) -> Prompts:
         As `read_prompts` and `without_overlong`.
     """
     heldout, skipped = _read_heldout(config), list[Skipped]()
-    counts = _sampled_counts(config, _all(heldout))
+    counts = _sampled_counts(config, [], _all(heldout))
     heldout = _short_heldout(config, heldout, counts, skipped)
-    return Prompts(_all(heldout), heldout, skipped, _longest(_all(heldout), counts))
+    longest = _longest(_all(heldout), counts)
+    return Prompts(_all(heldout), heldout, skipped, longest, longest)
 
 
 def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
@@ -133,15 +136,16 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     """
     is_sft = config.algorithm == "sft"
     evaluates = config.evaluation.interval_steps is not None and not is_sft
-    records = [*prompts.train, *(_all(prompts.heldout) if evaluates else [])]
-    counts = _counts(config, records) if is_sft else _sampled_counts(config, records)
+    evaluated = _all(prompts.heldout) if evaluates else []
+    counts = _counts(config, prompts.train) if is_sft else _sampled_counts(config, prompts.train, evaluated)
     skipped: list[Skipped] = []
     train = _short_enough(config, "data.train", prompts.train, counts, _limits(config), skipped)
     heldout = _short_heldout(config, prompts.heldout, counts, skipped) if evaluates else prompts.heldout
-    sampled_for = [*train, *(_all(heldout) if evaluates else [])]
+    evaluated = _all(heldout) if evaluates else []
     train_lengths = [counts[id(record)][0] for record in train]
     _check_stages(config, min(train_lengths))
-    return Prompts(train, heldout, skipped, _longest(sampled_for, counts), train_lengths)
+    longest, longest_heldout = _longest(train, counts), _longest(evaluated, counts)
+    return Prompts(train, heldout, skipped, longest, longest_heldout, train_lengths)
 
 
 def _check_stages(config: RunConfig, shortest: int) -> None:
@@ -161,7 +165,7 @@ _Counts = Mapping[int, tuple[int, int]]
 
 
 def _longest(records: Sequence[Record], counts: _Counts) -> int:
-    return max(counts[id(record)][0] for record in records)
+    return max((counts[id(record)][0] for record in records), default=0)
 
 
 def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
@@ -178,10 +182,12 @@ def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
     return dict(zip(map(id, records), found, strict=True))
 
 
-def _sampled_counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
+def _sampled_counts(config: RunConfig, train: Sequence[Record], evaluated: Sequence[Record]) -> _Counts:
     """Of the prompt and, at most, of what is sampled."""
-    found = _counts(config, records)
-    return {record: (prompt, config.rollout.max_new_tokens) for record, (prompt, _) in found.items()}
+    found = _counts(config, [*train, *evaluated])
+    most = {id(record): config.sampling(evaluates=False).max_new_tokens for record in train}
+    most |= {id(record): config.sampling(evaluates=True).max_new_tokens for record in evaluated}
+    return {record: (prompt, most[record]) for record, (prompt, _) in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +250,9 @@ def _short_enough(
     """The records that keep within all limits; the others are refused, or added to `skipped`."""
     kept: list[Record] = []
     too_long: list[tuple[Record, str, str]] = []
+    setting = config.sampling(evaluates=name != "data.train").length_setting
     for record in records:
-        fault = _fault(config, *counts[id(record)], limits)
+        fault = _fault(config, *counts[id(record)], limits, setting)
         if fault is None:
             kept.append(record)
         else:
@@ -273,8 +280,14 @@ def _short_enough(
     return kept
 
 
-def _fault(config: RunConfig, prompt: int, response: int, limits: Sequence[_Limit]) -> tuple[str, str] | None:
-    """Why a record is too long, and the way out besides making it shorter."""
+def _fault(
+    config: RunConfig, prompt: int, response: int, limits: Sequence[_Limit], setting: str
+) -> tuple[str, str] | None:
+    """Why a record is too long, and the way out besides making it shorter.
+
+    Args:
+        setting: which says how long a response may be.
+    """
     longest = config.data.max_prompt_tokens
     if longest is not None and prompt > longest:
         return f"{prompt} tokens of prompt, and data.max_prompt_tokens={longest}", "raise data.max_prompt_tokens"
@@ -285,6 +298,6 @@ def _fault(config: RunConfig, prompt: int, response: int, limits: Sequence[_Limi
     if tightest is None or prompt + response <= tightest.tokens:
         return None
     is_sft = config.algorithm == "sft"
-    what = f"{response} of answer" if is_sft else f"rollout.max_new_tokens={response}"
-    hint = tightest.hint + ("" if is_sft else " or lower rollout.max_new_tokens")
+    what = f"{response} of answer" if is_sft else f"{setting}={response}"
+    hint = tightest.hint + ("" if is_sft else f" or lower {setting}")
     return f"{prompt} tokens of prompt and {what} are more than {tightest.tokens}, {tightest.source}", hint

@@ -55,8 +55,8 @@ def check_request(
         length_option: with which a server that takes longer ones is started.
 
     Raises:
-        EngineError: it has no log-probs of that kind, no such temperature, or no such limits. BatchError: no prompt, no
-            samples, or more tokens than fit.
+        EngineError: it has no log-probs of that kind, or no such temperature. BatchError: no prompt, no samples, or
+            more tokens than fit.
     """
     params = request.params
     low, high = temperatures
@@ -73,11 +73,13 @@ def check_request(
             field="rollout.temperature",
             hint=f"ask for tempered={not params.tempered}, or set rollout.temperature=1 or rollout.engine=embedded",
         )
-    if params.top_k is not None or params.top_p < 1:
+    if params.is_limited and not params.renormalized:
+        given = {"top_k": params.top_k is not None, "top_p": params.top_p < 1, "min_p": params.min_p > 0}
+        name = next(name for name, is_given in given.items() if is_given)
         raise EngineError(
-            f"top_k={params.top_k}, top_p={params.top_p:g}: {engine} is asked for samples without such limits",
-            field="top_k" if params.top_k is not None else "top_p",
-            hint="leave both out, or set rollout.engine=embedded",
+            f"{name}={getattr(params, name)!r}: of samples with such a limit {engine} has no log-probs over all tokens",
+            field=name,
+            hint="leave it out, ask for renormalized=True, or set rollout.engine=embedded",
         )
     if not request.prompt:
         raise BatchError("a prompt has no tokens", field="prompts", hint="give it some")
@@ -89,6 +91,11 @@ def check_request(
             f"{most_tokens} that the server takes",
             field="max_new_tokens", hint=f"lower it, leave out long prompts, or raise {length_option}",
         )  # fmt: skip
+
+
+def limits_of(params: SamplingParams) -> dict[str, float]:
+    """Which tokens are drawn from, as vLLM and SGLang are asked."""
+    return {"top_k": -1 if params.top_k is None else params.top_k, "top_p": params.top_p, "min_p": params.min_p}
 
 
 def seed_of(params: SamplingParams, number: int, drawn: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.rollout import served_samples
 from actors.rollout.protocol import Request
-from actors.rollout.served_samples import PartialSample, check_end, checked, not_finite, seed_of, wrong
+from actors.rollout.served_samples import PartialSample, check_end, checked, limits_of, not_finite, seed_of, wrong
 from slimefsdp.config.rollout import TEMPERATURES
 from slimefsdp.sampling.params import FinishReason
 
@@ -31,9 +31,7 @@ def body_of(request: Request, number: int, drawn: PartialSample, request_id: str
     asked: dict[str, Any] = {
         "max_new_tokens": params.max_new_tokens - len(drawn.tokens),
         "temperature": 0.0 if params.greedy else params.temperature,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": 0.0,
+        **limits_of(params),
         "ignore_eos": not params.end_token_ids,
         "no_stop_trim": True,
         "skip_special_tokens": False,

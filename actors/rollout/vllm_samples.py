@@ -7,7 +7,7 @@ from typing import Any
 
 from actors.rollout import served_samples
 from actors.rollout.protocol import Request
-from actors.rollout.served_samples import PartialSample, check_end, checked, seed_of, wrong
+from actors.rollout.served_samples import PartialSample, check_end, checked, limits_of, seed_of, wrong
 from slimefsdp.config.rollout import TEMPERATURES
 from slimefsdp.sampling.params import FinishReason
 
@@ -34,6 +34,8 @@ def body_of(request: Request, number: int, drawn: PartialSample, request_id: str
         "stop_token_ids": sorted(params.end_token_ids),
         "detokenize": bool(params.stop),
     }
+    if params.is_limited:
+        asked |= limits_of(params)
     if params.stop:
         asked |= {"stop": list(params.stop), "include_stop_str_in_output": True}
     return {"request_id": request_id, "token_ids": [*request.prompt, *drawn.tokens], "sampling_params": asked}

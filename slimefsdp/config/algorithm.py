@@ -28,15 +28,21 @@ from slimefsdp.config.sections import (
 from slimefsdp.errors import short_text
 
 
-def _name_in(table: Iterable[str]) -> Callable[[str], str]:
-    """A validator: a name of the table, or a function of the user's own as `module:function`."""
-    names = list(table)
+def _name_in(table: Iterable[str], other: str, other_table: Iterable[str]) -> Callable[[str], str]:
+    """A validator: a name of the table, or a function of the user's own as `module:function`.
+
+    Args:
+        other: a setting with which this one is easily confused, and the names that it takes.
+    """
+    names, others = list(table), list(other_table)
 
     def check(value: str) -> str:
         if value in names:
             return value
         if ":" in value:
             return function_name(value)
+        if value in others:
+            raise broken_rule("is no name here", f"set {other}={value} for it")
         near = difflib.get_close_matches(value, names, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(names)}"
         raise broken_rule("is no name here", f"{hint} A function of your own is written module:function")
@@ -51,7 +57,7 @@ def _choices(table: Iterable[str]) -> str:
 class AdvantageSettings(Settings):
     """How rewards become advantages; computed once for a whole rollout batch."""
 
-    estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS))] | None = Field(
+    estimator: Annotated[str, AfterValidator(_name_in(ESTIMATORS, "loss.policy", POLICY_LOSSES))] | None = Field(
         None, description=f"{_choices(ESTIMATORS)}; null: grpo, or gae under algorithm=ppo"
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount of later rewards a token (reinforce_pp, gae)")
@@ -82,7 +88,9 @@ class AdvantageSettings(Settings):
 class LossSettings(Settings):
     """The training loss: which terms, and how tokens are weighted."""
 
-    policy: Annotated[str, AfterValidator(_name_in(POLICY_LOSSES))] = Field("ppo", description=_choices(POLICY_LOSSES))
+    policy: Annotated[str, AfterValidator(_name_in(POLICY_LOSSES, "advantage.estimator", ESTIMATORS))] = Field(
+        "ppo", description=_choices(POLICY_LOSSES)
+    )
     reduction: Literal["token_mean", "sequence_mean", "constant", "prompt_mean"] = Field(
         "token_mean",
         description="1/N tokens; mean over samples of their token mean; sum over constant_length; mean over prompts of "

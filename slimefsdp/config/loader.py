@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
 from slimefsdp.errors import ConfigError, short_text
-from slimefsdp.io.user_files import open_plain
+from slimefsdp.io.user_files import NoPath, open_plain, path_of
 
 MAX_BYTES = 100_000
 MAX_DEPTH = 20
@@ -207,11 +208,51 @@ def read_yaml_mapping(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file on top of those of the file that its line `base: FILE` names, if it has one.
+
+    The path of a base begins at the folder of the file that names it. A base may name a base of its own.
+
+    Raises:
+        ConfigError: as `read_yaml_mapping`, for any of the files; a base is no path, or the files name each other in a
+            circle.
+    """
+    return with_base(read_yaml_mapping(path), path)
+
+
+def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The settings `tree` of the file `path`, on top of those of its base, as `read_settings` says."""
+    files, trees = [path], [dict(tree)]
+    while (base := trees[-1].pop("base", None)) is not None:
+        try:
+            file = files[-1].parent / path_of(base)
+        except NoPath as error:
+            raise ConfigError(f"base={short_text(base)} {error.rule}", field="base", hint=error.hint) from None
+        if file.resolve() in [one.resolve() for one in files]:
+            circle = " -> ".join(map(str, [*files, file]))
+            raise ConfigError(f"base={short_text(base)} leads in a circle: {circle}", field="base", hint="remove one")
+        files.append(file)
+        trees.append(read_yaml_mapping(file))
+    settings = trees.pop()
+    while trees:
+        settings = _merged(settings, trees.pop())
+    return settings
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`own` on top of `base`: what is a mapping in both is merged name by name, anything else is replaced."""
+    both = {name: (base.get(name), value) for name, value in own.items()}
+    return base | {
+        name: _merged(old, new) if isinstance(old, dict) and isinstance(new, dict) else new
+        for name, (old, new) in both.items()
+    }
+
+
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one value of the nested `tree` in place, as `section.name=value` on a command line says.
 
     Raises:
-        ConfigError: another form, a value that is not YAML, or a value where the name needs a section.
+        ConfigError: another form, no value, a value that is not YAML, or a value where the name needs a section.
     """
     name, equals, text = override.partition("=")
     keys = name.split(".")
@@ -221,6 +262,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             f"override {short_text(override)} is not of the form section.name=value",
             hint="write it like optim.lr=1e-6, without spaces or dashes before the =",
         )
+    if not text.strip():  # of a shell's variable that is not set, as likely as not
+        raise ConfigError(f"{name}= has no value", field=name, hint=f"write one, or {name}=null for the default")
     node = tree
     for depth, key in enumerate(keys[:-1], start=1):
         if node.get(key) is None:  # null empties a section, of which names may follow

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slimefsdp.errors import ConfigError, short_text
@@ -35,37 +35,108 @@ _RULES = {
     "rule": ("{rule}", "{hint}"),  # rules of slimefsdp/config about one value (broken_rule)
 }
 
-NAMES_ELSEWHERE = {
-    # TRL
-    "learning_rate": "optim.lr",
-    "num_generations": "rollout.samples_per_prompt",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_prompt_length": "data.max_prompt_tokens",
-    "num_iterations": "loss.epochs",
-    "beta": "loss.kl_coefficient",
-    "epsilon": "loss.clip_low and loss.clip_high",
-    "epsilon_high": "loss.clip_high",
-    # verl
-    "n": "rollout.samples_per_prompt",
-    "train_batch_size": "rollout.prompts_per_step",
-    "ppo_mini_batch_size": "batch.samples_per_update (samples, not prompts)",
-    "ppo_epochs": "loss.epochs",
-    "response_length": "rollout.max_new_tokens",
-    "kl_loss_coef": "loss.kl_coefficient",
-    "clip_ratio": "loss.clip_low and loss.clip_high",
-    "clip_ratio_low": "loss.clip_low",
-    "clip_ratio_high": "loss.clip_high",
-    "adv_estimator": "advantage.estimator",
-    # slime
-    "n_samples_per_prompt": "rollout.samples_per_prompt",
-    "rollout_batch_size": "rollout.prompts_per_step",
-    "rollout_max_response_len": "rollout.max_new_tokens",
-    "global_batch_size": "batch.samples_per_update",
-    "max_tokens_per_gpu": "batch.max_tokens_per_rank",
-    "eps_clip": "loss.clip_low and loss.clip_high",
-    "eps_clip_high": "loss.clip_high",
+# of Accelerate, Axolotl, slime, TRL and verl, in the order of this project's sections
+_FOREIGN_NAMES = {
+    "a line of a settings file, `base: FILE`, and no setting": ("base",),
+    "run.dir": ("output_dir", "save", "default_local_dir"),
+    "run.steps": ("max_steps", "num_rollout", "total_training_steps"),
+    "run.steps (a step is one rollout batch, or one update under algorithm=sft)": (
+        "num_train_epochs", "num_epochs", "num_epoch", "total_epochs",
+    ),
+    "run.wandb_project": ("use_wandb", "report_to", "project_name"),
+    "model.path": ("hf_checkpoint", "base_model", "model_name_or_path", "ref_load"),
+    "model.activation_checkpointing": (
+        "gradient_checkpointing", "enable_gradient_checkpointing", "recompute_granularity",
+        "fsdp_activation_checkpointing",
+    ),
+    "model.compile": ("torch_compile", "use_torch_compile"),
+    "lora.rank": ("lora_r", "r", "lora_rank", "use_peft", "adapter"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.targets": ("lora_target_modules", "target_modules", "lora_target_linear"),
+    "mesh.dp": ("dp_shard_size", "num_processes", "actor_num_gpus_per_node", "n_gpus_per_node", "nproc_per_node"),
+    "mesh.dp_replicate": ("dp_replicate_size",),
+    "mesh.cp": (
+        "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size", "ulysses_sequence_parallel_size",
+    ),
+    "attention.kernel": ("attn_implementation", "flash_attention"),
+    "precision.compute_dtype": ("bf16", "fp16", "torch_dtype", "mixed_precision"),
+    "fsdp.sharding": ("fsdp_sharding_strategy", "fsdp_reshard_after_forward", "reshard_after_forward", "zero_stage"),
+    "fsdp.wrap_layers": ("fsdp_transformer_layer_cls_to_wrap", "fsdp_auto_wrap_policy"),
+    "fsdp.wrap_min_parameters": ("fsdp_min_num_params",),
+    "fsdp.prefetch_layers": ("fsdp_forward_prefetch", "fsdp_backward_prefetch"),
+    "fsdp.cpu_offload": ("fsdp_offload_params", "param_offload", "optimizer_offload"),
+    "batch.samples_per_update": ("global_batch_size", "per_device_train_batch_size"),
+    "batch.samples_per_update (samples, not prompts)": ("ppo_mini_batch_size",),
+    "batch.samples_per_update (packs of at most batch.max_tokens_per_rank are made of them)": (
+        "gradient_accumulation_steps", "num_steps_per_rollout",
+    ),
+    "batch.max_tokens_per_rank": (
+        "micro_batch_size", "max_tokens_per_gpu", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu",
+        "sequence_len", "max_seq_length", "max_length", "use_dynamic_batch_size", "sample_packing", "packing",
+    ),
+    "optim.name": ("optimizer",),
+    "optim.lr": ("learning_rate",),
+    "optim.betas": ("adam_beta1", "adam_beta2"),
+    "optim.eps": ("adam_epsilon", "adam_eps"),
+    "optim.schedule": ("lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
+    "optim.warmup_updates": ("warmup_steps", "lr_warmup_steps", "lr_warmup_iters", "num_warmup_steps"),
+    "optim.max_grad_norm": ("clip_grad", "grad_clip", "gradient_clipping"),
+    "data.train": ("prompt_data", "train_files", "datasets", "dataset_name"),
+    "data.heldout": ("eval_prompt_data", "val_files"),
+    "data.prompt_column": ("input_key", "prompt_key"),
+    "data.answer_column": ("label_key",),
+    "data.max_prompt_tokens": ("max_prompt_length", "rollout_max_prompt_len"),
+    "rollout.temperature": ("rollout_temperature",),
+    "rollout.prompts_per_step": ("train_batch_size", "rollout_batch_size"),
+    "rollout.samples_per_prompt": ("num_generations", "n", "n_samples_per_prompt"),
+    "rollout.max_new_tokens": (
+        "max_completion_length", "response_length", "max_response_length", "rollout_max_response_len",
+    ),
+    "rollout.engine": ("use_vllm", "vllm_mode"),
+    "rollout.engines": ("rollout_num_gpus", "rollout_num_engines"),
+    "rollout.engine_args": (
+        "gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static",
+    ),
+    "rollout.gpus_per_engine": ("rollout_num_gpus_per_engine", "vllm_tensor_parallel_size"),
+    "rollout.placement": ("colocate", "vllm_enable_sleep_mode"),
+    "rollout.reward": ("reward_funcs", "custom_rm_path", "rm_type", "rm_url", "custom_reward_function"),
+    "evaluation.interval_steps": ("eval_steps", "eval_interval", "test_freq"),
+    "evaluation.samples_per_prompt": ("n_samples_per_eval_prompt",),
+    "checkpoint.interval_steps": ("save_steps", "save_interval", "save_freq"),
+    "checkpoint.keep_last": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "checkpoint.resume": ("resume_from_checkpoint", "resume_mode", "load"),
+    "loss.policy": ("loss_type", "loss_mode"),
+    "loss.reduction": ("loss_agg_mode", "calculate_per_token_loss"),
+    "loss.epochs": ("num_iterations", "ppo_epochs"),
+    "loss.kl_coefficient (of DPO loss.dpo_beta)": ("beta",),
+    "loss.kl_coefficient": ("kl_loss_coef", "use_kl_loss"),
+    "loss.kl_coefficient with loss.kl_in=reward": ("kl_coef", "use_kl_in_reward"),
+    "loss.kl_estimator": ("kl_loss_type",),
+    "loss.entropy_coefficient": ("entropy_coef", "entropy_coeff"),
+    "loss.clip_low and loss.clip_high": ("epsilon", "clip_ratio", "eps_clip"),
+    "loss.clip_low": ("clip_ratio_low",),
+    "loss.clip_high": ("epsilon_high", "eps_clip_high", "clip_ratio_high"),
+    "loss.dual_clip": ("clip_ratio_c", "eps_clip_c"),
+    "advantage.estimator": ("advantage_estimator", "adv_estimator"),
+    "advantage.estimator (grpo divides by a group's deviation, dr_grpo does not)": (
+        "scale_rewards", "norm_adv_by_std_in_grpo",
+    ),
+    "advantage.gae_lambda": ("lam", "lambd"),
+    "correction.method": ("use_tis", "vllm_importance_sampling_correction"),
+}  # fmt: skip
+_ABSENT = {
+    "tensor parallelism": ("tp", "tensor_model_parallel_size", "tensor_parallel_size", "tp_size"),
+    "pipeline parallelism": ("pp", "pipeline_model_parallel_size", "pipeline_parallel_size", "pp_size"),
+    "expert parallelism": ("ep", "expert_model_parallel_size", "expert_parallel_size", "ep_size"),
+    "quantized weights": ("load_in_4bit", "load_in_8bit", "quantization_config"),
+    "dropout of adapters": ("lora_dropout", "dropout"),
+    "DeepSpeed and Megatron": ("deepspeed", "train_backend", "megatron"),
 }
-"""Names that other trainers have for settings of this one, for those who come from there."""
+
+NAMES_ELSEWHERE = {name: f"here it is {ours}" for ours, names in _FOREIGN_NAMES.items() for name in names} | {
+    name: f"not in this version: {what}; remove it" for what, names in _ABSENT.items() for name in names
+}
+"""Names that other trainers have -> the hint for those who come from there."""
 
 
 def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> ConfigError:
@@ -95,7 +166,8 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
         return field, f"{field} is required and not set", f"add {' and '.join(required) or 'it'}"
     if kind == "extra_forbidden":
         *section, name = map(str, finding["loc"])
-        return field, f"{field}={value} is not a setting", _near_names(".".join(section), name, sections)
+        hint = _elsewhere(name, finding["input"], sections.get(".".join(section), {}))
+        return field, f"{field}={value} is not a setting", hint or _near_names(".".join(section), name, sections)
     if kind == "invalid_key":
         return field, f"{field} is not the name of a setting", "use text as the name"
     is_short = {name: isinstance(x, float) and x.is_integer() and x < 1e15 for name, x in context.items()}
@@ -112,13 +184,33 @@ def _name(part: str) -> str:
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 
+def _elsewhere(name: str, value: Any, known: Mapping[str, bool]) -> str:
+    """What a name of another trainer, or the names in a section of one, are here; empty where none is known."""
+    name = name.replace("-", "_")
+    if name in NAMES_ELSEWHERE and name not in known:
+        return NAMES_ELSEWHERE[name]
+    if name.startswith("fsdp_") and not isinstance(value, Mapping):
+        return "look at the section fsdp, such as fsdp.sharding and fsdp.wrap_layers"
+    inner = {
+        leaf: NAMES_ELSEWHERE[own] for leaf in _leaves(value) if (own := leaf.replace("-", "_")) in NAMES_ELSEWHERE
+    }
+    return "; ".join(f"{leaf}: {hint}" for leaf, hint in list(inner.items())[:MAX_FINDINGS])
+
+
+def _leaves(value: Any, levels: int = 4) -> Iterator[str]:
+    """The names of values inside mappings, a few levels deep."""
+    for name, one in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(one, Mapping) and levels > 1:
+            yield from _leaves(one, levels - 1)
+        else:
+            yield str(name)
+
+
 def _near_names(section: str, name: str, sections: Sections) -> str:
     def full(section: str, name: str) -> str:
         return f"{section}.{name}" if section else name
 
     known = sections.get(section, {})
-    if name in NAMES_ELSEWHERE and name not in known:
-        return f"here it is {NAMES_ELSEWHERE[name]}"
     near = [full(other, name) for other, names in sections.items() if name in names]  # the right name, elsewhere
     near += [full(section, match) for match in difflib.get_close_matches(name, known, n=2, cutoff=0.5)]
     if near:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +54,21 @@ def _engine_name(value: str) -> str:
     return value if value in ENGINES else function_name(value)
 
 
+def _program(value: Any) -> Any:
+    """A name without a folder is looked for as a shell does; one that is not on PATH stays a path."""
+    is_name = isinstance(value, str) and "/" not in value and "\0" not in value
+    return (shutil.which(value) if is_name else None) or value
+
+
 def _arguments(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
         raise broken_rule("must be a list of arguments", "write it like ['--max-num-seqs=64']")
+    return tuple(value)
+
+
+def _stop_texts(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and item for item in value):
+        raise broken_rule("must be a list of texts", "write it like ['</answer>']")
     return tuple(value)
 
 
@@ -112,8 +125,9 @@ def _one_or_named(value: Any) -> Path | dict[str, Path]:
         return path_or_id(value)
     if not value:
         raise broken_rule("names no held-out set", f"{example}, or remove it")
+    kept = {name: path for name, path in value.items() if path is not None}  # null withdraws one of several
     found = {}
-    for name, path in value.items():
+    for name, path in (kept or value).items():
         # metrics and folders are called by it
         if not isinstance(name, str) or not re.fullmatch(_SET_NAME, name):
             rule = f"has the name {short_text(name)}, which must be 1 to 64 of the characters a-z, A-Z, 0-9, _ and -"
@@ -213,10 +227,36 @@ class LengthLimits:
     new_tokens: int  # of a response
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How responses are sampled, for training or in evaluations."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float
+    top_k: int | None
+    min_p: float
+    length_setting: str  # which says max_new_tokens
+
+
 class RolloutSettings(Settings):
     """Sampling. The temperature is the engine's and the trainer's at once."""
 
     temperature: float = Field(1.0, ge=1e-30, le=LARGEST, description="of sampling; log-probs are taken at it too")
+    top_p: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the fewest likeliest tokens that have this probability together (nucleus sampling); "
+        "log-probs stay those over all tokens (docs/rollouts.md)",
+    )
+    top_k: PositiveInt | None = Field(None, description="sample from so many likeliest tokens; null: from all")
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="sample from tokens with at least this share of the likeliest one's probability"
+    )
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stop_texts)] = Field(
+        (), description="texts that end a response, and belong to it, as an end token does; in evaluations too"
+    )
     prompts_per_step: PositiveInt = Field(32, description="prompts drawn per rollout step")
     samples_per_prompt: PositiveInt = Field(8, description="responses per prompt; they form a group")
     max_new_tokens: PositiveInt = Field(256, description="longest response; of an environment, in each turn")
@@ -236,9 +276,10 @@ class RolloutSettings(Settings):
         description="where the engines are; own: beside the trainer, on GPUs of their own; colocated: in the places of "
         "the first ranks, whose devices engines and trainer take in turns",
     )
-    engine_python: PathSetting | None = Field(
+    engine_python: Annotated[PathSetting, BeforeValidator(_program)] | None = Field(
         None,
-        description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts",
+        description="the interpreter whose environment has the engine (vllm, sglang), for servers that the run starts; "
+        "a name without a folder is looked for on PATH",
     )
     engine_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] = Field(
         (), description="more arguments for the servers that the run starts, such as --max-num-seqs=64"
@@ -398,6 +439,19 @@ class RolloutSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def check_limits_of_sampling(self) -> RolloutSettings:
+        """Log-probs that servers give under such limits are not known to be over all tokens, as the trainer's are."""
+        for name in ("top_p", "top_k", "min_p"):
+            value = getattr(self, name)
+            if self.engine in SERVED_ENGINES and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"rollout.{name}={value} leaves rollout.engine={self.engine} without log-probs over all tokens, "
+                    f"which training reads; remove it, set evaluation.{name} where evaluations are meant, or set "
+                    "rollout.engine=embedded"
+                )
+        return self
+
+    @model_validator(mode="after")
     def check_sglang_weights(self) -> RolloutSettings:
         if self.engine == "sglang" and self.weight_checksums:
             raise ValueError(
@@ -527,12 +581,19 @@ class EnvironmentSettings(Settings):
 
 
 class EvaluationSettings(Settings):
-    """Held-out evaluation by sampling at the rollout temperature."""
+    """Held-out evaluation by sampling; how is said here, or else by `rollout`."""
 
     interval_steps: PositiveInt | None = Field(None, description="every so many steps; also before and after the run")
     samples_per_prompt: int = Field(
         1, ge=0, description="responses sampled per held-out prompt; 0, with evaluation.greedy: none but the likeliest"
     )
+    temperature: float | None = Field(None, ge=1e-30, le=LARGEST, description="of sampling; null: rollout.temperature")
+    max_new_tokens: PositiveInt | None = Field(
+        None, description="longest response, of greedy ones too; null: rollout.max_new_tokens"
+    )
+    top_p: float | None = Field(None, gt=0, le=1, description="as rollout.top_p, which null stands for")
+    top_k: PositiveInt | None = Field(None, description="as rollout.top_k, which null stands for")
+    min_p: float | None = Field(None, ge=0, lt=1, description="as rollout.min_p, which null stands for")
     greedy: bool = Field(
         False,
         description="also one response of the likeliest tokens to each prompt; its metrics begin with eval/greedy_",
@@ -556,6 +617,13 @@ class EvaluationSettings(Settings):
                 "evaluation.samples_per_prompt=0 draws no response without evaluation.greedy=true; set that, or sample "
                 "at least 1"
             )
+        for name in ("temperature", "top_p", "top_k", "min_p"):
+            value = getattr(self, name)
+            if not self.samples_per_prompt and value is not None:
+                raise ValueError(
+                    f"evaluation.{name}={value:g} says nothing about greedy responses, and "
+                    "evaluation.samples_per_prompt=0 draws no others; remove it, or sample at least 1"
+                )
         return self
 
     @model_validator(mode="after")

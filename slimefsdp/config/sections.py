@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from slimefsdp.errors import short_text
@@ -161,10 +163,26 @@ PositiveInt = Annotated[int, Field(ge=1)]
 RankCount = Annotated[PositiveInt, BeforeValidator(_within_ranks)]
 
 
+def _has_own_null(field: FieldInfo) -> bool:
+    return field.default is not None and type(None) in get_args(field.annotation)
+
+
 class Settings(BaseModel):
     """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def null_is_not_given(cls, value: Any) -> Any:
+        """Null withdraws a setting: it is as if nobody had given it, so that it has its default and no rule sees it.
+
+        A setting whose null means something else than its default keeps it (critic.clip).
+        """
+        if not isinstance(value, Mapping):
+            return value
+        withdrawn = {name for name, info in cls.model_fields.items() if not _has_own_null(info)}
+        return {name: one for name, one in value.items() if one is not None or name not in withdrawn}
 
     @field_validator("*", mode="before")
     @classmethod

@@ -6,9 +6,11 @@ pydantic and PyYAML, never torch, so that a bad setting is answered at once.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,17 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
-from slimefsdp.config.loader import apply_override, read_yaml_mapping
+from slimefsdp.config.loader import apply_override, read_settings, with_base
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import (
     ENGINES,
+    TEMPERATURES,
     VLLM_RANKS,
     DataSettings,
     EnvironmentSettings,
     EvaluationSettings,
     RolloutSettings,
+    Sampling,
 )
 from slimefsdp.config.sections import (
     MOST,
@@ -95,7 +99,8 @@ class RunConfig(AlgorithmSettings):
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
             raise ValueError(
-                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what}, or set algorithm=grpo"
+                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what} or set {what} to null, or set "
+                "algorithm=grpo"
             )
         return self
 
@@ -122,6 +127,33 @@ class RunConfig(AlgorithmSettings):
             raise ValueError(
                 f"environment.max_tokens={most} must be more than rollout.max_new_tokens={rollout.max_new_tokens} and "
                 f"at most {self.max_pack_tokens}, which a pack holds (batch.max_tokens_per_rank x mesh.cp); set it so"
+            )
+        return self
+
+    def sampling(self, *, evaluates: bool) -> Sampling:
+        """How responses are sampled, for training or in evaluations, which say what is different about them."""
+        rollout, own = self.rollout, self.evaluation
+        training = Sampling(
+            rollout.temperature, rollout.max_new_tokens, rollout.top_p, rollout.top_k, rollout.min_p,
+            length_setting="rollout.max_new_tokens",
+        )  # fmt: skip
+        if not evaluates:
+            return training
+        changed: dict[str, Any] = {
+            "temperature": own.temperature, "max_new_tokens": own.max_new_tokens, "top_p": own.top_p,
+            "top_k": own.top_k, "min_p": own.min_p,
+            "length_setting": None if own.max_new_tokens is None else "evaluation.max_new_tokens",
+        }  # fmt: skip
+        return replace(training, **{name: value for name, value in changed.items() if value is not None})
+
+    @model_validator(mode="after")
+    def check_evaluation_temperature(self) -> RunConfig:
+        engine, value = self.rollout.engine, self.evaluation.temperature
+        low, high = TEMPERATURES.get(engine, (0.0, math.inf))
+        if value is not None and not low <= value <= high:
+            raise ValueError(
+                f"evaluation.temperature={value:g}: {engine} samples from {low:g} to {high:g}; set one of these, or "
+                "rollout.engine=embedded"
             )
         return self
 
@@ -366,10 +398,28 @@ class RunConfig(AlgorithmSettings):
     def check_schedule_length(self) -> RunConfig:
         needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
         if needed is not None and self.optim.total_updates < needed:
+            per_update, steps = self.batch.samples_per_update, f"run.steps={self.run.steps}"
+            ways = f"set optim.total_updates={needed}"
+            if self.updates_per_step > 1 and per_update is not None and self.algorithm != "sft":
+                ways += (
+                    f", or raise batch.samples_per_update={per_update}, of {self.samples_per_step} samples in a step"
+                )
             raise ValueError(
                 f"optim.total_updates={self.optim.total_updates} ends before the run's {needed} updates "
-                f"(run.steps={self.run.steps} x {self.updates_per_step} updates each); set optim.total_updates={needed}"
+                f"({steps} x {self.updates_per_step} updates each); {ways}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_learning_rates(self) -> RunConfig:
+        """Steps of AdamW and Muon have about the length of the rate; those of SGD have the gradient's."""
+        rates = {"optim.lr": self.optim.lr, "optim.adamw_lr": self.optim.adamw_lr, "critic.lr": self.critic.lr}
+        for field, rate in rates.items():
+            if rate is not None and rate > 1 and self.optim.name != "sgd":
+                raise ValueError(
+                    f"{field}={rate:g} is more than 1, and each update of optim.name={self.optim.name} moves every "
+                    "parameter by about that; lower it to a rate such as 1e-6, or set optim.name=sgd"
+                )
         return self
 
     @model_validator(mode="after")
@@ -578,19 +628,25 @@ def _changed(section: BaseModel, names: Iterable[str]) -> list[str]:
     return [name for name in names if getattr(section, name) != fields[name].get_default(call_default_factory=True)]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """The checked settings of one YAML file with dotted overrides (`optim.lr=1e-6`) on top.
+
+    Args:
+        path: the file, which may build on another (`base: FILE`), or a nested dictionary of what it would hold.
 
     Raises:
         ConfigError: naming the setting, its value, the rule and the way out.
     """
-    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint="name a YAML file")
+    is_path = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
+    if not is_path and not isinstance(path, Mapping):
+        hint = "name a YAML file, or give a dictionary of settings"
+        raise ConfigError(f"path={short_repr(path)} is not a path", field="path", hint=hint)
     is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str | bytes)
     if not is_list or not all(isinstance(override, str) for override in overrides):
         problem = f"overrides={short_repr(overrides)} is not a list of texts"
         raise ConfigError(problem, field="overrides", hint="write them like ['optim.lr=1e-6', 'mesh.dp=2']")
-    tree = read_yaml_mapping(Path(path))
+    # overrides must not change what the caller gave, and the base of a dictionary begins at the present folder
+    tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
     for override in overrides:
         apply_override(tree, override)
     return config_from_dict(tree)

@@ -361,6 +361,8 @@ class Sampler:
             tempered=[sample.params.tempered for sample in samples],
             top_k=[sample.params.top_k for sample in samples],
             top_p=[sample.params.top_p for sample in samples],
+            min_p=[sample.params.min_p for sample in samples],
+            renormalized=[sample.params.renormalized for sample in samples],
         )
         self.tokens_drawn += len(tokens)
         ended, gone = [], []
@@ -399,6 +401,8 @@ def draw(
     tempered: Sequence[bool],
     top_k: Sequence[int | None] | None = None,
     top_p: Sequence[float] | None = None,
+    min_p: Sequence[float] | None = None,
+    renormalized: Sequence[bool] | None = None,
 ) -> tuple[list[int], list[float]]:
     """One token of each row and its log-prob.
 
@@ -409,7 +413,8 @@ def draw(
             probabilities; a negative one chooses the likeliest token.
         tempered: [rows], whether a log-prob is that of the distribution that was drawn from, or that without the
             temperature over all tokens.
-        top_k, top_p: [rows], which tokens are drawn from, as `SamplingParams` has them; None: from all.
+        top_k, top_p, min_p: [rows], which tokens are drawn from, as `SamplingParams` has them; None: from all.
+        renormalized: [rows], whether a log-prob at the temperature is over these tokens, or over all; None: over these.
 
     Raises:
         StateError: logits are not finite.
@@ -420,11 +425,13 @@ def draw(
     log_probs = torch.log_softmax(logits, dim=-1)
     # log_softmax spreads one NaN or +inf over its row; the likeliest token of such a row would look like any other
     _require_finite(int(log_probs[:, 0].isnan().sum()), len(logits))
-    limits = list(zip(top_k or [None] * len(logits), top_p or [1.0] * len(logits), strict=True))
-    limited = [row for row, (k, p) in enumerate(limits) if k is not None or p < 1.0]
+    count = len(logits)
+    limits = list(zip(top_k or [None] * count, top_p or [1.0] * count, min_p or [0.0] * count, strict=True))
+    limited = [row for row, (k, p, least) in enumerate(limits) if k is not None or p < 1.0 or least > 0.0]
     if limited:
         rows = torch.tensor(limited, device=logits.device)
-        log_probs[rows] = _only_likeliest(log_probs[rows], [limits[row] for row in limited])
+        of_all = log_probs[rows]
+        log_probs[rows] = _only_likeliest(of_all, [limits[row] for row in limited])
     if all(number < 0 for number in numbers):
         chosen = log_probs.argmax(-1)
     else:
@@ -436,6 +443,10 @@ def draw(
             greedy = torch.tensor([number < 0 for number in numbers], device=logits.device)
             chosen = torch.where(greedy, log_probs.argmax(-1), chosen)
     of_chosen = log_probs.gather(1, chosen[:, None])[:, 0]
+    if limited and renormalized is not None:
+        for place, row in enumerate(limited):
+            if not renormalized[row]:
+                of_chosen[row] = of_all[place, chosen[row]]
     is_other = [value != 1.0 for value in temperature]
     for row in limited:
         is_other[row] = True
@@ -455,19 +466,21 @@ def _require_finite(broken: int, rows: int) -> None:
         )
 
 
-def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, float]]) -> torch.Tensor:
-    """Log-probs of the tokens that each row's (top_k, top_p) leave, renormalised; minus infinity for the others.
+def _only_likeliest(log_probs: torch.Tensor, limits: Sequence[tuple[int | None, float, float]]) -> torch.Tensor:
+    """Log-probs of the tokens that each row's (top_k, top_p, min_p) leave, renormalised; minus infinity for the others.
 
-    top_p is of what top_k has left, as in transformers and vLLM; the likeliest token always stays.
+    min_p comes first, then top_k, and top_p is of what they have left, as in vLLM; the likeliest token always stays.
 
     Args:
         log_probs: [rows, vocab].
     """
     device, vocab = log_probs.device, log_probs.shape[1]
     ordered, order = log_probs.sort(dim=-1, descending=True, stable=True)
-    top_k = torch.tensor([min(k or vocab, vocab) for k, _ in limits], device=device)
-    ordered = ordered.masked_fill(torch.arange(vocab, device=device) >= top_k[:, None], float("-inf"))
-    top_p = torch.tensor([p for _, p in limits], dtype=torch.float64, device=device)
+    least = torch.tensor([p for _, _, p in limits], dtype=ordered.dtype, device=device)[:, None].log()
+    top_k = torch.tensor([min(k or vocab, vocab) for k, _, _ in limits], device=device)
+    is_out = (torch.arange(vocab, device=device) >= top_k[:, None]) | (ordered < ordered[:, :1] + least)
+    ordered = ordered.masked_fill(is_out, float("-inf"))
+    top_p = torch.tensor([p for _, p, _ in limits], dtype=torch.float64, device=device)
     summed = ordered.exp().cumsum(-1, dtype=torch.float64)
     # a token is needed as long as those before it do not have enough; sums of all are 1 but for rounding
     enough = torch.where(top_p < 1.0, top_p * summed[:, -1], float("inf"))

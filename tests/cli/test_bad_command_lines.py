@@ -83,7 +83,7 @@ FILES: dict[str, str | bytes] = {
     "escape.yaml": 'run: {dir: "\\UFFFFFFFF"}\n',
     "section_text.yaml": "run: text\nmodel: {path: m}\noptim: {total_updates: 1}\n",
     "section_list.yaml": "run: [1]\nmodel: {path: m}\noptim: {total_updates: 1}\n",
-    "section_null.yaml": "run:\nmodel: {path: m}\noptim: {total_updates: 1}\n",
+    "section_null.yaml": "model:\nrun: {steps: 1}\noptim: {total_updates: 1}\n",
     "no_model.yaml": "optim: {total_updates: 1}\n",
     "unknown.yaml": "model: {path: m}\noptim: {total_updates: 1}\ntrainer: {}\n",
     "emoji.yaml": "\U0001f600: {}\n",
@@ -126,7 +126,7 @@ FILE_CASES = [
 FILE_CASES += [
     ("text.txt", 2, None), ("missing.yaml", 2, None), ("empty", 2, None), ("link", 2, None), ("loop", 2, None),
     ("/dev/null", 2, None), ("/dev/zero", 2, None), ("x" * 300, 2, None), ("c.yaml/x", 2, None),
-    ("section_text.yaml", 2, "run"), ("section_list.yaml", 2, "run"), ("section_null.yaml", 2, "run"),
+    ("section_text.yaml", 2, "run"), ("section_list.yaml", 2, "run"), ("section_null.yaml", 2, "model"),
     ("no_model.yaml", 2, "model"), ("unknown.yaml", 2, "trainer"), ("emoji.yaml", 2, "\U0001f600"),
 ]  # fmt: skip
 

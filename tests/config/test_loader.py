@@ -197,7 +197,7 @@ def test_byte_order_mark_line_ends_and_the_full_size_are_accepted(tmp_path):
 
 def test_an_override_sets_one_value_and_leaves_its_neighbours():
     tree = {"a": {"b": 1, "c": 2}}
-    for override in ("a.b=1e-6", "d.e.f=[1, x]", "g=", "h.i=a=b"):
+    for override in ("a.b=1e-6", "d.e.f=[1, x]", "g=null", "h.i=a=b"):
         apply_override(tree, override)
     assert tree == {"a": {"b": 1e-6, "c": 2}, "d": {"e": {"f": [1, "x"]}}, "g": None, "h": {"i": "a=b"}}
 
@@ -229,9 +229,15 @@ def test_an_override_into_a_value_names_both_and_leaves_the_tree():
         assert tree == {"a": {"b": value}}
 
 
-@pytest.mark.parametrize(
-    "text", ["[", "a: b: c", "*x", "!!int 3", "010", "\t", "2\0", "\udcff", '"', "9" * 5000, "1e999"]
-)
+@pytest.mark.parametrize("text", ["", " ", "\t"])
+def test_an_override_without_a_value_changes_nothing(text):
+    tree = {"a": {"b": 1}}
+    with refused(ConfigError, "a.b", "a.b="):
+        apply_override(tree, f"a.b={text}")
+    assert tree == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize("text", ["[", "a: b: c", "*x", "!!int 3", "010", "2\0", "\udcff", '"', "9" * 5000, "1e999"])
 def test_an_override_with_a_bad_value_names_the_override(text):
     with refused(ConfigError, None, "override 'a.b=", "line 1") as caught:
         apply_override({}, f"a.b={text}")

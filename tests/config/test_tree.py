@@ -18,6 +18,7 @@ import yaml
 from annotated_types import Gt, Le
 from pydantic import Field, ValidationError
 
+from actors.run_dir import settings_text
 from slimefsdp.algorithms import advantages, rollout_correction
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.config import RunConfig, config_from_dict, load_config
@@ -115,7 +116,7 @@ BAD_OVERRIDES = {
     "profile.peak_tflops=0": ["profile.peak_tflops=0", "0"],
     "fsdp.sharding=ddp": ["fsdp.sharding='ddp'", "'full'", "'keep_parameters'", "'optimizer'", "'replicate'", "'auto'"],
     "model.activation_checkpointing=1": ["model.activation_checkpointing=1", "'none'", "'full'", "'selective'"],
-    "optim.lr=": ["optim.lr=null", "1e-6"],
+    "optim.lr=": ["optim.lr=null"],
     "optim.lr=1e": ["optim.lr='1e'"],
     "optim.lr=1e-6,": ["optim.lr='1e-6,'"],
     "optim.lr==3": ["optim.lr='=3'"],
@@ -129,7 +130,6 @@ BAD_OVERRIDES = {
     "cluster.call_timeout_s=.inf": ["cluster.call_timeout_s=.inf"],
     "checkpoint.resume=yes": ["checkpoint.resume='yes'"],
     "checkpoint.resume=1": ["checkpoint.resume=1"],
-    "loss.kl_unbiased=null": ["loss.kl_unbiased=null"],
     "loss.kl_unbiased=1": ["loss.kl_unbiased=1"],
     "advantage.whiten=yes": ["advantage.whiten='yes'"],
     "run.wandb_project=3": ["run.wandb_project=3"],
@@ -178,7 +178,7 @@ BAD_OVERRIDES = {
     **{
         f"optim.betas={value}": [f"optim.betas={value}", "[0, 1)", "[0.9, 0.95]"]
         for value in ("[]", "[0.9]", "[0.9, 0.9, 0.9]", "[0.9, 1]", "[-0.1, 0.9]", "[.nan, 0.9]", "[true, false]",
-                      "['a', 'b']", "0.9", "{}", "null", "[[0.9], 0.9]", "'0.9,0.9'")
+                      "['a', 'b']", "0.9", "{}", "[[0.9], 0.9]", "'0.9,0.9'")
     },
     # the form of a reward's name
     **{
@@ -188,6 +188,10 @@ BAD_OVERRIDES = {
     "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
     "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
     # stages
+    "rollout.top_p=0": ["rollout.top_p=0", "0"],
+    "rollout.min_p=1": ["rollout.min_p=1", "1"],
+    "rollout.stop=x": ["rollout.stop='x'"],
+    "rollout.stop=['']": ["rollout.stop=['']"],
     "rollout.curriculum=[3]": ["rollout.curriculum=[3]", "from_step: 1"],
     "rollout.curriculum={from_step: 1}": ["rollout.curriculum={'from_step': 1}", "a list of stages"],
     "rollout.curriculum=[{from_step: 0}]": ["rollout.curriculum.0.from_step=0", "at least 1"],
@@ -196,7 +200,8 @@ BAD_OVERRIDES = {
     "rollout.curriculum=[{from_step: 1, until: 3}]": ["rollout.curriculum.0.until=3"],
     # sections
     "model=3": ["model=3"],
-    "optim=null": ["optim=null"],
+    "optim=null": ["optim", "optim.total_updates"],
+    "model.path=null": ["model.path"],
     "rollout=[a]": ["rollout=['a']"],
     "optim={}": ["optim.total_updates"],
     # unknown names
@@ -247,10 +252,88 @@ def test_an_override_below_an_override_that_is_no_section_names_both(least_file)
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(least_file):
     config = load_config(
-        least_file, ["optim.lr=1e-3", "mesh={dp: 2}", "mesh.device=cpu", "optim.lr=2e-3", "run.steps="]
+        least_file, ["optim.lr=1e-3", "mesh={dp: 2}", "mesh.device=cpu", "optim.lr=2e-3", "run.steps=null"]
     )
     assert (config.optim.lr, config.mesh.dp, config.mesh.device, config.run.steps) == (2e-3, 2, "cpu", None)
     assert config.optim.total_updates == 10
+
+
+GRPO = {
+    **LEAST,
+    "data": {"train": "t.jsonl", "heldout": {"sums": "h.jsonl"}, "max_prompt_tokens": 64},
+    "rollout": {"reward": "m:f", "samples_per_prompt": 4},
+    "environment": {"arguments": {}},
+    "evaluation": {"interval_steps": 5},
+    "reference": {"offload": "none"},
+    "loss": {"clip_high": 0.3, "reduction": "token_mean"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["overrides", "a derived file"])
+def test_null_withdraws_what_a_file_of_another_algorithm_has_set(tmp_path, way):
+    """The settings of GRPO become those of a supervised run; no rule sees what is null."""
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(GRPO))
+    given = {"algorithm": "sft", "data.heldout": None, "rollout": None, "environment": None, "evaluation": None}
+    given |= {"reference.offload": None, "loss.clip_high": None}
+    assert refusal(load_config, tmp_path / "grpo.yaml", ["algorithm=sft"]).field == "rollout.reward"
+    if way == "overrides":
+        config = load_config(
+            tmp_path / "grpo.yaml", [f"{name}={'null' if v is None else v}" for name, v in given.items()]
+        )
+    else:
+        text = "base: grpo.yaml\nalgorithm: sft\ndata: {heldout: null}\nreference: {offload: }\nloss: {clip_high: ~}\n"
+        (tmp_path / "sft.yaml").write_text(text + "rollout:\nenvironment: null\nevaluation: null\n")
+        config = load_config(tmp_path / "sft.yaml")
+    assert config.algorithm == "sft" and config.data.train == Path("t.jsonl") and config.loss.clip_high == 0.2
+    assert config.loss.model_fields_set == {"reduction"} and not config.rollout.model_fields_set
+
+
+def test_null_withdraws_unless_it_is_a_value_of_its_own():
+    assert settings(optim__lr=None, run__seed=None, rollout__curriculum=None) == settings()
+    assert settings().critic.clip == 0.2 and settings(algorithm="ppo", critic__clip=None).critic.clip is None
+    assert settings(algorithm="ppo", critic=None).critic.clip == 0.2
+
+
+def test_null_among_arguments_of_the_users_own_is_a_value():
+    arguments = {"limit": None, "level": 3}
+    config = settings(rollout__environment="m:C", environment__arguments=arguments)
+    assert config.environment.arguments == arguments
+
+
+def test_files_that_build_on_others_are_read_as_one(tmp_path):
+    """The nearest file wins, mappings are merged, and the settings that a run leaves behind are the result."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "first.yaml").write_text(yaml.safe_dump({**GRPO, "optim": {"total_updates": 9, "lr": 1e-5}}))
+    (tmp_path / "shared" / "second.yaml").write_text("base: first.yaml\noptim: {lr: 1e-4, eps: 1e-7}\nrollout: null\n")
+    (tmp_path / "own.yaml").write_text(
+        "base: shared/second.yaml\noptim: {lr: 1e-3, total_updates: null}\nrollout: {reward: m:g}\n"
+        "data: {heldout: {products: p.jsonl}}\n"
+    )
+    config = load_config(tmp_path / "own.yaml", ["optim.total_updates=7"])
+    assert (config.optim.total_updates, config.optim.lr, config.optim.eps) == (7, 1e-3, 1e-7)
+    assert config.rollout.reward == "m:g" and config.rollout.samples_per_prompt == 8  # withdrawn in the second
+    assert config.data.heldout_sets == {"sums": Path("h.jsonl"), "products": Path("p.jsonl")}
+    (tmp_path / "settings.yaml").write_text(settings_text(config))
+    assert load_config(tmp_path / "settings.yaml") == config
+    assert "base" not in yaml.safe_load(settings_text(config))
+    dictionary = {"base": str(tmp_path / "own.yaml"), "optim": {"total_updates": 7}}
+    assert load_config(dictionary) == config and dictionary["optim"] == {"total_updates": 7}
+    assert load_config(dictionary, ["optim.total_updates=8"]).optim.total_updates == 8
+
+
+@pytest.mark.parametrize(
+    ("base", "named"),
+    [
+        ("own.yaml", ["own.yaml"]), ("round.yaml", ["round.yaml", "own.yaml"]), ("none.yaml", ["none.yaml"]),
+        ("[a]", ["['a']"]), ("$NO_SUCH_VARIABLE/x", ["NO_SUCH_VARIABLE"]),
+    ],
+)  # fmt: skip
+def test_a_base_that_cannot_be_is_refused(tmp_path, base, named):
+    (tmp_path / "own.yaml").write_text(f"base: {base}\n")
+    (tmp_path / "round.yaml").write_text("base: ./own.yaml\n")
+    error = refusal(load_config, tmp_path / "own.yaml")
+    assert all(name in error.message for name in named) and error.field in ("base", None)
+    assert refusal(config_from_dict, {**LEAST, "base": "x.yaml"}).field == "base"
 
 
 def test_an_unknown_name_is_told_before_what_is_missing_because_of_it():
@@ -264,12 +347,42 @@ def test_names_that_other_trainers_have_lead_to_those_of_this_one():
     error = refusal(settings, optim__learning_rate=1e-5)
     assert error.field == "optim.learning_rate" and "optim.lr" in error.hint
     tree = config_from_dict(LEAST)
-    for name, ours in NAMES_ELSEWHERE.items():
-        for one in re.findall(r"[a-z]+\.[a-z_]+", ours):
+    for name, hint in NAMES_ELSEWHERE.items():
+        for one in re.findall(r"[a-z]+\.[a-z_]+", hint):
             section, own = one.split(".")
             assert hasattr(getattr(tree, section), own), name
         elsewhere = refusal(config_from_dict, {**LEAST, "rollout": {name: 1}})
-        assert ours in elsewhere.hint, name
+        assert hint in elsewhere.hint, name
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("loss.policy=grpo", ["advantage.estimator=grpo"]),
+        ("advantage.estimator=gspo", ["loss.policy=gspo"]),
+        ("mesh.tp=2", [NAMES_ELSEWHERE["tp"]]),
+        ("lora.r=8", ["lora.rank"]),
+        ("per_device_train_batch_size=1", ["batch.samples_per_update"]),
+        ("train={learning-rate: 1e-5, lora: {lora_alpha: 3}}", ["optim.lr", "lora.alpha"]),
+        ("actor_rollout_ref.actor.ppo_epochs=3", ["loss.epochs"]),
+        ("fsdp_config.fsdp_offload_params=true", ["fsdp.cpu_offload"]),
+        ("fsdp_state_dict_type=x", ["fsdp.sharding"]),
+        ("optim={total_updates: 9, lr: 10}", ["optim.lr=10", "optim.name=adamw"]),
+        ("batch.samples_per_update=7", ["optim.total_updates=3700", "batch.samples_per_update=7", "256"]),
+    ],
+)  # fmt: skip
+def test_what_others_would_have_written_is_answered_with_what_to_write(least_file, override, named):
+    overrides = ["run.steps=100", "optim.total_updates=100"] if "7" in override else []
+    text = str(refusal(load_config, least_file, [*overrides, override]))
+    assert [one for one in named if one not in text] == [], text
+
+
+def test_a_program_is_found_on_path_unless_it_is_written_with_its_folder(monkeypatch, tmp_path):
+    (tmp_path / "python-of-engine").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = {"python-of-engine": tmp_path / "python-of-engine", "./python-of-engine": Path("python-of-engine")}
+    for written, path in found.items():
+        assert settings(**{**VLLM, "rollout__engine_python": written}).rollout.engine_python == path
 
 
 def test_several_faults_are_told_at_once_but_not_without_end():
@@ -312,6 +425,42 @@ _REFERENCE_GROUP = {
     "loss__kl_coefficient": 0.1,
 }
 RULES = [
+    (
+        "check_limits_of_sampling",
+        {"rollout__top_p": 0.9, "rollout__top_k": 5, "rollout__min_p": 0.1, "rollout__stop": ["</a>"]},
+        {**VLLM, "rollout__top_p": 0.9, "rollout__stop": ["</a>"]},
+        ["rollout.top_p=0.9", "rollout.engine=vllm", "evaluation.top_p"],
+    ),
+    (
+        "check_limits_of_sampling",
+        {**VLLM, "evaluation__top_p": 0.9, "evaluation__top_k": 5, "evaluation__min_p": 0.1},
+        {**SGLANG, "rollout__top_k": 5},
+        ["rollout.top_k=5", "rollout.engine=sglang", "evaluation.top_k"],
+    ),
+    (
+        "check_evaluation_temperature",
+        {"evaluation__temperature": 3.0},
+        {**VLLM, "evaluation__temperature": 3.0},
+        ["evaluation.temperature=3", "vllm", "0.01", "2"],
+    ),
+    (
+        "check_draws_responses",
+        {"evaluation__temperature": 0.5, "evaluation__greedy": True},
+        {"evaluation__temperature": 0.5, "evaluation__greedy": True, "evaluation__samples_per_prompt": 0},
+        ["evaluation.temperature=0.5", "evaluation.samples_per_prompt=0"],
+    ),
+    (
+        "check_learning_rates",
+        {"optim__lr": 10.0, "optim__name": "sgd"},
+        {"optim__lr": 10.0},
+        ["optim.lr=10", "optim.name=adamw"],
+    ),
+    (
+        "check_learning_rates",
+        {"algorithm": "ppo", "critic__lr": 1.0},
+        {"algorithm": "ppo", "critic__lr": 2.0},
+        ["critic.lr=2", "optim.name=adamw"],
+    ),
     (
         "check_checkpoint_every_n_layers",
         {"model__activation_checkpointing": True, "model__checkpoint_every_n_layers": 2},
@@ -1047,9 +1196,24 @@ def test_a_rule_between_settings_accepts_one_side_and_refuses_the_other(rule, ac
 
 def test_every_rule_between_settings_is_in_the_table_above():
     models = [RunConfig, *SECTIONS.values()]
-    assert {name for model in models for name in model.__pydantic_decorators__.model_validators} == {
+    validators = [model.__pydantic_decorators__.model_validators.items() for model in models]
+    assert {name for found in validators for name, one in found if one.info.mode == "after"} == {
         rule[0] for rule in RULES
     }
+
+
+def test_evaluations_sample_as_they_say_and_else_as_training_does():
+    rollout = {"rollout__temperature": 0.7, "rollout__top_k": 5, "rollout__max_new_tokens": 9}
+    both = {settings(**rollout).sampling(evaluates=one) for one in (False, True)}
+    assert len(both) == 1 and both.pop().length_setting == "rollout.max_new_tokens"
+    config = settings(
+        **rollout, evaluation__temperature=0.5, evaluation__max_new_tokens=99, evaluation__top_p=0.9,
+        evaluation__min_p=0.0,
+    )  # fmt: skip
+    assert config.sampling(evaluates=False) == settings(**rollout).sampling(evaluates=False)
+    own = config.sampling(evaluates=True)
+    assert (own.temperature, own.max_new_tokens, own.length_setting) == (0.5, 99, "evaluation.max_new_tokens")
+    assert (own.top_p, own.top_k, own.min_p) == (0.9, 5, 0.0)
 
 
 def test_good_values_of_every_kind_are_accepted_as_they_are():
@@ -1105,6 +1269,8 @@ def test_an_override_adds_a_held_out_set_by_name(tmp_path):
     assert added.data.heldout_sets == {"math": Path("n.jsonl"), "2-digits": Path("d.jsonl")}
     one = load_config(tmp_path / "c.yaml", ["data.heldout=x.jsonl"])
     assert one.data.heldout_sets == {"": Path("x.jsonl")}
+    other = load_config(tmp_path / "c.yaml", ["data.heldout.code=c.jsonl", "data.heldout.math=null"])
+    assert other.data.heldout_sets == {"code": Path("c.jsonl")}
     error = refusal(load_config, tmp_path / "c.yaml", ["data.heldout=x.jsonl", "data.heldout.math=m.jsonl"])
     assert error.field == "data.heldout.math" and unnamed(["data.heldout='x.jsonl'"], error) == []
     assert refusal(load_config, tmp_path / "c.yaml", ["data.heldout.a b=x"]).hint

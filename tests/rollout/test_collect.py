@@ -51,6 +51,7 @@ class Engines:
         seed: Sequence[int],
         greedy: bool = False,
         max_new_tokens: int = LONGEST,
+        evaluates: bool = False,
         each: Callable[[SampledResponse], None] = lambda sample: None,
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:

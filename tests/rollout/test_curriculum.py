@@ -42,6 +42,7 @@ class Engines:
         seed: Sequence[int],
         greedy: bool = False,
         max_new_tokens: int | None = None,
+        evaluates: bool = False,
         each: Callable[[SampledResponse], None],
         may_mix: bool = False,
     ) -> tuple[int, list[SampledResponse]]:

@@ -57,6 +57,20 @@ def contents(samples: list[SampledResponse]) -> list[tuple[int, list[int], list[
     return [(sample.prompt, sample.tokens, sample.log_probs) for sample in samples]
 
 
+def test_requests_sample_as_the_settings_of_training_or_of_evaluation_say(make_config: Any) -> None:
+    rollout = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop": ["</a>"], "max_new_tokens": 8}
+    pool = EnginePool(make_config(rollout=rollout, evaluation={"temperature": 1.5, "top_p": 0.5, "max_new_tokens": 20}))
+    trained, evaluated = (pool.params((1,), evaluates=one) for one in (False, True))
+    assert (trained.temperature, trained.top_p, trained.max_new_tokens) == (0.7, 0.9, 8)
+    assert (evaluated.temperature, evaluated.top_p, evaluated.max_new_tokens) == (1.5, 0.5, 20)
+    assert not trained.renormalized, "the ratio of the first update is that of the trainer's log-probs over all tokens"
+    for params in (trained, evaluated):
+        assert (params.top_k, params.min_p, params.stop) == (5, 0.1, ("</a>",))
+    assert pool.params((1,), evaluates=True, max_new_tokens=99).max_new_tokens == 20
+    likeliest = pool.params((1,), greedy=True)
+    assert not likeliest.is_limited and likeliest.stop == ("</a>",) and not likeliest.tempered
+
+
 def test_an_engine_without_weights_refuses_to_sample(two_engines: tuple[EnginePool, StateError]) -> None:
     _, refusal = two_engines
     assert_refusal(refusal, StateError, "update_weights")

@@ -54,7 +54,9 @@ class Engines:
         found = [list(one) if isinstance(one, list) else [END, *map(ord, one), START] for one in observations]
         return found
 
-    def params(self, seed: Sequence[int], *, greedy: bool, max_new_tokens: int) -> SamplingParams:
+    def params(
+        self, seed: Sequence[int], *, greedy: bool, max_new_tokens: int, evaluates: bool = False
+    ) -> SamplingParams:
         return SamplingParams(max_new_tokens=min(4, max_new_tokens), seed=tuple(seed), greedy=greedy)
 
     def draw(self, requests: Sequence[Request], each: Any, *, may_mix: bool) -> tuple[int, list[SampledResponse]]:

@@ -27,11 +27,15 @@ class Engines:
 
     def __init__(self) -> None:
         self.drawn: list[tuple[str, bool]] = []
+        self.most: set[int] = set()
 
     def generate(
         self, prompts: Sequence[str], *, samples_per_prompt: int, seed: Sequence[int], greedy: bool = False,
         each: Callable[[SampledResponse], None], may_mix: bool = False, max_new_tokens: int = LONGEST,
+        evaluates: bool = False,
     ) -> tuple[int, list[SampledResponse]]:  # fmt: skip
+        assert evaluates
+        self.most.add(max_new_tokens)
         samples = []
         for index, prompt in enumerate(prompts):
             place = [len(prompt)] if greedy else [*seed, index, len(prompt)]
@@ -112,6 +116,13 @@ def test_two_held_out_sets_give_the_numbers_and_the_files_of_two_runs_with_one_e
     backwards, _ = evaluated(dict(reversed(sets.items())), **ASKED)
     assert backwards == metrics, "the order makes no difference"
     assert evaluated(sets, step=5, **ASKED)[0] != metrics, "the step does"
+
+
+def test_evaluations_have_a_length_of_their_own(evaluated: Any, tmp_path: Path) -> None:
+    for own, most in ((None, LONGEST), (2 * LONGEST, 2 * LONGEST)):
+        engines = Engines()
+        evaluated(str(tmp_path / "first.jsonl"), engines, **ASKED, max_new_tokens=own)
+        assert engines.most == {most}
 
 
 def test_greedy_responses_alone_are_drawn_where_none_is_sampled(evaluated: Any, tmp_path: Path) -> None:

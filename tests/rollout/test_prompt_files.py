@@ -18,6 +18,7 @@ from actors.rollout.tokenizer import count_tokens
 from actors.run_dir import SKIPPED, RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, ModelError, ResourceError
+from tests.support.refusals import refused
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 LENGTHS = (3, 9, 5, 12, 4)  # words of each prompt
@@ -139,7 +140,21 @@ def test_what_engines_that_the_run_starts_can_take_bounds_evaluation_too(words: 
     found = without_overlong(settings, read_prompts(settings))
     assert lengths_of(found.train) == lengths_of(found.heldout[""]) == [3, 5, 4] and found.longest == 5
     settings = config(folder, **sections, rollout={"engine": "vllm", "engine_urls": ["http://a:1"]})
-    assert without_overlong(settings, read_prompts(settings)).longest == max(LENGTHS)
+    found = without_overlong(settings, read_prompts(settings))
+    assert (found.longest, found.longest_heldout) == (5, max(LENGTHS))
+
+
+def test_a_length_of_evaluations_own_bounds_held_out_prompts_alone(words: None, folder: Path) -> None:
+    sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": max(LENGTHS) + MAX_NEW_TOKENS}
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
+    longer = {"interval_steps": 1, "max_new_tokens": MAX_NEW_TOKENS + max(LENGTHS) - 5}
+    settings = config(folder, evaluation=longer)
+    with refused(ConfigError, "data.heldout", f"evaluation.max_new_tokens={longer['max_new_tokens']}"):
+        without_overlong(settings, read_prompts(settings))
+    settings = config(folder, evaluation=longer, data={"overlong_prompts": "skip"})
+    found = without_overlong(settings, read_prompts(settings))
+    assert lengths_of(found.train) == list(LENGTHS) and lengths_of(found.heldout[""]) == [3, 5, 4]
+    assert (found.longest, found.longest_heldout) == (max(LENGTHS), 5)
 
 
 def test_positions_that_the_model_learned_bound_evaluation_too(words: None, folder: Path) -> None:
@@ -161,7 +176,7 @@ def test_records_that_are_short_enough_are_all_kept(words: None, folder: Path) -
     settings = config(folder, data={"max_prompt_tokens": max(LENGTHS)})
     prompts = read_prompts(settings)
     assert without_overlong(settings, prompts) == Prompts(
-        prompts.train, prompts.heldout, longest=max(LENGTHS), train_lengths=list(LENGTHS)
+        prompts.train, prompts.heldout, longest=max(LENGTHS), longest_heldout=max(LENGTHS), train_lengths=list(LENGTHS)
     )
 
 
@@ -197,7 +212,7 @@ def test_each_held_out_set_keeps_its_records_and_is_named_where_one_is_wrong(wor
     assert {name: lengths_of(records) for name, records in found.heldout.items()} == {
         "all": list(LENGTHS), "short": [3, 5, 4],
     }  # fmt: skip
-    assert found.longest == max(LENGTHS)
+    assert found.longest_heldout == max(LENGTHS)
     alone = read_heldout(config(folder, data={"heldout": sets}))
     assert alone.heldout == found.heldout and lengths_of(alone.train) == [*LENGTHS, 3, 5, 4]
 

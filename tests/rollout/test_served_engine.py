@@ -102,6 +102,14 @@ def test_greedy_samples_are_the_likeliest_tokens_after_each_update(engine: Any, 
         assert sample.versions == (VersionSpan(version, 0, 6),)
 
 
+def test_limits_of_a_request_reach_the_server(engine: Any, server: Any, sender: WeightSender) -> None:
+    for limits in ({"top_k": 7, "top_p": 0.25, "min_p": 0.125}, {"top_k": -1, "top_p": 0.25, "min_p": 0.0}):
+        asked = {name: value for name, value in limits.items() if value != -1}
+        drawn(engine, Request(PROMPT, 1, params(max_new_tokens=1, **asked)))
+        said = server.asked[-1]["sampling_params"]
+        assert {name: said[name] for name in limits} == limits
+
+
 def test_end_tokens_and_stop_texts_end_samples_and_belong_to_them(engine: Any, sender: WeightSender) -> None:
     (whole,) = drawn(engine, Request(PROMPT, 1, params(max_new_tokens=20, end_token_ids=frozenset()))).values()
     assert whole.finish_reason == "length" and len(whole.tokens) == 20

@@ -99,8 +99,8 @@ def test_end_tokens_end_samples_and_those_of_the_servers_files_do_not(
     ("asked", "error", "field", "values"),
     [
         (params(temperature=0.7, tempered=False), EngineError, "rollout.temperature", [0.7, "SGLang"]),
-        (params(top_k=7), EngineError, "top_k", [7, "SGLang"]),
-        (params(top_p=0.25), EngineError, "top_p", [0.25, "SGLang"]),
+        (params(top_k=7, renormalized=False), EngineError, "top_k", [7, "SGLang"]),
+        (params(top_p=0.25, renormalized=False), EngineError, "top_p", [0.25, "SGLang"]),
         (params(temperature=0.7, greedy=True), EngineError, "rollout.temperature", [0.7, "SGLang"]),
         (params(temperature=1e-7), EngineError, "rollout.temperature", [1e-7, 1e-6]),
         (params(max_new_tokens=62), BatchError, "max_new_tokens", [62, MOST_TOKENS]),

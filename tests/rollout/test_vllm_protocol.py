@@ -76,8 +76,9 @@ def test_a_server_of_no_use_is_refused(
     ("asked", "error", "field", "values"),
     [
         (params(temperature=0.7, tempered=False), EngineError, "rollout.temperature", [0.7]),
-        (params(top_k=7), EngineError, "top_k", [7]),
-        (params(top_p=0.25), EngineError, "top_p", [0.25]),
+        (params(top_k=7, renormalized=False), EngineError, "top_k", [7]),
+        (params(top_p=0.25, renormalized=False), EngineError, "top_p", [0.25]),
+        (params(min_p=0.25, renormalized=False), EngineError, "min_p", [0.25]),
         (params(temperature=0.7, greedy=True), EngineError, "rollout.temperature", [0.7]),
         (params(temperature=2.5), EngineError, "rollout.temperature", [2.5]),
         (params(temperature=0.001), EngineError, "rollout.temperature", [0.001]),

@@ -140,13 +140,18 @@ def test_a_number_chooses_the_token_where_it_falls_among_the_summed_probabilitie
         assert log_probs == pytest.approx([logits[3].item(), logits[token].item(), logits[1].item()])
 
 
-LIMITS = [(None, 1.0), (1, 1.0), (3, 1.0), (None, 0.6), (None, 1e-9), (5, 0.8), (VOCAB + 9, 1.0), (2, 0.999)]
+# top_k, top_p, min_p
+LIMITS = [
+    (None, 1.0, 0.0), (1, 1.0, 0.0), (3, 1.0, 0.0), (None, 0.6, 0.0), (None, 1e-9, 0.0), (5, 0.8, 0.0),
+    (VOCAB + 9, 1.0, 0.0), (2, 0.999, 0.0), (None, 1.0, 0.15), (None, 0.7, 0.1), (3, 0.9, 0.3), (None, 1.0, 1 - 2e-16),
+]  # fmt: skip
 
 
-def truncated(logits, temperature, top_k, top_p):
+def truncated(logits, temperature, top_k, top_p, min_p):
     """By a loop over tokens: the log-probs that are left, minus infinity elsewhere."""
     probabilities = (logits.double() / temperature).softmax(-1).tolist()
     order = sorted(range(len(probabilities)), key=lambda token: (-probabilities[token], token))[:top_k]
+    order = [token for token in order if probabilities[token] >= min_p * probabilities[order[0]]]
     total, kept, summed = sum(probabilities[token] for token in order), [], 0.0
     for token in order:
         if top_p < 1.0 and summed >= top_p * total:
@@ -160,22 +165,26 @@ def truncated(logits, temperature, top_k, top_p):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("top_k", "top_p"), LIMITS)
-def test_tokens_are_drawn_from_what_top_k_and_top_p_leave_renormalised(top_k, top_p, temperature):
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), LIMITS)
+def test_tokens_are_drawn_from_what_top_k_and_top_p_leave_renormalised(top_k, top_p, min_p, temperature):
     count = 4000
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3), dtype=torch.float64) * 2
     logits[7] = logits[11]  # among equals the first comes first
     numbers = [(place + 0.5) / count for place in range(count)]  # every share of the unit interval alike
-    limits = {"top_k": [top_k] * count, "top_p": [top_p] * count}
+    limits = {"top_k": [top_k] * count, "top_p": [top_p] * count, "min_p": [min_p] * count}
     rows, temperatures = logits.expand(count, -1), [temperature] * count
     tokens, log_probs = draw(rows, temperature=temperatures, numbers=numbers, tempered=[True] * count, **limits)
-    expected = truncated(logits, temperature, top_k, top_p)
+    expected = truncated(logits, temperature, top_k, top_p, min_p)
     counted = torch.bincount(torch.tensor(tokens), minlength=VOCAB) / count
     assert (counted - expected.exp()).abs().max() <= 1.01 / count
     assert torch.equal(counted[expected.isinf()], torch.zeros(int(expected.isinf().sum())))
     assert log_probs == pytest.approx(expected[tokens].tolist(), abs=1e-12)
     again, untempered = draw(rows, temperature=temperatures, numbers=numbers, tempered=[False] * count, **limits)
     assert again == tokens and untempered == pytest.approx(logits.log_softmax(-1)[tokens].tolist(), abs=1e-12)
+    over_all = {"tempered": [True] * count, "renormalized": [False] * count}
+    again, of_all = draw(rows, temperature=temperatures, numbers=numbers, **over_all, **limits)
+    whole = (logits / temperature).log_softmax(-1)
+    assert again == tokens and of_all == pytest.approx(whole[tokens].tolist(), abs=1e-12)
 
 
 def test_rows_without_limits_have_the_same_bits_beside_rows_with_them():
@@ -184,37 +193,39 @@ def test_rows_without_limits_have_the_same_bits_beside_rows_with_them():
     numbers[4] = -1.0
     given = {"temperature": [0.9] * len(LIMITS), "numbers": numbers, "tempered": [True] * len(LIMITS)}
     tokens, log_probs = draw(logits, **given)
-    limited = draw(logits, **given, top_k=[k for k, _ in LIMITS], top_p=[p for _, p in LIMITS])
-    for row, (top_k, top_p) in enumerate(LIMITS):
-        if top_k is None and top_p == 1.0:
+    columns = dict(zip(("top_k", "top_p", "min_p"), map(list, zip(*LIMITS, strict=True)), strict=True))
+    limited = draw(logits, **given, **columns)
+    for row, limits in enumerate(LIMITS):
+        if limits == (None, 1.0, 0.0):
             assert (limited[0][row], limited[1][row]) == (tokens[row], log_probs[row])
-        expected = truncated(logits[row], 0.9, top_k, top_p)
+        expected = truncated(logits[row], 0.9, *limits)
         assert limited[1][row] == pytest.approx(expected[limited[0][row]].item(), abs=1e-6)
     assert limited[0][4] == logits[4].argmax(), "the likeliest token always stays"
 
 
 def test_each_request_has_limits_of_its_own():
     model, sampler, found = tiny("qwen3"), Sampler(to_sample_from(tiny("qwen3"))), {}
-    for top_k, top_p in LIMITS:
-        params = SamplingParams(6, 1.3, top_k=top_k, top_p=top_p, seed=(4,))
-        for tempered in (True, False):
-            sampler.add(PROMPTS[0], 3, replace(params, tempered=tempered))
+    kinds = ({}, {"tempered": False}, {"renormalized": False})
+    for top_k, top_p, min_p in LIMITS:
+        params = SamplingParams(6, 1.3, top_k=top_k, top_p=top_p, min_p=min_p, seed=(4,))
+        for kind in kinds:
+            sampler.add(PROMPTS[0], 3, replace(params, **kind))
     while not sampler.is_idle:
         found |= {(request, number): completion for request, number, completion in sampler.step()}
     for (request, number), completion in found.items():
-        top_k, top_p = LIMITS[request // 2]
+        limits, kind = LIMITS[request // 3], request % 3
         context = torch.tensor([PROMPTS[0] + completion.tokens])
         with torch.no_grad():
             logits = model(input_ids=context).logits[0, len(PROMPTS[0]) - 1 : -1]
-        if request % 2 == 0:
-            expected = [
-                truncated(row, 1.3, top_k, top_p)[token] for row, token in zip(logits, completion.tokens, strict=True)
-            ]
-            assert completion.log_probs == pytest.approx([float(one) for one in expected], abs=1e-4)
-        else:
-            assert completion.tokens == found[request - 1, number].tokens
-            expected = full_forward_log_probs(model, PROMPTS[0], completion.tokens, 1.0)
-            assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+        if kind == 0:
+            rows = torch.stack([truncated(row, 1.3, *limits) for row in logits])
+        elif kind == 1:
+            rows = logits.log_softmax(-1)
+        else:  # what the trainer computes, so that the ratio of a first update is 1
+            rows = (logits / 1.3).log_softmax(-1)
+        expected = rows[range(len(rows)), completion.tokens].tolist()
+        assert completion.log_probs == pytest.approx(expected, abs=1e-4)
+        assert completion.tokens == found[request - kind, number].tokens
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -510,7 +521,7 @@ def test_what_cannot_be_sampled_is_refused():
     for name, value in [
         ("max_new_tokens", 0), ("temperature", 0.0), ("temperature", float("inf")), ("temperature", float("nan")),
         ("stop", ("",)), ("seed", (-1,)), ("top_k", 0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.01),
-        ("top_p", float("nan")),
+        ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.0),
     ]:  # fmt: skip
         with refused(BatchError, name):
             SamplingParams(**{"max_new_tokens": 1, name: value})
