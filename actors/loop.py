@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -17,17 +17,19 @@ from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, launch_rewards, timed
-from actors.rollout.engine import EnginePool, encode_demonstrations
+from actors.rollout.engine import EnginePool
 from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
-from actors.rollout.prompts import PromptStream, digest_of
+from actors.rollout.prompts import PromptStream
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import Rewards
 from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RecordedBatches, RunFolder
+from actors.sft import SftLoop
 from actors.signals import Interrupts
 from actors.startup import stage, waiting
+from actors.torchrun import TorchrunGroup
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.algorithms.registry import GROUPED
 from slimefsdp.config import RunConfig
@@ -36,15 +38,20 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
 from slimefsdp.monitoring.curves import CURVES, RunCurves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
-from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column, ProgressTable, grpo_columns
+from slimefsdp.monitoring.progress_table import Column, ProgressTable, grpo_columns
 from slimefsdp.results import Health
 
-Group = WorkerGroup | SupervisedGroup
+Group = WorkerGroup | SupervisedGroup | TorchrunGroup
 _CLOSE_S = 10.0  # for a batch that is being collected to end without its engines
 _CHECKED_PROMPTS = 4  # whose samples are looked at before a run with engines of another code
 
 
-def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prompts | None = None) -> str:
+def train(
+    config: RunConfig,
+    interrupts: Interrupts | None = None,
+    prompts: Prompts | None = None,
+    launch: Callable[[RunConfig], Group] | None = None,
+) -> str:
     """Runs what the settings describe, from start or checkpoint to the last step; returns a closing line to quote.
 
     Leaves in `run.dir`: metrics.jsonl, tensorboard/, curves.png, samples/, settings.yaml, and checkpoints/ with
@@ -53,6 +60,7 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
     Args:
         interrupts: who may ask for an end before the last step.
         prompts: the records, their lengths checked; None: they are read and checked here.
+        launch: makes the group of ranks; None: Ray does.
 
     Raises:
         Interrupted: somebody did; a checkpoint of the last step that was made is in `run.dir`.
@@ -61,12 +69,15 @@ def train(config: RunConfig, interrupts: Interrupts | None = None, prompts: Prom
     interrupts = interrupts or Interrupts()
     check_ready_to_train(config)
     config = with_data_commits(with_model_folders(config))
-    assert config.run.steps is not None
     if prompts is None:
         prompts = without_overlong(config, read_prompts(config))
         warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
+    config = config.with_steps_of(len(prompts.demonstrations))
+    assert config.run.steps is not None
+    if launch is None:  # without checkpoints there is nothing to go on from after a loss
+        launch = (WorkerGroup if config.checkpoint.interval_steps is None else SupervisedGroup).launch
     with ExitStack() as stack:
-        run = Run(config, interrupts, prompts, stack)
+        run = Run(config, interrupts, prompts, launch, stack)
         for step in range(run.begin(), config.run.steps):
             run.step(step)
         return run.finish()
@@ -76,10 +87,18 @@ class Run:
     """A run and what it has open: folder, groups of ranks, engines, logs.
 
     Args:
+        launch: makes the group of ranks.
         stack: closes all of it, in the order that ends processes before what they write into.
     """
 
-    def __init__(self, config: RunConfig, interrupts: Interrupts, prompts: Prompts, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        interrupts: Interrupts,
+        prompts: Prompts,
+        launch: Callable[[RunConfig], Group],
+        stack: ExitStack,
+    ) -> None:
         assert config.run.dir is not None and config.run.steps is not None
         self._config = config
         self._interrupts = interrupts
@@ -90,8 +109,7 @@ class Run:
             config.run.dir, algorithm=config.algorithm_title, heldout_sets=config.data.heldout_sets
         )
         stack.callback(self._curves.draw)  # however the run ends, and after its processes
-        # without checkpoints there is nothing to go on from after a loss
-        self._group: Group = (SupervisedGroup if self._keeps else WorkerGroup).launch(config)
+        self._group = launch(config)
         stack.callback(self._group.shutdown)
         launched = self._group.config  # where mesh.dp is a number
         self._folder.write_settings(launched)
@@ -100,6 +118,7 @@ class Run:
         if config.algorithm == "sft":
             self._loop = SftLoop(launched, self._group, prompts)
         else:
+            assert not isinstance(self._group, TorchrunGroup)
             beside = self._group if config.rollout.placement == "colocated" else None
             engines = (RestartingEngines if self._keeps else EnginePool).launch(launched, beside)
             stack.callback(engines.shutdown)
@@ -389,47 +408,6 @@ class RolloutLoop:
             f"{config.algorithm_title} on {config.ranks} FSDP2 ranks: {what} "
             f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / CURVES}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
-        )
-
-
-class SftLoop:
-    """One step: one update on demonstrations, the same loop without rollouts."""
-
-    columns = SFT_COLUMNS
-
-    def __init__(self, config: RunConfig, group: Group, prompts: Prompts) -> None:
-        self._config = config
-        self._group = group
-        encoded = encode_demonstrations(config, prompts.train)
-        demonstrations = [{"tokens": tokens, "response_length": length} for tokens, length in encoded]
-        self.prompts = PromptStream(demonstrations, config.run.seed, digest=digest_of(prompts.train))
-
-    def prompts_state(self) -> dict[str, Any]:
-        """Where the demonstrations stand behind what was trained on."""
-        return self.prompts.state()
-
-    def settle(self) -> None:
-        """Nothing: no batch is made beside the training of another."""
-
-    def before_training(self, *, evaluates: bool) -> Metrics:
-        """Nothing: there is no one to send weights to."""
-        return {}
-
-    def step(self, step: int) -> Metrics:
-        """One update on the next `batch.samples_per_update` demonstrations."""
-        seconds: Metrics = {}
-        batch = RolloutBatch.from_samples(self.prompts.take(self._config.samples_per_step))
-        with timed(seconds, "train"):
-            metrics: Metrics = self._group.train_step(batch)
-        return metrics | {"seconds/train": seconds["train"]}
-
-    def summary(self, rows: Sequence[dict[str, Any]]) -> str:
-        """The run in one line."""
-        seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
-        return (
-            f"SFT on {self._config.ranks} FSDP2 ranks: loss {rows[0]['loss']:.3f} -> {rows[-1]['loss']:.3f} "
-            f"in {self._config.run.steps} updates, {seconds:.0f} s"
-            + (f"; model in {self._config.run.export_dir}" if self._config.run.export_dir else "")
         )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 SFT_RECORDS = 6400  # 100 updates of 64
 TRAIN_RECORDS = 8000
 HELDOUT_RECORDS = 256
+CHAT_RECORDS = 640  # of one to three sortings each, all of them right
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -26,9 +27,9 @@ CHAT_TEMPLATE = (
 
 
 def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
-    """Write `model/`, `sft.jsonl`, `train.jsonl` and `heldout.jsonl` under `out_dir`; the same seed, the same bytes.
+    """Write `model/` and the files of records under `out_dir`; the same seed, the same bytes.
 
-    Held-out prompts are distinct and in neither other file; `sft` and `train` are drawn with repetition and overlap.
+    Held-out prompts are distinct and in no other file; `sft`, `train` and `chats` are drawn with repetition, and overlap.
 
     Returns:
         What was written: records per file name, and the model's parameters under `model`.
@@ -44,9 +45,11 @@ def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     for index in rng.sample(range(SFT_RECORDS), SFT_RECORDS // 2):
         sft[index]["answer"] = "".join(rng.sample(sft[index]["answer"], len(sft[index]["answer"])))
     train = [_sorting(rng, excluded=heldout) for _ in range(TRAIN_RECORDS)]
+    chats = [_chat([_sorting(rng, excluded=heldout) for _ in range(rng.randint(1, 3))]) for _ in range(CHAT_RECORDS)]
 
     written = {"model": write_model(out_dir / "model", _tokenizer(), seed)}
-    for name, records in (("sft.jsonl", sft), ("train.jsonl", train), ("heldout.jsonl", list(heldout.values()))):
+    files = {"sft": sft, "train": train, "heldout": list(heldout.values()), "chats": chats}
+    for name, records in ((f"{stem}.jsonl", records) for stem, records in files.items()):
         (out_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         written[name] = len(records)
     return written
@@ -59,6 +62,15 @@ def _sorting(rng: random.Random, excluded: dict[str, Any] | None = None) -> dict
         prompt = f"sort {digits}"
         if not excluded or prompt not in excluded:
             return {"prompt": prompt, "answer": "".join(sorted(digits))}
+
+
+def _chat(sortings: Sequence[dict[str, str]]) -> dict[str, Any]:
+    """A chat in which one is asked after the other."""
+    turns = [
+        [{"role": "user", "content": one["prompt"]}, {"role": "assistant", "content": one["answer"]}]
+        for one in sortings
+    ]
+    return {"messages": [message for turn in turns for message in turn]}
 
 
 def _tokenizer() -> Any:

@@ -39,6 +39,7 @@ from actors.cli.groups import add_status_arguments, add_stop_arguments, status_c
 from actors.cli.plan import add_plan_arguments, plan_command
 from actors.cli.preflight import check_before_launch, check_installed, check_models
 from actors.cli.serve import add_serve_arguments, checked_to_serve
+from actors.cli.torchrun import is_rank_of_torchrun, train_as_rank
 from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
 from actors.cluster.ray_log import RAY_LOG
 from actors.model_folders import with_model_folders
@@ -229,6 +230,8 @@ def _train(options: argparse.Namespace) -> int:
         sets = record_sets(config.data, prompts.heldout, prompts.train)
         print("\n".join([*start_lines(config, sets), "these settings are fine: `slimefsdp train` would start"]))
         return 0
+    if is_rank_of_torchrun():
+        return train_as_rank(config)
     with ExitStack() as stack:
         stack.enter_context(reporting())
         config, prompts = check_before_launch(config)

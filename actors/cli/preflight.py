@@ -56,7 +56,9 @@ _SYSTEM_FOLDERS = frozenset(
 )
 
 
-def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tuple[RunConfig, Prompts]:
+def check_before_launch(
+    config: RunConfig, *, takes_folder: bool = True, has_ranks: bool = False
+) -> tuple[RunConfig, Prompts]:
     """All that can be known to fail without starting anything.
 
     Returns the settings, with folders of this machine for models of the hub and commits for data sets, and the records
@@ -64,6 +66,7 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tupl
 
     Args:
         takes_folder: lock run.dir, which makes it; False: only look whether it could be taken. Nothing is written.
+        has_ranks: they are running already, on whatever machines; False: this machine, or a cluster, is to start them.
 
     Raises:
         SlimeError: of the class that fits: settings, model folder, data files, functions of the user's own, machine.
@@ -74,8 +77,9 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tupl
         for field, named in config.data.sources.items():
             require_reader(DataSource.of(named), field)
         config = with_data_commits(with_model_folders(config))
-        prompts = _checked_but_lengths(config, takes_folder=takes_folder)
+        prompts = _checked_but_lengths(config, takes_folder=takes_folder, has_ranks=has_ranks)
     prompts = without_overlong(config, prompts)  # last: it takes seconds
+    config = config.with_steps_of(len(prompts.demonstrations))
     try_environment(config, prompts)
     warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
     if not takes_folder:
@@ -83,7 +87,7 @@ def check_before_launch(config: RunConfig, *, takes_folder: bool = True) -> tupl
     return config, prompts
 
 
-def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
+def _checked_but_lengths(config: RunConfig, *, takes_folder: bool, has_ranks: bool) -> Prompts:
     check_models(config)
     check_tokenizer(config.model.path)
     prompts = read_prompts(config)
@@ -91,8 +95,9 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool) -> Prompts:
         read_calibration(config.batch.cost_model, field="batch.cost_model")
     check_functions(config)
     check_servers(config)
-    check_machine(config)
-    check_gpus(config, engines=gpus_of_engines(config))
+    if not has_ranks:
+        check_machine(config)
+        check_gpus(config, engines=gpus_of_engines(config))
     try:
         _check_folders(config, takes_folder=takes_folder)
     except OSError as error:
@@ -216,8 +221,7 @@ def _check_folders(config: RunConfig, *, takes_folder: bool) -> None:
             field="run.dir",
             hint="name the folder of a run that wrote one (checkpoint.interval_steps), or set checkpoint.resume=false",
         )
-    assert config.run.steps is not None
-    if config.checkpoint.resume and steps[0] > config.run.steps:
+    if config.checkpoint.resume and config.run.steps is not None and steps[0] > config.run.steps:
         raise ConfigError(
             f"run.steps={config.run.steps} is below step {steps[0]}, of the oldest checkpoint in run.dir={run_dir}",
             field="run.steps",

@@ -10,23 +10,26 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from actors.startup import is_reporting, stage
 from slimefsdp.errors import ConfigError, byte_text, short_text
 from slimefsdp.io.hub import HubId, bytes_there, snapshot
 from slimefsdp.io.user_files import open_plain
 
+T = TypeVar("T")
 Row = tuple[dict[str, Any], str]
 """Its columns, and its place: `file row n` or `id[split] row n`, counted from 0 as `dataset[n]` is."""
 
 MAX_FILES = 10_000  # in a folder
-_SELECTION = re.compile(r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*))?", re.ASCII)
+_SELECTION = re.compile(
+    r"(?P<path>.+?)(?::(?P<config>[\w.+-]+))?(?:#(?P<split>\w+(?:\.\w+)*)?(?:\[(?P<rows>-?\d*:-?\d*)\])?)?", re.ASCII
+)
 _SAVED = ("dataset_dict.json", "state.json")  # what `save_to_disk` leaves of several splits, and of one
 _FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it can read others, with code for each
 
@@ -35,14 +38,18 @@ _FORMATS = ("parquet", "json", "csv", "arrow")  # as `datasets` names them; it c
 class DataSource:
     """What data.train or data.heldout name: `path`, `owner/name` or `owner/name@revision`, each with `:config#split`.
 
+    A slice of the records stands at the end, as in `owner/name#train[:1000]` or `train.jsonl#[100:200]`.
+
     Args:
         hub_id: where it is on the hub; None: on this machine, or nowhere.
+        rows: which records to take, as Python slices a list; None: all.
     """
 
     path: Path
     hub_id: HubId | None = None
     config: str | None = None
     split: str | None = None
+    rows: slice | None = None
 
     @classmethod
     def of(cls, written: str | Path) -> Self:
@@ -53,13 +60,28 @@ class DataSource:
             return cls(whole)
         path = Path(found["path"])
         hub_id = HubId.of(path)
-        if hub_id is None and not _is_folder(path):  # so that an error names what was written
+        ends = [int(end) if end else None for end in (found["rows"] or ":").split(":")]
+        rows = slice(*ends) if found["rows"] else None
+        selects_rows_alone = rows is not None and found["config"] is found["split"] is None
+        if (
+            hub_id is None and not _is_folder(path) and not selects_rows_alone
+        ):  # so that an error names what was written
             return cls(whole)
-        return cls(path, hub_id, found["config"], found["split"])
+        return cls(path, hub_id, found["config"], found["split"], rows)
 
     def __str__(self) -> str:
         config = f":{self.config}" if self.config else ""
-        return f"{self.hub_id or self.path}{config}" + (f"#{self.split}" if self.split else "")
+        ends = (self.rows.start, self.rows.stop) if self.rows else ()
+        rows = f"[{':'.join('' if end is None else str(end) for end in ends)}]" if self.rows else ""
+        return f"{self.hub_id or self.path}{config}" + (f"#{self.split or ''}{rows}" if self.split or rows else "")
+
+    def selected(self, records: Iterable[T]) -> list[T]:
+        """The records that the slice takes. No more than these are read, where it counts from the beginning."""
+        if self.rows is None:
+            return list(records)
+        if min(self.rows.start or 0, self.rows.stop or 0) < 0:
+            return list(records)[self.rows]
+        return list(itertools.islice(records, self.rows.start, self.rows.stop))
 
     @property
     def is_table(self) -> bool:
@@ -88,7 +110,7 @@ def require_reader(source: DataSource, field: str) -> None:
 
 
 def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row]:
-    """All rows in their order.
+    """All rows that the source selects, in their order.
 
     Args:
         field: the setting that errors name.
@@ -101,7 +123,7 @@ def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row
     """
     require_reader(source, field)
     if source.hub_id is None and not _is_folder(source.path):
-        return list(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
+        return source.selected(_plain(_rows_of_parquet(source.path, field), str(source.path), field))
     folder, name = source.path.absolute(), str(source.path)  # `json` alone would be a format to datasets
     if source.hub_id is not None:
         folder, name = fetched(source.hub_id, field), source.hub_id.name
@@ -110,7 +132,7 @@ def read_rows(source: DataSource, *, field: str, default_split: str) -> list[Row
         split = _chosen_split(splits, source.split, default_split, name, field)
         table = splits[split].with_format("arrow")[:]
         place = f"{name}[{split}]" if split else name
-        return list(_plain(table.to_pylist(), place, field))
+        return source.selected(_plain(table.to_pylist(), place, field))
 
 
 def fetched(hub_id: HubId, field: str) -> Path:

@@ -24,7 +24,6 @@ from actors.model_folders import with_model_folders
 from actors.rollout.colocated import RanksBeside, ranks_beside
 from actors.rollout.handshake import means_apart, require_fit
 from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample, is_info, is_whole
-from actors.rollout.tokenizer import encode_records
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
 from actors.workers.watchdog import Limits, Waiting, Watchdog, remote_class
@@ -851,16 +850,3 @@ def _require_whole(index: int, asked: Sequence[Request], places: Sequence[int], 
 
 def _is_encoded(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and all(map(is_whole, prompt))
-
-
-def encode_demonstrations(config: RunConfig, records: Sequence[dict[str, Any]]) -> list[tuple[list[int], int]]:
-    """(tokens, response_length) of records with `prompt` and `answer`; the answer ends with the tokenizer's end token.
-
-    Runs in a process of its own, so that the driver needs no transformers.
-    """
-    as_task: Any = ray.remote(num_cpus=1, max_retries=0)
-    options = {"with_answers": True, "template_kwargs": config.data.chat_template_kwargs}
-    ref = as_task(encode_records).remote(str(config.model.path), list(records), **options)
-    name, timeout_s = "encode_demonstrations", config.cluster.call_timeout_s
-    encoded: list[tuple[list[int], int]] = CallFuture([ref], name=name, timeout_s=timeout_s, first_only=True).result()
-    return encoded

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from actors.model_folders import recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
+from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of, read_demonstrations
 from actors.rollout.environment import TOOL_USE
 from actors.rollout.prompts import Record, check_answers, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
@@ -44,6 +45,9 @@ class Prompts:
     longest: int = 0
     longest_heldout: int = 0
     train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, where they were counted
+    # under sft: what the records of train, and of each held-out set, come to in tokens; one record may make several
+    demonstrations: list[Demonstration] = field(default_factory=list)
+    heldout_demonstrations: dict[str, list[Demonstration]] = field(default_factory=dict)
 
 
 def with_data_commits(config: RunConfig) -> RunConfig:
@@ -85,8 +89,13 @@ def read_prompts(config: RunConfig) -> Prompts:
     Raises:
         ConfigError: naming file and line, or data set and row.
     """
+    if config.algorithm == "sft":
+        sets = config.data.heldout_sets if config.evaluation.interval_steps is not None else {}
+        fields = {name: heldout_field(name).removeprefix("data.") for name in sets}
+        heldout = {name: read_demonstrations(config.data, field) for name, field in fields.items()}
+        return Prompts(read_demonstrations(config.data, "train"), heldout)
     train = read_records(config.data, "train")
-    if config.algorithm == "sft" or _reads_answers(config):
+    if _reads_answers(config):
         check_answers(train, field="data.train")
     return Prompts(train, _read_heldout(config))
 
@@ -134,10 +143,11 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
             stage of rollout.curriculum admits none.
         ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
     """
-    is_sft = config.algorithm == "sft"
-    evaluates = config.evaluation.interval_steps is not None and not is_sft
+    if config.algorithm == "sft":
+        return _demonstrations_of(config, prompts)
+    evaluates = config.evaluation.interval_steps is not None
     evaluated = _all(prompts.heldout) if evaluates else []
-    counts = _counts(config, prompts.train) if is_sft else _sampled_counts(config, prompts.train, evaluated)
+    counts = _sampled_counts(config, prompts.train, evaluated)
     skipped: list[Skipped] = []
     train = _short_enough(config, "data.train", prompts.train, counts, _limits(config), skipped)
     heldout = _short_heldout(config, prompts.heldout, counts, skipped) if evaluates else prompts.heldout
@@ -146,6 +156,66 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     _check_stages(config, min(train_lengths))
     longest, longest_heldout = _longest(train, counts), _longest(evaluated, counts)
     return Prompts(train, heldout, skipped, longest, longest_heldout, train_lengths)
+
+
+def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
+    """The records in tokens, those that are too long treated as data.overlong_prompts says.
+
+    Raises:
+        As `without_overlong`.
+    """
+    sets = {"data.train": prompts.train} | {heldout_field(name): found for name, found in prompts.heldout.items()}
+    records = [record for found in sets.values() for record in found]
+    with stage(f"encoding {len(records)} records", is_short=True):
+        timeout_s = config.cluster.call_timeout_s
+        encoded = encoded_demonstrations(config.model.path, records, data=config.data, timeout_s=timeout_s)
+    known = dict(zip(map(id, records), encoded, strict=True))
+    skipped: list[Skipped] = []
+    fitted = {name: _fitted(config, name, found, known, skipped) for name, found in sets.items()}
+    train, demonstrations = fitted["data.train"]
+    heldout = {name: fitted[heldout_field(name)] for name in prompts.heldout}
+    return Prompts(
+        train,
+        {name: kept for name, (kept, _) in heldout.items()},
+        skipped,
+        demonstrations=demonstrations,
+        heldout_demonstrations={name: found for name, (_, found) in heldout.items()},
+    )
+
+
+def _fitted(
+    config: RunConfig, name: str, records: Sequence[Record], known: Mapping[int, Demonstration], skipped: list[Skipped]
+) -> tuple[list[Record], list[Demonstration]]:
+    """The records that are kept of a set, and the demonstrations that they make, none longer than it may be."""
+    limits = _limits_of_demonstrations(config)
+    most = min(limit.tokens for limit in limits)
+    pieces = {
+        id(record): _cut(known[id(record)], most, config.data.overlong_prompts, form_of(record)) for record in records
+    }
+    longest = {key: max(found, key=lambda one: len(one.tokens)) for key, found in pieces.items()}
+    counts = {key: (one.prompt_length, one.response_length) for key, one in longest.items()}
+    kept = _short_enough(config, name, records, counts, limits, skipped)
+    return kept, [piece for record in kept for piece in pieces[id(record)]]
+
+
+def _cut(one: Demonstration, most: int, how: str, form: str | None) -> list[Demonstration]:
+    """A demonstration in pieces of at most so many tokens; as it is, where it fits or is not to be cut.
+
+    Args:
+        how: as data.overlong_prompts.
+    """
+    if len(one.tokens) <= most:
+        return [one]
+    if how == "split" and form == "text":
+        return one.split(most)
+    beginning = one.truncated(most) if how == "truncate" else None
+    return [one if beginning is None else beginning]
+
+
+def _limits_of_demonstrations(config: RunConfig) -> list[_Limit]:
+    limits, most = _limits(config), config.data.max_tokens
+    own = [] if most is None else [_Limit(most, f"data.max_tokens={most}", "raise data.max_tokens")]
+    return [*own, *limits]
 
 
 def _check_stages(config: RunConfig, shortest: int) -> None:
@@ -169,14 +239,13 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 
 
 def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
-    """Of prompt and answer."""
+    """Of prompts alone."""
     with stage(f"counting the tokens of {len(records)} records", is_short=True):
-        timeout_s, is_sft = config.cluster.call_timeout_s, config.algorithm == "sft"
         found = count_tokens(
             config.model.path,
             records,
-            with_answers=is_sft,
-            timeout_s=timeout_s,
+            with_answers=False,
+            timeout_s=config.cluster.call_timeout_s,
             template_kwargs=config.data.chat_template_kwargs,
         )
     return dict(zip(map(id, records), found, strict=True))
@@ -260,12 +329,13 @@ def _short_enough(
     if not too_long:
         return kept
     (first, reason, hint), file = too_long[0], config.data.sources[name]
-    if config.data.overlong_prompts == "error":
+    if config.data.overlong_prompts in ("error", "split"):
         more = f"; so are {len(too_long) - 1} more of {len(records)} records" if len(too_long) > 1 else ""
         raise ConfigError(
             f"{place_of(first)}: too long: {reason}{more}",
             field=name,
-            hint=f"shorten or remove it, {hint}, or leave such records out: data.overlong_prompts=skip",
+            hint=f"shorten or remove it, {hint}, or leave such records out: data.overlong_prompts=skip"
+            + (", or cut off their ends: truncate" if config.algorithm == "sft" else ""),
         )
     if not kept:
         raise ConfigError(

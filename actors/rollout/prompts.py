@@ -9,12 +9,14 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import string
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actors.rollout.data_sets import DataSource, read_rows
+from actors.rollout.data_sets import DataSource, Row, read_rows
+from slimefsdp.config.rollout import template_columns
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
 from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
 
@@ -44,33 +46,46 @@ def place_of(record: Mapping[str, Any]) -> str:
 def read_records(data: DataSettings, name: str) -> list[Record]:
     """The records that a setting of `data` names, in their order, whatever they are kept in.
 
+    A record is an object whose `prompt` is a text or a list of chat messages, each with `role` and `content`.
+
     Args:
         name: train, heldout, or heldout.NAME where there are several held-out sets.
 
     Raises:
         ConfigError: as `read_jsonl`, or as `actors.rollout.data_sets.read_rows`. ResourceError: the disk is full.
     """
-    field, columns = f"data.{name}", (data.prompt_column, data.answer_column)
+    columns = (data.prompt_column, data.answer_column)
+    rows = read_data(data, name, chats=(data.prompt_column,))
+    return [_with_prompt(row, place, f"data.{name}", columns, data.prompt_template) for row, place in rows]
+
+
+def read_data(data: DataSettings, name: str, *, chats: Collection[str]) -> list[Row]:
+    """The JSON objects or rows that a setting of `data` names, of any form, each with its place.
+
+    Args:
+        name: as `read_records`.
+        chats: columns that may hold chat messages, of which keys that Arrow added are removed.
+
+    Raises:
+        As `read_records`, but for what is wrong with the form of a record.
+    """
+    field = f"data.{name}"
     written = data.sources[field]
     source = DataSource.of(written)
-    if not source.is_table:
-        return read_jsonl(source.path, field=field, columns=columns)
-    rows = read_rows(source, field=field, default_split=_SPLITS[name.partition(".")[0]])
+    if source.is_table:
+        rows = [
+            ({key: _without_nulls(value) if key in chats else value for key, value in row.items()}, place)
+            for row, place in read_rows(source, field=field, default_split=_SPLITS[name.partition(".")[0]])
+        ]
+    else:
+        rows = source.selected(_lines_of(source.path, field))
     if not rows:
-        raise ConfigError(f"{written} holds no records", field=field, hint="name a data set with rows")
-    records = []
-    for row, place in rows:
-        record = _with_columns(row, columns, place, field)
-        record["prompt"] = _without_nulls(record["prompt"])
-        _check_prompt(record, place, field)
-        records.append(Record(record, place))
-    return records
+        raise ConfigError(f"{written} holds no records", field=field, hint="name a file or data set with records")
+    return rows
 
 
 def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLUMNS) -> list[Record]:
     """The records of a JSONL file, in file order; blank lines are skipped, other keys kept as they are.
-
-    A record is an object whose `prompt` is a text or a list of chat messages, each with `role` and `content`.
 
     Args:
         field: the setting that named the file, e.g. `rollout.prompts`.
@@ -80,8 +95,14 @@ def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLU
         ConfigError: the file is missing, unreadable or holds no record, or a line is not such a record; the message
             names file:line.
     """
-    path = Path(path)
-    records: list[Record] = []
+    records = [_with_prompt(row, place, field, columns) for row, place in _lines_of(Path(path), field)]
+    if not records:
+        raise ConfigError(f"{path} holds no records", field=field, hint="give it one JSON object per line")
+    return records
+
+
+def _lines_of(path: Path, field: str) -> Iterator[Row]:
+    """The JSON object of each line that is not blank, with its place."""
     try:
         # lines end at newlines only, not at U+2028, which JSON allows inside a string
         with TextIOWrapper(open_plain(path), encoding="utf-8-sig") as lines:
@@ -95,16 +116,50 @@ def read_jsonl(path: str | Path, *, field: str, columns: tuple[str, str] = _COLU
                         f"{place}: longer than {MAX_LINE} characters", field=field, hint="write one record per line"
                     )
                 if line.strip():
-                    record = _with_columns(_parsed(line, place, field), columns, place, field)
-                    _check_prompt(record, place, field)
-                    records.append(Record(record, place))
+                    yield _parsed(line, place, field), place
     except FileNotFoundError as error:
         raise ConfigError(f"{path} does not exist", field=field, hint="name what is there, or a data set") from error
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
         raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
-    if not records:
-        raise ConfigError(f"{path} holds no records", field=field, hint="give it one JSON object per line")
-    return records
+
+
+def _with_prompt(
+    row: dict[str, Any], place: str, field: str, columns: tuple[str, str], template: str | None = None
+) -> Record:
+    """The row as a record with a `prompt`; a ConfigError names its place where it is none."""
+    if template is not None:
+        row = {**row, "prompt": prompt_of_template(template, row, place, field)}
+    record = Record(_with_columns(row, columns, place, field), place)
+    if fault := prompt_fault(record["prompt"]):
+        raise ConfigError(
+            f"{place}: 'prompt' {fault}",
+            field=field,
+            hint="make it a text, or a list of chat messages with 'role' and 'content'",
+        )
+    return record
+
+
+def prompt_of_template(template: str, row: Mapping[str, Any], place: str, field: str) -> str:
+    """The prompt that data.prompt_template makes of a row, without space at its end.
+
+    Raises:
+        ConfigError: the row lacks a column of the template, or has no text and no number there.
+    """
+    values: dict[str, str] = {}
+    for column in template_columns(template):
+        value = row.get(column)
+        if column not in row or not isinstance(value, str | int | float | None):
+            found = (
+                f"{column!r} is {short_repr(value)}" if column in row else f"no {column!r} among {sorted(row)!r:.200}"
+            )
+            raise ConfigError(
+                f"{place}: {found}",
+                field="data.prompt_template",
+                hint=f"give each record of {field} a text there, or name other columns in data.prompt_template",
+            )
+        values[column] = "" if value is None else str(value)
+    parts = string.Formatter().parse(template)
+    return "".join(text + (values[name] if name else "") for text, name, _, _ in parts).rstrip()
 
 
 def _parsed(line: str, place: str, field: str) -> dict[str, Any]:
@@ -163,20 +218,10 @@ def _without_nulls(prompt: Any) -> Any:
     ]
 
 
-def _check_prompt(record: Mapping[str, Any], place: str, field: str) -> None:
-    fault = prompt_fault(record["prompt"])
-    if fault:
-        raise ConfigError(
-            f"{place}: 'prompt' {fault}",
-            field=field,
-            hint="make it a text, or a list of chat messages with 'role' and 'content'",
-        )
-
-
 def prompt_fault(prompt: Any) -> str | None:
     """Why it is neither a text nor a list of chat messages; None: it is."""
     if isinstance(prompt, str):
-        return _text_fault(prompt) or (None if prompt.strip() else "is empty")
+        return text_fault(prompt) or (None if prompt.strip() else "is empty")
     if not isinstance(prompt, list | tuple):
         return f"is a {type(prompt).__name__}"
     if not prompt:
@@ -190,13 +235,14 @@ def prompt_fault(prompt: Any) -> str | None:
             continue
         if not isinstance(content, str):
             return f"has a {type(content).__name__} for the content of message {index}"
-        if fault := _text_fault(role + content):
+        if fault := text_fault(role + content):
             return f"{fault}, in message {index}"
     has_words = any("tool_calls" in message or message["content"].strip() for message in prompt)
     return None if has_words else "is empty"
 
 
-def _text_fault(text: str) -> str | None:
+def text_fault(text: str) -> str | None:
+    """Why a text cannot be encoded; None: it can."""
     is_broken = any("\ud800" <= character <= "\udfff" for character in text)
     return "holds half of a surrogate pair, which is no text" if is_broken else None
 
@@ -208,12 +254,17 @@ def check_answers(records: Sequence[Record], *, field: str) -> None:
         ConfigError: naming the file and the first record without one.
     """
     for record in records:
-        answer = record.get("answer")
-        is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
-        if not is_number and not (isinstance(answer, str) and answer.strip() and not _text_fault(answer)):
-            found = f"'answer' is {short_repr(answer)}" if "answer" in record else "no 'answer'"
+        if fault := answer_fault(record.get("answer")):
+            found = f"'answer' {fault}" if "answer" in record else "no 'answer'"
             hint = "give each record an 'answer', a text or a number, or name the key that has it: data.answer_column"
             raise ConfigError(f"{place_of(record)}: {found}", field=field, hint=hint)
+
+
+def answer_fault(answer: Any) -> str | None:
+    """Why it is neither a text nor a number; None: it is."""
+    is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
+    is_text = isinstance(answer, str) and answer.strip() and not text_fault(answer)
+    return None if is_number or is_text else f"is {short_repr(answer)}"
 
 
 def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
@@ -231,18 +282,13 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
             that does not write them, template_kwargs that it does not read, or a prompt that encodes to no token.
     """
     tokens: list[int]
-    _require_read(tokenizer, template_kwargs)
+    require_read(tokenizer, template_kwargs)
     if tokenizer.chat_template:
         messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
-        if tools and "tools" not in str(tokenizer.chat_template):  # it would leave them out without a word
-            raise ConfigError(
-                "the prompt has tools, and the chat template of the tokenizer does not write them",
-                field="prompt",
-                hint="use a model whose chat template does, or say in the prompt itself what the tools are",
-            )
+        require_tools_written(tokenizer, tools)
         # a dictionary is transformers' default
         options = {**(template_kwargs or {}), "tools": tools}
-        tokens = _templated(tokenizer, messages, "prompt", tokenize=True, return_dict=False, **options)
+        tokens = templated(tokenizer, messages, "prompt", tokenize=True, return_dict=False, **options)
     elif isinstance(prompt, str):
         tokens = tokenizer.encode(prompt)
     else:
@@ -254,6 +300,19 @@ def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any
     if not tokens:
         raise ConfigError(f"the prompt {prompt!r} encodes to no token", field="prompt", hint="drop it or give it text")
     return tokens
+
+
+def require_tools_written(tokenizer: Any, tools: object) -> None:
+    """
+    Raises:
+        ConfigError: there are tools, and the chat template would leave them out without a word.
+    """
+    if tools and "tools" not in str(tokenizer.chat_template):
+        raise ConfigError(
+            "the prompt has tools, and the chat template of the tokenizer does not write them",
+            field="prompt",
+            hint="use a model whose chat template does, or say in the prompt itself what the tools are",
+        )
 
 
 def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
@@ -269,7 +328,7 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
     Raises:
         ConfigError: as `encode_prompt`.
     """
-    _require_read(tokenizer, template_kwargs)
+    require_read(tokenizer, template_kwargs)
     if not tokenizer.chat_template:
         if isinstance(observation, str):
             tokens: list[int] = tokenizer.encode(observation, add_special_tokens=False)
@@ -285,7 +344,7 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
     while known in repr(messages):  # an environment may say anything
         known += "."
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": known}]
-    text: str = _templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
+    text: str = templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
     _, found, follows = text.rpartition(known)
     if not found:
         raise ConfigError(
@@ -296,7 +355,7 @@ def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mappin
     return list(tokenizer.encode(follows, add_special_tokens=False))
 
 
-def _require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
+def require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
     """
     Raises:
         ConfigError: the chat template, if there is one, does not name one of these, and would pass over it.
@@ -310,10 +369,19 @@ def _require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> 
             )
 
 
-def _templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
+def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
+    """What the chat template makes of messages, or of a text as the only one of a user; it opens the answer's turn.
+
+    Args:
+        what: the messages, for an error.
+        options: of `apply_chat_template`.
+
+    Raises:
+        ConfigError: the template refuses them.
+    """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options})
     except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
         raise ConfigError(
             f"the chat template failed on the {what} {messages!r:.200}: {type(error).__name__}: {error!s:.300}",
@@ -367,6 +435,11 @@ class PromptStream:
             if max_tokens is None or self._lengths[index] <= max_tokens:
                 taken.append(self._records[index])
         return taken
+
+    @property
+    def records_passed(self) -> int:
+        """How many records were taken or passed over since the first epoch began."""
+        return self._epoch * len(self._records) + self._offset
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, as JSON-able values; `offset` counts the records of `epoch` taken or passed over."""

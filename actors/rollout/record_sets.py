@@ -76,6 +76,6 @@ def warn_of_shared_prompts(sets: Iterable[RecordSet]) -> None:
 
 
 def _hashable(record: Record) -> _Prompt:
-    """The prompt; chat messages as their JSON, apart from any text."""
-    prompt = record["prompt"]
+    """The prompt, or what a demonstration has in its place; chat messages as their JSON, apart from any text."""
+    prompt = next(record[key] for key in ("prompt", "messages", "text") if key in record)
     return prompt if isinstance(prompt, str) else (json.dumps(prompt, sort_keys=True),)

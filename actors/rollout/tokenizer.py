@@ -126,26 +126,44 @@ def count_tokens(
         "with_answers": with_answers,
         "template_kwargs": dict(template_kwargs or {}),
     }
+    said = answer_beside("actors.rollout.tokenizer", asked, timeout_s, f"counting the tokens of {len(records)} records")
+    answer = json.loads(said)
+    if "error" in answer:
+        raise error_beside(answer)
+    return [(prompt, response) for prompt, response in answer["counts"]]
+
+
+def answer_beside(module: str, asked: Mapping[str, Any], timeout_s: float, what: str) -> bytes:
+    """What `run_beside` writes to its standard output.
+
+    Args:
+        what: it does, for an error.
+
+    Raises:
+        ResourceError: it took longer than that, or its process ended.
+    """
     try:
-        done = run_beside("actors.rollout.tokenizer", asked, timeout_s)
+        done = run_beside(module, asked, timeout_s)
     except subprocess.TimeoutExpired:
         raise ResourceError(
-            f"counting the tokens of {len(records)} records took more than cluster.call_timeout_s={timeout_s:g}",
+            f"{what} took more than cluster.call_timeout_s={timeout_s:g}",
             field="cluster.call_timeout_s",
             hint="raise it, or look at the chat template of the model folder",
         ) from None
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())[-500:]
         raise ResourceError(
-            f"the process that counts tokens ended with status {done.returncode}: {said}",
+            f"the process for {what} ended with status {done.returncode}: {said}",
             field="data.train",
             hint="look at what it said, and at the memory that is left",
         )
-    answer = json.loads(done.stdout)
-    if "error" in answer:
-        kind = ModelError if answer["code"] == ModelError.code else ConfigError
-        raise kind(answer["error"], field=answer["field"], hint=answer["hint"])
-    return [(prompt, response) for prompt, response in answer["counts"]]
+    return done.stdout
+
+
+def error_beside(answer: Mapping[str, Any]) -> SlimeError:
+    """The error of a process beside, of the fields that it wrote."""
+    kind = ModelError if answer["code"] == ModelError.code else ConfigError
+    return kind(answer["error"], field=answer["field"], hint=answer["hint"])
 
 
 def run_beside(module: str, asked: Mapping[str, Any], timeout_s: float) -> subprocess.CompletedProcess[bytes]:

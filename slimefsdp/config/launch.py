@@ -19,7 +19,7 @@ def check_ready_to_train(config: RunConfig) -> None:
     Raises:
         ConfigError: naming the first setting that is missing, or that cannot be served.
     """
-    needed = ["run.dir", "run.steps", "data.train"]
+    needed = ["run.dir", *([] if config.run.epochs is not None else ["run.steps"]), "data.train"]
     needed += ["batch.samples_per_update"] if config.algorithm == "sft" else [config.rewards_by]
     needed += ["data.heldout"] if config.evaluation.interval_steps is not None else []
     for field in needed:

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,14 +153,38 @@ HeldoutSetting = Annotated[
 ]
 
 
+def template_columns(template: str) -> list[str]:
+    """The columns that a template like `{instruction}: {input}` names; ValueError where it is not such a text."""
+    columns = []
+    for _, name, form, conversion in string.Formatter().parse(template):
+        if name is None:
+            continue
+        if not name or form or conversion:
+            raise ValueError(f"{{{name}}} names no column alone")
+        columns.append(name)
+    return columns
+
+
+def _prompt_template(value: str) -> str:
+    hint = "write columns in braces, like '{instruction}\\n\\n{input}', and braces themselves twice"
+    try:
+        columns = template_columns(value)
+    except ValueError as error:
+        raise broken_rule(f"is no template: {error}", hint) from None
+    if not columns:
+        raise broken_rule("names no column", hint)
+    return value
+
+
 class DataSettings(Settings):
     """Files and data sets of records."""
 
     train: PathOrIdSetting | None = Field(
         None,
-        description="records with `prompt` (and `answer` under sft), needed by `train`: a JSONL or Parquet file, a "
-        "folder of such files or of `save_to_disk`, or an id of the Hugging Face hub like `openai/gsm8k:main#train` "
-        "(docs/rollouts.md)",
+        description="records with `prompt` (under sft demonstrations: docs/sft.md), needed by `train`: a JSONL or "
+        "Parquet file, a folder of such files or of `save_to_disk`, or an id of the Hugging Face hub like "
+        "`openai/gsm8k:main#train` (docs/rollouts.md); `#[:1000]` at the end, as in `train.jsonl#[:1000]` or "
+        "`owner/name#train[:1000]`, takes these records alone",
     )
     heldout: HeldoutSetting | None = Field(
         None,
@@ -168,6 +193,16 @@ class DataSettings(Settings):
     )
     prompt_column: str = Field("prompt", min_length=1, description="the key or column whose values are the prompts")
     answer_column: str = Field("answer", min_length=1, description="the key or column whose values are the answers")
+    prompt_template: Annotated[str, AfterValidator(_prompt_template)] | None = Field(
+        None,
+        description="makes the prompts of several columns, in place of prompt_column: a text with their names in "
+        "braces, like '{instruction}\\n\\n{input}'; space at the end of a prompt is removed",
+    )
+    train_on: Literal["all_turns", "last_turn"] = Field(
+        "all_turns",
+        description="under sft, of records with `messages`: the loss is on every turn of the assistant, or on the last "
+        "message alone (docs/sft.md)",
+    )
     chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_template_arguments)] = Field(
         {},
         description="more that the tokenizer's chat template is given for each prompt, such as {enable_thinking: "
@@ -178,10 +213,17 @@ class DataSettings(Settings):
         description="longest prompt, chat template included; null: what leaves room for a response in a pack "
         "(batch.max_tokens_per_rank x mesh.cp, rollout.max_new_tokens) and in the model's learned positions",
     )
-    overlong_prompts: Literal["error", "skip"] = Field(
+    max_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="under sft: longest record, prompt and answer together; null: what a pack holds "
+        "(batch.max_tokens_per_rank x mesh.cp), and the model's learned positions",
+    )
+    overlong_prompts: Literal["error", "skip", "truncate", "split"] = Field(
         "error",
         description="records that are too long: error ends the run before it starts, naming the first; skip leaves "
-        "them out and lists them in run.dir/skipped_prompts.jsonl",
+        "them out and lists them in run.dir/skipped_prompts.jsonl; under sft also truncate, which cuts off their ends, "
+        "and split, which cuts plain texts into pieces",
     )
     allow_changed: bool = Field(
         False,

@@ -195,7 +195,13 @@ class RunSettings(Settings):
 
     dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
     steps: PositiveInt | None = Field(
-        None, description="steps of the loop: rollout batches, or updates under sft; needed by `train`"
+        None,
+        description="steps of the loop: rollout batches, or updates under sft; needed by `train`, or else run.epochs",
+    )
+    epochs: PositiveInt | None = Field(
+        None,
+        description="under sft: how often each record is trained on; the steps follow from it, the last update takes "
+        "the records that are left, and run.steps beside it ends the run earlier",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
     deterministic: bool = Field(
@@ -566,7 +572,9 @@ class OptimSettings(Settings):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
-    total_updates: PositiveInt = Field(description="where the schedule ends")
+    total_updates: PositiveInt | None = Field(
+        None, description="where the schedule ends; null: with the last update of run.steps or run.epochs"
+    )
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="the schedule ends at lr x this")
     max_grad_norm: float = Field(1.0, ge=0, description="global-norm clipping; 0: none")
     max_skipped_updates: PositiveInt = Field(3, description="stop after this many non-finite gradient norms in a row")
@@ -574,7 +582,7 @@ class OptimSettings(Settings):
 
     @model_validator(mode="after")
     def check_warmup(self) -> OptimSettings:
-        if self.warmup_updates >= self.total_updates:
+        if self.total_updates is not None and self.warmup_updates >= self.total_updates:
             raise ValueError(
                 f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "
                 f"optim.total_updates={self.total_updates}; lower the first or raise the second"

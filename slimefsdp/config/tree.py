@@ -31,7 +31,6 @@ from slimefsdp.config.rollout import (
     Sampling,
 )
 from slimefsdp.config.sections import (
-    MOST,
     AttentionSettings,
     BatchSettings,
     CheckpointSettings,
@@ -63,7 +62,7 @@ class RunConfig(AlgorithmSettings):
     precision: PrecisionSettings = PrecisionSettings()
     fsdp: FsdpSettings = FsdpSettings()
     batch: BatchSettings = BatchSettings()
-    optim: OptimSettings
+    optim: OptimSettings = OptimSettings()
     data: DataSettings = DataSettings()
     rollout: RolloutSettings = RolloutSettings()
     environment: EnvironmentSettings = EnvironmentSettings()
@@ -93,8 +92,8 @@ class RunConfig(AlgorithmSettings):
             for name in sorted(getattr(self, section).model_fields_set)
         ]
         kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
-        kept |= {f"data.{name}" for name in ("train", "max_prompt_tokens", "overlong_prompts", "allow_changed")}
-        kept |= {"data.prompt_column", "data.answer_column", "data.chat_template_kwargs"}
+        kept |= {f"data.{name}" for name in type(self.data).model_fields}
+        kept |= {"evaluation.interval_steps"}
         unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
@@ -395,9 +394,52 @@ class RunConfig(AlgorithmSettings):
         return self
 
     @model_validator(mode="after")
+    def check_demonstration_settings(self) -> RunConfig:
+        if self.algorithm == "sft":
+            return self
+        of_sft = _changed(self.data, ("train_on", "max_tokens"))
+        fields = [f"data.{name}" for name in of_sft] + (["run.epochs"] if self.run.epochs is not None else [])
+        if self.data.overlong_prompts in ("truncate", "split"):
+            fields.append("data.overlong_prompts")
+        for field in fields:
+            raise ValueError(
+                f"{field}={short_text(self.value_of(field))} is of algorithm=sft, and algorithm={self.algorithm}; "
+                "remove it, or set algorithm=sft"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_prompt_template(self) -> RunConfig:
+        if self.data.prompt_template is not None and self.data.prompt_column != "prompt":
+            raise ValueError(
+                f"data.prompt_column={short_text(self.data.prompt_column)} and data.prompt_template both say where "
+                "prompts come from; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_schedule_end(self) -> RunConfig:
+        has_end = self.total_updates is not None or self.run.epochs is not None
+        if self.optim.schedule != "constant" and not has_end:
+            raise ValueError(
+                f"optim.schedule={self.optim.schedule} ends nowhere; set optim.total_updates, or run.steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_warmup_of_steps(self) -> RunConfig:
+        total, warmup = self.total_updates, self.optim.warmup_updates
+        if self.optim.total_updates is None and total is not None and warmup >= total:
+            raise ValueError(
+                f"optim.warmup_updates={warmup} leaves no update at the full rate out of the {total} of run.steps="
+                f"{self.run.steps}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
     def check_schedule_length(self) -> RunConfig:
         needed = None if self.run.steps is None else self.run.steps * self.updates_per_step
-        if needed is not None and self.optim.total_updates < needed:
+        if needed is not None and self.optim.total_updates is not None and self.optim.total_updates < needed:
             per_update, steps = self.batch.samples_per_update, f"run.steps={self.run.steps}"
             ways = f"set optim.total_updates={needed}"
             if self.updates_per_step > 1 and per_update is not None and self.algorithm != "sft":
@@ -425,11 +467,10 @@ class RunConfig(AlgorithmSettings):
     @model_validator(mode="after")
     def check_profiled_updates(self) -> RunConfig:
         chosen = self.profile.updates
-        if chosen is not None and max(chosen) > self.optim.total_updates:
-            raise ValueError(
-                f"profile.updates={list(chosen)} goes beyond optim.total_updates={self.optim.total_updates}; "
-                "choose earlier ones"
-            )
+        total = self.total_updates
+        if chosen is not None and total is not None and max(chosen) > total:
+            named = "the updates of run.steps" if self.optim.total_updates is None else "optim.total_updates"
+            raise ValueError(f"profile.updates={list(chosen)} goes beyond {named}={total}; choose earlier ones")
         if chosen is not None and self.run.dir is None:
             raise ValueError(f"profile.updates={list(chosen)} has no folder to be written to; set run.dir")
         return self
@@ -453,6 +494,29 @@ class RunConfig(AlgorithmSettings):
         """Optimiser updates that one full rollout batch leads to."""
         per_update = self.batch.samples_per_update or self.samples_per_step
         return self.loss.epochs * math.ceil(self.samples_per_step / per_update)
+
+    @property
+    def total_updates(self) -> int | None:
+        """Where the schedule of the learning rate ends, in updates; None while neither it nor the steps are known."""
+        if self.optim.total_updates is not None or self.run.steps is None:
+            return self.optim.total_updates
+        return self.run.steps * self.updates_per_step
+
+    def with_steps_of(self, num_records: int) -> RunConfig:
+        """These settings for so many demonstrations: where run.epochs is set, run.steps becomes a number.
+
+        Raises:
+            ConfigError: optim.total_updates, optim.warmup_updates or profile.updates do not fit so many steps.
+        """
+        if self.run.epochs is None:
+            return self
+        steps = math.ceil(self.run.epochs * num_records / self.samples_per_step)
+        steps = min(steps, self.run.steps or steps)
+        tree = self.model_dump(exclude_unset=True)
+        config_from_dict({**tree, "run": {**tree.get("run", {}), "steps": steps}})  # for the rules about steps
+        # not among the settings that were given: a run that goes on with more epochs has more steps
+        run = RunSettings.model_construct(self.run.model_fields_set, **{**dict(self.run), "steps": steps})
+        return self.model_copy(update={"run": run})
 
     @property
     def actor_mesh(self) -> tuple[int, int]:
@@ -662,23 +726,7 @@ def config_from_dict(tree: dict[str, Any]) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         findings = error.errors(include_url=False)
-    refusal = config_error(findings, _known_settings())
-    if refusal.field in ("optim", "optim.total_updates") and (needed := _updates_of(tree, findings)) is not None:
-        refusal.hint = f"set optim.total_updates={needed}, the updates of run.steps, or more"
-    raise refusal
-
-
-def _updates_of(tree: dict[str, Any], findings: Sequence[Any]) -> int | None:
-    """The updates of settings that lack nothing but optim.total_updates; None where they are not known."""
-    section = tree.get("optim") or {}
-    is_alone = len(findings) == 1 and findings[0]["type"] == "missing" and isinstance(section, dict)
-    if not is_alone:
-        return None
-    try:
-        config = RunConfig.model_validate({**tree, "optim": {**section, "total_updates": MOST}})
-    except ValidationError:  # something else is wrong, too, which comes next
-        return None
-    return None if config.run.steps is None else config.run.steps * config.updates_per_step
+    raise config_error(findings, _known_settings())
 
 
 def _known_settings() -> dict[str, dict[str, bool]]:

@@ -417,7 +417,7 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         peak=peak,
         schedule=settings.schedule,
         warmup_updates=settings.warmup_updates,
-        total_updates=settings.total_updates,
+        total_updates=config.total_updates or 1,  # none where the rate is constant, which reads none
         min_ratio=settings.min_lr_ratio,
     )
     precision = config.precision

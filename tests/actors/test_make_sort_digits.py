@@ -44,7 +44,7 @@ def test_one_seed_writes_the_same_bytes_and_another_seed_other_data_and_weights(
     make.write_sort_digits(tmp_path / "other", seed=1)
     first, other = contents(folder), contents(tmp_path / "other")
     changed = {name for name in first if first[name] != other[name]}
-    assert changed == {"model/model.safetensors", "sft.jsonl", "train.jsonl", "heldout.jsonl"}
+    assert changed == {"model/model.safetensors", "sft.jsonl", "train.jsonl", "heldout.jsonl", "chats.jsonl"}
 
 
 def test_writing_leaves_the_callers_random_state_alone(make, tmp_path):

@@ -1,0 +1,88 @@
+"""`torchrun -m actors.cli train FILE`: supervised training in the processes that torchrun started, without Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+
+from actors.cli.preflight import check_before_launch
+from actors.signals import Interrupts
+from actors.startup import reporting
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ConfigError, SlimeError
+
+
+def is_rank_of_torchrun() -> bool:
+    """Whether torchrun started this process; other launchers set RANK, too, and may start Ray's driver."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def train_as_rank(config: RunConfig) -> int:
+    """Runs as one of the ranks; returns the exit status. Rank 0 checks, runs the loop and prints.
+
+    Raises:
+        ConfigError: the algorithm is not sft, or the mesh is not that of the ranks.
+        SlimeError: as `actors.loop.train`, on rank 0; another rank raises what happened there alone.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank:
+        return _follow(config, rank)
+    if config.algorithm != "sft":
+        raise ConfigError(
+            f"algorithm={config.algorithm} samples from engines, which Ray starts, and torchrun started this process",
+            field="algorithm",
+            hint="run `slimefsdp train` without torchrun, which starts the ranks itself; or set algorithm=sft",
+        )
+    config = config.with_ranks(ranks)
+    if config.ranks != ranks:
+        raise ConfigError(
+            f"torchrun started {ranks} ranks, and the mesh has {config.ranks}",
+            field="mesh.dp",
+            hint=f"start {config.ranks} ranks, or set mesh.dp=auto",
+        )
+    with ExitStack() as stack:
+        stack.enter_context(reporting())
+        config, prompts = check_before_launch(config, has_ranks=True)
+        interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
+        _join(config)
+        from actors.loop import train
+        from actors.torchrun import TorchrunGroup
+
+        print(train(config, interrupts, prompts, TorchrunGroup.launch))
+        _leave()
+    return 0
+
+
+def _follow(config: RunConfig, rank: int) -> int:
+    from actors.torchrun import follow
+
+    try:
+        _join(config)
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 hears of them, and says when the run ends
+            signal.signal(number, signal.SIG_IGN)
+        follow()
+        _leave()
+    except SlimeError as error:
+        if error.rank not in (None, rank):  # which tells of it
+            return error.exit_code
+        raise
+    return 0
+
+
+def _join(config: RunConfig) -> None:
+    import torch
+
+    from slimefsdp.distributed.mesh import choose_device, start_process_group_from_environment
+
+    device = choose_device(config.mesh.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # ranks share the cores, as those of Ray do
+    start_process_group_from_environment(device, timeout_s=config.cluster.call_timeout_s)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()

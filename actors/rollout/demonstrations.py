@@ -1,0 +1,436 @@
+"""Demonstrations of supervised training: the forms that records may have, their tokens, and which are trained.
+
+A record's form follows from its keys, in this order:
+
+    prompt and answer        the answer is trained, encoded by itself, and the tokenizer's end token behind it
+    prompt and completion    both texts or both lists of chat messages; the completion is trained
+    messages                 a chat, of which the assistant's turns are trained, or the last message alone
+    conversations            the same, in ShareGPT's words: `from` and `value`
+    text                     every token but the first is trained, and the end token behind the text
+
+Where the loss is on several turns, the response of the demonstration begins with the first token that is trained, and
+its loss mask is False on all that is not. `python -m actors.rollout.demonstrations` encodes records in a process of its
+own, since a chat template can compute for long and the driver needs no transformers.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from actors.rollout.prompts import (
+    Record,
+    answer_fault,
+    encode_prompt,
+    place_of,
+    prompt_fault,
+    prompt_of_template,
+    read_data,
+    require_read,
+    require_tools_written,
+    templated,
+    text_fault,
+)
+from actors.rollout.tokenizer import answer_beside, end_with_parent, error_beside, load_tokenizer, stream_of_answer
+from slimefsdp.config.rollout import DataSettings
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import ConfigError, ModelError, SlimeError, short_repr
+
+_CHATS = ("prompt", "completion", "messages", "conversations")  # columns that may hold chat messages
+_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of a chat template that says itself what the assistant wrote
+_FORMS = (
+    "give each record `messages`, `prompt` and `completion`, `prompt` and `answer`, or `text`; or name its columns: "
+    "data.prompt_column or data.prompt_template, and data.answer_column (docs/sft.md)"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Demonstration:
+    """The tokens of one record, or of a piece of it."""
+
+    tokens: np.ndarray  # int64 [length]
+    response_length: int  # trailing tokens, from the first that is trained on
+    loss_mask: np.ndarray | None = None  # bool [response_length]; None: all are trained
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first that is trained."""
+        return len(self.tokens) - self.response_length
+
+    def truncated(self, length: int) -> Demonstration | None:
+        """Its first `length` tokens; None where nothing of them would be trained."""
+        left = self.response_length - (len(self.tokens) - length)
+        mask = None if self.loss_mask is None or left < 1 else self.loss_mask[:left]
+        if left < 1 or (mask is not None and not mask.any()):
+            return None
+        return Demonstration(self.tokens[:length], left, mask)
+
+    def split(self, length: int) -> list[Demonstration]:
+        """Pieces of at most `length` tokens, of a text that is trained from its second token on.
+
+        Each begins with the last token of the piece before, so that every token but the first is trained once.
+        """
+        starts = range(0, len(self.tokens) - 1, length - 1)
+        pieces = [self.tokens[start : start + length] for start in starts]
+        return [Demonstration(piece, len(piece) - 1) for piece in pieces]
+
+    def as_sample(self) -> dict[str, Any]:
+        """As `RolloutBatch.from_samples` takes it."""
+        mask = np.ones(self.response_length, dtype=np.bool_) if self.loss_mask is None else self.loss_mask
+        return {"tokens": self.tokens, "response_length": self.response_length, "loss_mask": mask}
+
+
+def batch_of(demonstrations: Sequence[Demonstration]) -> RolloutBatch:
+    """One batch of these demonstrations in their order; without a loss mask where all responses are trained whole."""
+    samples = [one.as_sample() for one in demonstrations]
+    if all(one.loss_mask is None for one in demonstrations):
+        samples = [{**one, "loss_mask": None} for one in samples]
+    return RolloutBatch.from_samples(samples)
+
+
+# ---------------------------------------------------------------------- records
+
+
+def read_demonstrations(data: DataSettings, name: str) -> list[Record]:
+    """The records that a setting of `data` names, each of one of the forms above, in their order.
+
+    Args:
+        name: train, heldout, or heldout.NAME where there are several held-out sets.
+
+    Raises:
+        ConfigError: as `actors.rollout.prompts.read_data`, or a record has no such form; the message names its place.
+        ResourceError: the disk is full.
+    """
+    rows = read_data(data, name, chats={*_CHATS, data.prompt_column})
+    return [Record(_record_of(row, data, place, f"data.{name}"), place) for row, place in rows]
+
+
+def form_of(record: Mapping[str, Any]) -> str | None:
+    """The key by which a record's form is called: answer, completion, messages or text; None: it has none."""
+    if "prompt" in record:
+        for key in ("answer", "completion"):
+            if key in record:
+                return key
+    return next((key for key in ("messages", "text") if key in record), None)
+
+
+def _record_of(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
+    record = _with_columns(row, data, place, field)
+    if form_of(record) is None and isinstance(record.get("conversations"), list):
+        record = {**record, "messages": [_chat_message(turn, place, field) for turn in record["conversations"]]}
+    form = form_of(record)
+    if form is None:
+        found = f"a record of none of the forms, with the keys {sorted(row)!r:.300}"
+        raise ConfigError(f"{place}: {found}", field=field, hint=_FORMS)
+    for key, fault in _faults(record, form):
+        if fault is not None:
+            raise ConfigError(f"{place}: {key!r} {fault}", field=field, hint=_FORMS)
+    return record
+
+
+def _with_columns(row: dict[str, Any], data: DataSettings, place: str, field: str) -> dict[str, Any]:
+    """The row with `prompt` and `answer` of the columns that settings name for them."""
+    named = {
+        name: column
+        for name, column in (("prompt", data.prompt_column), ("answer", data.answer_column))
+        if column != name
+    }
+    for name, column in named.items():
+        if column not in row:
+            raise ConfigError(
+                f"{place}: no {column!r} among the keys {sorted(row)!r:.300}",
+                field=f"data.{name}_column",
+                hint=f"name the key or column that has the {name}",
+            )
+    found = {name: row[column] for name, column in named.items()}
+    if data.prompt_template is not None:
+        found["prompt"] = prompt_of_template(data.prompt_template, row, place, field)
+    return {**{key: value for key, value in row.items() if key not in named.values()}, **found}
+
+
+def _chat_message(turn: Any, place: str, field: str) -> dict[str, Any]:
+    """A turn of ShareGPT's form as a chat message."""
+    speaker = turn.get("from") if isinstance(turn, dict) else None
+    if speaker not in _ROLES or "value" not in turn:
+        raise ConfigError(
+            f"{place}: 'conversations' has the turn {short_repr(turn)}",
+            field=field,
+            hint=f"give each turn `from`, one of {', '.join(_ROLES)}, and `value`; others are written as `messages`",
+        )
+    return {"role": _ROLES[speaker], "content": turn["value"]}
+
+
+def _faults(record: Mapping[str, Any], form: str) -> list[tuple[str, str | None]]:
+    """What is wrong with the values of a record, by key; None: nothing."""
+    if form == "text":
+        text = record["text"]
+        is_text = isinstance(text, str) and bool(text.strip())
+        return [("text", text_fault(text) if is_text else f"is {short_repr(text)}, not a text")]
+    if form == "messages":
+        return [("messages", _chat_fault(record["messages"]))]
+    found = [("prompt", prompt_fault(record["prompt"]))]
+    if form == "answer":
+        return [*found, ("answer", answer_fault(record["answer"]))]
+    completion = record["completion"]
+    found.append(("completion", prompt_fault(completion)))
+    if isinstance(completion, str) != isinstance(record["prompt"], str):
+        found.append(("completion", "and 'prompt' are not both texts, or both lists of chat messages"))
+    return found
+
+
+def _chat_fault(messages: Any) -> str | None:
+    if isinstance(messages, str):
+        return "is a text, not a list of chat messages"
+    if (fault := prompt_fault(messages)) is not None:
+        return fault
+    return None if any(one["role"] == "assistant" for one in messages) else "has no turn of the assistant"
+
+
+# ---------------------------------------------------------------------- tokens
+
+
+def encode_demonstration(
+    tokenizer: Any,
+    record: Mapping[str, Any],
+    *,
+    train_on: str = "all_turns",
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Demonstration:
+    """The tokens of a record of any form, and which of them are trained.
+
+    Args:
+        train_on: as data.train_on.
+        template_kwargs: as `actors.rollout.prompts.encode_prompt`.
+
+    Raises:
+        ConfigError: the chat template refuses the record or does not tell its turns apart, or nothing of it would be
+            trained. ModelError: the tokenizer has no end token, and the form needs one.
+    """
+    form = form_of(record)
+    if form == "answer":
+        prompt = encode_prompt(tokenizer, record["prompt"], template_kwargs)
+        answer = tokenizer.encode(str(record["answer"]), add_special_tokens=False)
+        tokens = [*prompt, *answer, _end_token(tokenizer)[1]]
+        return Demonstration(np.array(tokens), len(answer) + 1)
+    if form == "text":
+        tokens = tokenizer.encode(_ended(tokenizer, record["text"]))
+        return _demonstration(tokens, [True] * len(tokens))
+    if form == "completion" and isinstance(record["prompt"], str):
+        prompt = tokenizer.encode(record["prompt"])
+        tokens = tokenizer.encode(record["prompt"] + _ended(tokenizer, record["completion"]))
+        start = _shared(prompt, tokens)
+        return _demonstration(tokens, [place >= start for place in range(len(tokens))])
+    return _encoded_chat(tokenizer, record, train_on, template_kwargs)
+
+
+def _demonstration(tokens: Sequence[int], trained: Sequence[bool]) -> Demonstration:
+    """A demonstration whose response begins with the first token that is trained; the very first cannot be."""
+    first = next((place for place, is_trained in enumerate(trained) if is_trained and place), None)
+    if first is None:
+        raise ConfigError(
+            f"nothing of its {len(tokens)} tokens would be trained",
+            field="data.train",
+            hint="give the record a longer answer, or remove it",
+        )
+    mask = np.array(trained[first:], dtype=np.bool_)
+    return Demonstration(np.array(tokens), len(tokens) - first, None if mask.all() else mask)
+
+
+def _end_token(tokenizer: Any) -> tuple[str, int]:
+    if tokenizer.eos_token_id is None:
+        raise ModelError("the tokenizer has no end token", field="model.path", hint="set its eos_token")
+    return tokenizer.eos_token, tokenizer.eos_token_id
+
+
+def _ended(tokenizer: Any, text: str) -> str:
+    """With the end token, unless it is there."""
+    end, _ = _end_token(tokenizer)
+    return text if text.endswith(end) else text + end
+
+
+def _encoded_chat(
+    tokenizer: Any, record: Mapping[str, Any], train_on: str, template_kwargs: Mapping[str, Any] | None
+) -> Demonstration:
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            "the record is a chat, but the tokenizer has no chat template",
+            field="messages",
+            hint="use a chat model's tokenizer, or write the records as texts: `prompt` and `completion`, or `text`",
+        )
+    require_read(tokenizer, template_kwargs)
+    tools = _tools_of(record)
+    require_tools_written(tokenizer, tools)
+    options: dict[str, Any] = {**(template_kwargs or {}), "tools": tools}
+    if "messages" in record and form_of(record) == "messages":
+        messages, first_trained = list(record["messages"]), 0
+        if train_on == "last_turn":
+            first_trained = len(messages) - 1
+            if messages[-1]["role"] != "assistant" or not first_trained:
+                raise ConfigError(
+                    f"the last of its messages is of the role {messages[-1]['role']!r}, with {first_trained} before it",
+                    field="data.train_on",
+                    hint="end each chat with a turn of the assistant that answers another, or train on all_turns",
+                )
+    else:
+        messages, first_trained = [*record["prompt"], *record["completion"]], len(record["prompt"])
+    if first_trained:  # all behind the opening of the answer, as a prompt and its completion
+        tokens = _tokens(tokenizer, messages, options)
+        start = _shared(_tokens(tokenizer, messages[:first_trained], options, opens_answer=True), tokens)
+        return _demonstration(tokens, [place >= start for place in range(len(tokens))])
+    if _MARKERS.search(str(tokenizer.chat_template)):
+        found = templated(
+            tokenizer, messages, "messages", add_generation_prompt=False, tokenize=True, return_dict=True,
+            return_assistant_tokens_mask=True, **options,
+        )  # fmt: skip
+        return _demonstration(found["input_ids"], [bool(one) for one in found["assistant_masks"]])
+    return _by_prefixes(tokenizer, messages, options)
+
+
+def _tools_of(record: Mapping[str, Any]) -> Any:
+    """The tools that a record offers, as a list; data sets keep them as JSON, too."""
+    tools = record.get("tools")
+    if not isinstance(tools, str):
+        return tools or None
+    try:
+        return json.loads(tools) or None
+    except ValueError as error:
+        raise ConfigError(f"'tools' is no JSON: {error}", field="tools", hint="write a list of tools") from None
+
+
+def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
+    """Each turn of the assistant begins where the chat before it opens one, and ends where the chat with it does.
+
+    That holds where the template writes the beginning of a chat as it writes it alone, which is looked at.
+    """
+    tokens = _tokens(tokenizer, messages, options)
+    text = _text(tokenizer, messages, options)
+    trained = [False] * len(tokens)
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, upto = messages[:turn], messages[: turn + 1]
+        is_beginning = text.startswith(_text(tokenizer, upto, options))
+        if not is_beginning or (turn and not text.startswith(_text(tokenizer, before, options, opens_answer=True))):
+            _refuse_template(turn)
+        start = _shared(_tokens(tokenizer, before, options, opens_answer=True), tokens) if turn else 0
+        end = _shared(_tokens(tokenizer, upto, options), tokens)
+        trained[start:end] = [True] * (end - start)
+    return _demonstration(tokens, trained)
+
+
+def _refuse_template(turn: int) -> NoReturn:
+    raise ConfigError(
+        f"the chat template writes the messages up to the assistant's turn at index {turn} otherwise than within the "
+        "whole chat (some leave the thinking out of earlier turns), so the tokens of that turn are not known",
+        field="data.train_on",
+        hint="set data.train_on=last_turn, or give the model folder a chat template that marks the assistant's turns "
+        "with {% generation %} and {% endgeneration %} (docs/sft.md)",
+    )
+
+
+def _text(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], *, opens_answer: bool = False) -> str:
+    text: str = templated(
+        tokenizer, messages, "messages", add_generation_prompt=opens_answer, tokenize=False, **options
+    )
+    return text
+
+
+def _tokens(
+    tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], *, opens_answer: bool = False
+) -> list[int]:
+    return list(
+        templated(
+            tokenizer, messages, "messages", add_generation_prompt=opens_answer, tokenize=True, return_dict=False,
+            **options,
+        )
+    )  # fmt: skip
+
+
+def _shared(beginning: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens both sequences begin with.
+
+    They are fewer than `beginning` has where the tokenizer merges its end with what follows.
+    """
+    pairs = zip(beginning, tokens, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(beginning), len(tokens)))
+
+
+# ---------------------------------------------------------------------- a process of its own
+
+
+def encoded_demonstrations(
+    model_path: Path, records: Sequence[Record], *, data: DataSettings, timeout_s: float
+) -> list[Demonstration]:
+    """One demonstration of each record, of any length, encoded in a process of its own.
+
+    Raises:
+        ConfigError, ModelError: as `encode_demonstration`, naming the record. ResourceError: it took longer, or its
+            process ended.
+    """
+    keys = ("prompt", "answer", "completion", "messages", "text", "tools")
+    asked = {
+        "model_path": str(model_path),
+        "records": [[{key: one[key] for key in keys if key in one}, place_of(one)] for one in records],
+        "train_on": data.train_on,
+        "template_kwargs": dict(data.chat_template_kwargs),
+    }
+    answer = answer_beside("actors.rollout.demonstrations", asked, timeout_s, f"encoding {len(records)} records")
+    if not answer.startswith(b"PK"):  # no archive of arrays
+        raise error_beside(json.loads(answer))
+    with np.load(io.BytesIO(answer), allow_pickle=False) as arrays:
+        tokens = np.split(arrays["tokens"], np.cumsum(arrays["lengths"])[:-1])
+        masks = np.split(arrays["loss_mask"], np.cumsum(arrays["response_lengths"])[:-1])
+        lengths = arrays["response_lengths"].tolist()
+    return [
+        Demonstration(one, length, None if mask.all() else mask)
+        for one, length, mask in zip(tokens, lengths, masks, strict=True)
+    ]
+
+
+def _main() -> None:
+    end_with_parent()
+    stream = stream_of_answer()
+    asked = json.load(sys.stdin.buffer)
+    try:
+        answer = _archive(asked)
+    except SlimeError as error:
+        said = {"error": error.message, "code": error.code, "field": error.field, "hint": error.hint}
+        answer = json.dumps(said).encode()
+    with os.fdopen(stream, "wb") as file:
+        file.write(answer)
+
+
+def _archive(asked: Mapping[str, Any]) -> bytes:
+    """The demonstrations of all records as arrays in one archive of numpy's."""
+    tokenizer = load_tokenizer(asked["model_path"])
+    options = {"train_on": asked["train_on"], "template_kwargs": asked["template_kwargs"]}
+    samples = []
+    for record, place in asked["records"]:
+        try:
+            samples.append(encode_demonstration(tokenizer, record, **options).as_sample())
+        except ConfigError as error:
+            error.message = f"{place}: {error.message}"
+            raise
+    file = io.BytesIO()
+    np.savez(
+        file,
+        tokens=np.concatenate([one["tokens"] for one in samples]),
+        lengths=np.array([len(one["tokens"]) for one in samples]),
+        response_lengths=np.array([one["response_length"] for one in samples]),
+        loss_mask=np.concatenate([one["loss_mask"] for one in samples]),
+    )
+    return file.getvalue()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,95 @@
+"""The loop of supervised training: one update a step on the next demonstrations, and the loss on held-out ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from actors.rollout.collect import Metrics, timed
+from actors.rollout.demonstrations import Demonstration, batch_of
+from actors.rollout.prompt_files import Prompts
+from actors.rollout.prompts import PromptStream, digest_of
+from slimefsdp.config import RunConfig
+from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column
+
+
+class SftLoop:
+    """One step: one update on demonstrations, the same loop without rollouts.
+
+    Args:
+        group: of the ranks, of whatever kind: `train_step` and `compute_log_probs` are called.
+    """
+
+    def __init__(self, config: RunConfig, group: Any, prompts: Prompts) -> None:
+        self._config = config
+        self._group = group
+        self._heldout = prompts.heldout_demonstrations
+        self._num_records = len(prompts.demonstrations)
+        self.prompts = PromptStream(prompts.demonstrations, config.run.seed, digest=digest_of(prompts.train))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Of the table of progress, with one for each held-out set."""
+        held_out = [Column(name or "held-out", _loss_name(name), ".4f") for name in self._heldout]
+        return (*SFT_COLUMNS[:1], *held_out, *SFT_COLUMNS[1:])
+
+    def prompts_state(self) -> dict[str, Any]:
+        """Where the demonstrations stand behind what was trained on."""
+        return self.prompts.state()
+
+    def settle(self) -> None:
+        """Nothing: no batch is made beside the training of another."""
+
+    def before_training(self, *, evaluates: bool) -> Metrics:
+        """The loss on the held-out sets of the model as it is, if asked for."""
+        return self._losses() if evaluates else {}
+
+    def step(self, step: int) -> Metrics:
+        """One update on the next `batch.samples_per_update` demonstrations; the held-out losses where they are due.
+
+        Under run.epochs the last update takes the demonstrations that are left.
+        """
+        seconds: Metrics = {}
+        count = self._config.samples_per_step
+        if self._config.run.epochs is not None:
+            left = self._config.run.epochs * self._num_records - self.prompts.records_passed
+            count = left if 0 < left < count else count  # other records than the run began with may be fewer
+        batch = batch_of(self.prompts.take(count))
+        with timed(seconds, "train"):
+            metrics: Metrics = self._group.train_step(batch)
+        metrics["epoch"] = self.prompts.records_passed / self._num_records
+        interval = self._config.evaluation.interval_steps
+        if interval is not None and ((step + 1) % interval == 0 or step + 1 == self._config.run.steps):
+            with timed(seconds, "evaluate"):
+                metrics |= self._losses()
+        return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
+
+    def _losses(self) -> Metrics:
+        return {_loss_name(name): self._mean_loss(found) for name, found in self._heldout.items()}
+
+    def _mean_loss(self, demonstrations: Sequence[Demonstration]) -> float:
+        """-log p, averaged over every token of the set that would be trained."""
+        total, tokens, size = 0.0, 0, self._config.samples_per_step
+        for start in range(0, len(demonstrations), size):
+            batch = batch_of(demonstrations[start : start + size])
+            log_probs = self._group.compute_log_probs(batch).log_probs[batch.mask]
+            total -= float(log_probs.sum(dtype=np.float64))
+            tokens += log_probs.size
+        return total / tokens
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> str:
+        """The run in one line."""
+        seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
+        name = "loss" if "loss" in rows[0] else next(name for name in rows[0] if name.endswith("loss"))
+        what = "loss" if name == "loss" else f"held-out loss ({name})"
+        return (
+            f"SFT on {self._config.ranks} FSDP2 ranks: {what} {rows[0][name]:.3f} -> {rows[-1][name]:.3f} "
+            f"in {self._config.run.steps} updates, {seconds:.0f} s"
+            + (f"; model in {self._config.run.export_dir}" if self._config.run.export_dir else "")
+        )
+
+
+def _loss_name(held_out: str) -> str:
+    return f"eval/{held_out}/loss" if held_out else "eval/loss"
