@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     """Write `model/` and the files of records under `out_dir`; the same seed, the same bytes.
 
-    Held-out prompts are distinct and in no other file; `sft`, `train` and `chats` are drawn with repetition, and overlap.
+    Held-out prompts are distinct and in no other file. `sft`, `train` and `chats` may hold a prompt several times.
 
     Returns:
         What was written: records per file name, and the model's parameters under `model`.
