@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from actors.rollout.server_launch import longest_sample
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, RunRecord, SamplerRecord, Saved
@@ -53,7 +54,8 @@ class Service:
         self.model_type = folder.model_type
         self.tokenizer_id = str(config.model.path)  # a client on another machine finds it there as little as the model
         self.vocab_size = folder.vocab_size
-        self.most_tokens = config.max_pack_tokens
+        self.most_tokens = config.max_pack_tokens  # of a datum
+        self.most_context = longest_sample(config, folder)  # of a prompt with its response
         self.most_targets = config.service.max_body_bytes // 8  # as a body has room for where they are dense
         limits = config.service
         self.results = Results(
@@ -440,7 +442,7 @@ class Service:
         if (known := sampler.answers.get(body.seq_id)) is not None:
             return known, None
         version = None if sampler.version is None else sampler.version.name
-        request = sample_request(body, version, self.end_token_ids, self.most_tokens)
+        request = sample_request(body, version, self.end_token_ids, self.most_context)
         result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]

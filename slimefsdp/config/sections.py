@@ -599,9 +599,17 @@ class ServiceSettings(Settings):
     max_samplers: PositiveInt = Field(
         256, description="of a client, with weights that it gave no name; the oldest ones go, from the disk too"
     )
-    max_waiting: PositiveInt = Field(4096, description="requests without an answer; more are told to wait")
+    max_waiting: PositiveInt = Field(
+        4096, description="requests without an answer, of one user at most four fifths; more are told to wait"
+    )
     max_waiting_bytes: int = Field(
-        2**30, ge=1024, description="of the bodies of these, and as many of bodies on their way; more are told to wait"
+        2**30,
+        ge=1024,
+        description="of what these take, of one user at most four fifths, and as many of bodies on their way; more are "
+        "told to wait",
+    )
+    receive_timeout_s: float = Field(
+        60.0, gt=0, description="for a request's head, and again for its body, from their first byte to the last"
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
