@@ -24,7 +24,7 @@ from starlette.routing import Route
 from actors.service import schema, wire
 from actors.service.catalogue import Saved
 from actors.service.operations import PAGE, counts, status
-from actors.service.results import Result
+from actors.service.results import Result, told
 from actors.service.service import Service
 from actors.service.sessions import NotFound
 from actors.service.training_runs import TrainingRun
@@ -161,12 +161,9 @@ class _Api:
                 return _error(error.status, str(error))
             except NotFound as error:
                 return _error(410 if error.is_gone else 404, str(error))
-            except ResourceError as error:
-                return _error(429, f"{error.message} ({error.hint})")
-            except CheckpointError as error:
-                return _error(404, error.message)
             except SlimeError as error:
-                return _error(400, f"{error.message} ({error.hint})" if error.hint else error.message)
+                kinds = {ResourceError: 429, CheckpointError: 404}
+                return _error(kinds.get(type(error), 400), told(error, self._service.model_name))
             except ClientDisconnect:  # before its body had come: nobody reads this
                 return _error(400, "the client is gone")
             except Exception as error:  # a defect of ours: tried again it would fail again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 import uuid
@@ -17,6 +18,10 @@ from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelErro
 Answer = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
 _LONGEST = 2000  # characters of an error
+_PATH = re.compile(r"""(?<![\w/:.~-])/[^\s'"`,;:()\[\]{}]*[^\s'"`,;:()\[\]{}.]""")
+_SAVED = re.compile(
+    r"(?:adapters|named|sampler_weights)/(session-\w+)\.train\.(\d+)(?:/checkpoints/named/|\.|/(?!checkpoints/))([^/@]+)"
+)
 _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, ResourceError)
 
 
@@ -87,13 +92,36 @@ def typed(error: Exception) -> Exception:
 
 def failure(error: Exception) -> dict[str, Any]:
     """What a client is told of an error."""
+    return {"error": told(error), "category": "user" if isinstance(error, _USERS) else "server"}
+
+
+def told(error: Exception, public: str = "") -> str:
+    """Returns an error's text for a client, with its hint.
+
+    Paths of the server's disk are left out of it: of what a client saved it has the tinker:// path, of others the last
+    name.
+
+    Args:
+        public: a path that clients know, which stays.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        path = found.group()
+        if path == public:
+            return path
+        if (saved := _SAVED.search(path)) is None:
+            return path.rpartition("/")[2]
+        session, number, name = saved.groups()
+        kind = "sampler_weights" if "/sampler_weights/" in path else "weights"
+        return f"tinker://{session}:train:{number}/{kind}/{name}"
+
     if isinstance(error, SlimeError):
-        hint = f" ({error.hint})" if error.hint else ""
-        said, category = f"{error.message}{hint}", "user" if isinstance(error, _USERS) else "server"
+        text = f"{error.message} ({error.hint})" if error.hint else error.message
     else:
-        said, category = f"{type(error).__name__}: {error}", "server"
+        text = f"{type(error).__name__}: {error}"
+    text = _PATH.sub(named, text)
     # it may name what a client sent, which has any length
-    return {"error": said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..", "category": category}
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} .."
 
 
 class Results:

@@ -614,6 +614,11 @@ class ServiceSettings(Settings):
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
     result_kept_s: float = Field(600.0, gt=0, description="for how long an answer can be fetched again")
+    stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = Field(
+        None,
+        description="the loss that stands for `stable_reinforce`, whose formula is not published; null: that is "
+        "refused",
+    )
     max_version_bytes: int = Field(
         2**30, ge=1024, description="of what the sampling engine holds beside the base: adapters, or whole models"
     )

@@ -405,6 +405,20 @@ def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_
     assert model["max_context_length"] == positions == request.params.max_new_tokens + 3
 
 
+def test_samples_for_stable_reinforce_are_drawn_where_a_loss_stands_for_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}}
+    body |= {"sampling_params": {"max_tokens": 1}, "record_stability_info": True}
+    for loss, status in ((None, 400), ("cispo", 200)):
+        http = TestClient(limited(service, monkeypatch, stable_reinforce=loss), headers={"X-API-Key": "tml-a"})
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+        key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+        found = http.post("/api/v1/asample", json=body | {"sampling_session_id": key})
+        assert found.status_code == status and (loss or "service.stable_reinforce" in found.json()["error"])
+
+
 def test_a_temperature_that_logits_cannot_be_divided_by_is_refused_by_name(http: TestClient, service: Service) -> None:
     session = http.post("/api/v1/create_session", json={}).json()["session_id"]
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
