@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import zstandard
-from google.protobuf.message import DecodeError
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.applications import Starlette
@@ -22,11 +24,11 @@ from starlette.routing import Route
 from actors.service import schema, wire
 from actors.service.catalogue import Saved
 from actors.service.operations import PAGE, counts, status
-from actors.service.results import Result
+from actors.service.results import Result, told
 from actors.service.service import Service
 from actors.service.sessions import NotFound
 from actors.service.training_runs import TrainingRun
-from actors.service.users import User, Users
+from actors.service.users import Shares, User, Users
 from slimefsdp.errors import CheckpointError, ResourceError, SlimeError
 
 BodyT = TypeVar("BodyT", bound=wire.Body)
@@ -34,6 +36,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 _POLL_S = 20.0  # clients give up on an answer after 45 s
 _TIDY_S = 1.0
 _PROTOBUF = "application/x-protobuf"
+_JSON = "application/json"
 _UNLOGGED = ("retrieve_future", "session_heartbeat", "status.json", "metrics", "healthz")  # which come all the time
 _NEVER_SEEN = 410
 
@@ -42,6 +45,10 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 
 
 _JSON_BYTES, _BYTES_A_TOKEN = 1 << 20, 12
+_FREE_BYTES = 1 << 14  # of each body, which are not counted: heartbeats and polls have fewer
+_PIECE_BYTES = 1 << 10  # of zstd, which become 32 MiB at most: its shortest block has 4 bytes and becomes 128 KiB
+_ANSWERED_AT_THE_END = "retrieve_future"  # what was taken is finished, and its answers are fetched
+_ENDING = "the server is ending: send it again to the next one"
 
 
 class Refused(Exception):
@@ -57,6 +64,8 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
 
     Args:
         keys: of which every request must bring one; the first is the operator's. None: no key is asked for.
+
+    `app.state.end()` ends what clients have before the HTTP server ends, as the application's own end does.
     """
     api = _Api(service, Users(keys))
     routes = [
@@ -67,15 +76,23 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> Starlette:
         Route("/status.json", api.guarded("status.json", api.status), methods=["GET"]),
         Route("/metrics", api.guarded("metrics", api.metrics), methods=["GET"]),
     ]
-    return Starlette(routes=[*routes, Route("/{rest:path}", _unknown, methods=["GET", "POST", "PUT", "DELETE"])],
-                     lifespan=api.lifespan)  # fmt: skip
+    routes.append(Route("/{rest:path}", _unknown, methods=["GET", "POST", "PUT", "DELETE"]))
+    app = Starlette(routes=routes, lifespan=api.lifespan)
+    app.state.end = api.end
+    return app
 
 
 class _Api:
     def __init__(self, service: Service, users: Users) -> None:
         self._service, self._users = service, users
         self._tasks: set[asyncio.Task[None]] = set()
-        self._held = 0  # bytes of bodies that have come, and are not handed on yet
+        limits = service.config.service
+        self._bodies = Shares(limits.max_waiting_bytes)  # bytes that have come, and are not handed on yet
+        self._receive_s = limits.receive_timeout_s
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")  # one: it holds the interpreter's lock
+        self._receiving: set[asyncio.Timeout] = set()
+        self._polling: set[asyncio.Timeout] = set()
+        self._has_ended = False
 
     def table(self) -> list[tuple[str, str, Handler]]:
         """Method, path and handler of everything that is answered."""
@@ -117,11 +134,12 @@ class _Api:
 
         async def logged(request: Request) -> Response:
             began = time.perf_counter()
-            request.state.held = 0
+            request.state.path, request.state.held, request.state.user = path, 0, None
             try:
                 response = await guarded(request)
             finally:
-                self._held -= request.state.held
+                if request.state.user is not None:
+                    self._bodies.give_back(request.state.user.id, _counted(request.state.held))
             seconds, metrics = time.perf_counter() - began, self._service.metrics
             metrics.requests.labels(path, response.status_code).inc()
             metrics.seconds.labels(path).observe(seconds)
@@ -135,20 +153,17 @@ class _Api:
             if user is None:
                 return _error(401, "X-API-Key is missing or wrong")
             request.state.user, request.state.ids = user, {"user": user.id[:8]} if user.id else {}
-            if self._service.is_ending:
-                return _error(503, "the server is ending; its runs are saved")
             try:
+                self._check_sender(request)
+                self._check_not_ending(request)
                 return await handler(request)
             except Refused as error:
                 return _error(error.status, str(error))
             except NotFound as error:
                 return _error(410 if error.is_gone else 404, str(error))
-            except ResourceError as error:
-                return _error(429, f"{error.message} ({error.hint})")
-            except CheckpointError as error:
-                return _error(404, error.message)
             except SlimeError as error:
-                return _error(400, f"{error.message} ({error.hint})" if error.hint else error.message)
+                kinds = {ResourceError: 429, CheckpointError: 404}
+                return _error(kinds.get(type(error), 400), told(error, self._service.model_name))
             except ClientDisconnect:  # before its body had come: nobody reads this
                 return _error(400, "the client is gone")
             except Exception as error:  # a defect of ours: tried again it would fail again
@@ -167,11 +182,20 @@ class _Api:
         finally:
             for one in tidying:
                 one.cancel()
-            self._service.is_ending = True
-            await asyncio.to_thread(self._service.close)
+            await self.end()
+
+    async def end(self) -> None:
+        """Refuses what comes from now on, finishes what was taken, saves every run, and lets nobody wait any longer."""
+        if self._has_ended:
+            return
+        self._has_ended = self._service.is_ending = True
+        _cut(self._receiving)
+        await asyncio.to_thread(self._service.close)
+        _cut(self._polling)
+        self._parsing.shutdown(wait=False)
 
     async def _repeat(self, tidy: Callable[[], Awaitable[None]]) -> None:
-        while True:
+        while not self._service.is_ending:  # heartbeats are refused then, and nobody is gone for that
             await asyncio.sleep(_TIDY_S)
             try:
                 await tidy()
@@ -193,6 +217,27 @@ class _Api:
             print(f"{session}: its client is gone", file=sys.stderr, flush=True)
         await asyncio.gather(*map(self._service.end_session, overdue))
 
+    # ------------------------------------------------------------------ what is refused unread
+
+    def _check_sender(self, request: Request) -> None:
+        """Refuses what pages of other sites can have a browser send. Programs name no Origin.
+
+        Where no key is asked for, the page might have the server's address under a name of its own.
+        """
+        headers = request.headers
+        host, origin, kind = headers.get("host"), headers.get("origin"), headers.get("content-type", "")
+        if origin is not None and urlsplit(origin).netloc != host:
+            raise Refused(403, f"this is a request of a page of {origin[:200]!r}, which is another site")
+        if not self._users.have_keys and host is not None and not _is_address(host, self._service.config.service.host):
+            raise Refused(403, f"Host {host[:200]!r} is a name: use an IP address or localhost, or service.api_key_env")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if request.method == "POST" and has_body and kind.partition(";")[0].strip().lower() not in (_JSON, _PROTOBUF):
+            raise Refused(415, f"content-type {kind[:200]!r} is not supported: send {_JSON} or {_PROTOBUF}")
+
+    def _check_not_ending(self, request: Request) -> None:
+        if self._service.is_ending and request.state.path != _ANSWERED_AT_THE_END:
+            raise Refused(503, _ENDING)
+
     # ------------------------------------------------------------------ bodies
 
     async def _bytes(self, request: Request, most: int | None = None) -> bytes:
@@ -200,30 +245,44 @@ class _Api:
         limit, named = self._service.config.service.max_body_bytes, "service.max_body_bytes"
         most, named = (limit, named) if most is None or limit <= most else (most, "the longest JSON that is read here")
         parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most:
-                raise Refused(413, f"the body is larger than {named}={most}")
-            self._hold(request, len(part))
-            parts.append(part)
+        try:
+            async with _within(self._receive_s, self._receiving):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise Refused(413, f"the body is larger than {named}={most}")
+                    self._hold(request, len(part))
+                    parts.append(part)
+        except TimeoutError:
+            self._check_not_ending(request)
+            problem = f"the body did not come within service.receive_timeout_s={self._receive_s:g}"
+            raise Refused(408, problem) from None
         data = b"".join(parts)
         encoding = request.headers.get("content-encoding", "identity")
-        if encoding == "identity":
-            return data
-        if encoding != "zstd":
+        if encoding == "zstd":
+            data = await self._off_loop(_decompressed, data, most)
+            self._hold(request, len(data))
+        elif encoding != "identity":
             raise Refused(415, f"content-encoding {encoding!r} is not supported: send zstd, or none")
-        whole = await asyncio.to_thread(_decompressed, data, most)
-        self._hold(request, len(whole))
-        return whole
+        self._check_not_ending(request)
+        return data
+
+    async def _off_loop(self, function: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._parsing, function, *given)
 
     def _hold(self, request: Request, size: int) -> None:
-        """Counts bytes of a body until it is answered; there may be so many of all, but for one that is alone."""
-        most = self._service.config.service.max_waiting_bytes
-        if self._held > request.state.held and self._held + size > most:
-            problem = f"bodies of {self._held} bytes are on their way, and service.max_waiting_bytes={most}"
-            raise Refused(429, f"{problem}: send it again later")
+        """Counts bytes of a body until it is answered: all together, and those of one user, may have so many.
+
+        A body that is alone may have any size, and small ones are taken in any case.
+        """
+        held = request.state.held
+        before, more = _counted(held), _counted(held + size) - _counted(held)
+        user = _user(request).id
+        if more and self._bodies.taken > before and not self._bodies.has_room(user, more):
+            problem = f"bodies of {self._bodies.taken} bytes are on their way"
+            raise Refused(429, f"{problem}, and service.max_waiting_bytes={self._bodies.most}: send it again later")
         request.state.held += size
-        self._held += size
+        self._bodies.take(user, more)
 
     async def _json(self, request: Request, kind: type[BodyT]) -> BodyT:
         # nobody is answered while JSON is parsed; of what clients send the tokens of a prompt take the most
@@ -250,7 +309,7 @@ class _Api:
     async def capabilities(self, _: Request) -> Response:
         service = self._service
         one = {
-            "model_name": service.model_name, "max_context_length": service.most_tokens, "trainable": True,
+            "model_name": service.model_name, "max_context_length": service.most_context, "trainable": True,
             "sampleable": True,
         }  # fmt: skip
         return JSONResponse({"supported_models": [one]})
@@ -325,15 +384,13 @@ class _Api:
     async def forward_backward(self, request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
             raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
-        message = schema.ForwardBackwardRequest()
         data = await self._bytes(request)
-        try:
-            message.ParseFromString(data)
-        except DecodeError:
-            raise Refused(400, "the body is no ForwardBackwardRequest") from None
+        message, size = await self._off_loop(schema.read_request, data)
+        self._hold(request, size - len(data))
+        self._check_not_ending(request)
         request.state.ids |= {"model_id": message.model_id[:200]}
         return self._future(
-            request, self._service.forward_backward(message, len(data), _user(request)), model_id=message.model_id
+            request, self._service.forward_backward(message, size, _user(request)), model_id=message.model_id
         )
 
     async def optim_step(self, request: Request) -> Response:
@@ -382,7 +439,10 @@ class _Api:
         result = self._service.results.get(body.request_id)
         if result is None or not _user(request).owns(result.owner):
             raise Refused(_NEVER_SEEN, "no such request, or its answer was kept long enough")
-        answer = await result.wait(_POLL_S)
+        answer = None
+        with contextlib.suppress(TimeoutError):
+            async with _within(_POLL_S, self._polling):
+                answer = await result.wait(_POLL_S)
         if answer is None:
             waiting = {"type": "try_again", "request_id": result.id, "queue_state": "active"}
             return JSONResponse(waiting, status_code=408)
@@ -479,18 +539,58 @@ def _time(seconds: float) -> str:
 
 
 def _decompressed(data: bytes, most: int) -> bytes:
+    """One whole frame of zstd, of at most so many bytes when it is decompressed."""
+    reader = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+    parts, size, at = [], 0, 0
     try:
-        with zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(data) as reader:
-            found = reader.read(most + 1)
+        while at < len(data) and not reader.eof:
+            parts.append(reader.decompress(data[at : at + _PIECE_BYTES]))
+            size, at = size + len(parts[-1]), at + _PIECE_BYTES
+            if size > most:
+                raise Refused(413, f"the body is larger than service.max_body_bytes={most} when it is decompressed")
     except (zstandard.ZstdError, MemoryError) as error:
         raise Refused(400, f"the body is no zstd: {error}") from None
-    if len(found) > most:
-        raise Refused(413, f"the body is larger than service.max_body_bytes={most} when it is decompressed")
-    return bytes(found)
+    if not reader.eof:
+        raise Refused(400, "the body is no zstd: its frame is cut off")
+    if reader.unused_data or at < len(data):
+        raise Refused(400, "the body is no zstd: there is more behind its first frame")
+    return b"".join(parts)
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float, deadlines: set[asyncio.Timeout]) -> AsyncIterator[None]:
+    """Raises TimeoutError behind so many seconds, or when the set is cut before."""
+    async with asyncio.timeout(seconds) as deadline:
+        deadlines.add(deadline)
+        try:
+            yield
+        finally:
+            deadlines.discard(deadline)
+
+
+def _cut(deadlines: set[asyncio.Timeout]) -> None:
+    for deadline in [one for one in deadlines if not one.expired()]:
+        deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def _counted(size: int) -> int:
+    return max(0, size - _FREE_BYTES)
+
+
+def _is_address(host: str, listening_at: str) -> bool:
+    """Whether a Host header names this machine by something that nobody else can give to another one."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in ("localhost", listening_at):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _error(status: int, problem: str) -> Response:
-    retry = {"x-should-retry": "true" if status in (429, 503) else "false"}
+    retry = {"x-should-retry": "true" if status in (408, 429, 503) else "false"}
     return JSONResponse({"error": problem, "detail": problem}, status_code=status, headers=retry)
 
 

@@ -68,17 +68,24 @@ class Work:
         return self.batch.num_tokens // (self.targets or 1)
 
 
-def work_of(message: Any, *, vocab_size: int, max_tokens: int, max_targets: int) -> Work:
+def work_of(
+    message: Any, *, vocab_size: int, max_tokens: int, max_targets: int, stable_reinforce: str | None = None
+) -> Work:
     """The work of a ForwardBackwardRequest.
 
     Args:
+        stable_reinforce: the loss that stands for the one of this name, whose formula is not published; None: it is
+            refused.
         max_tokens: the most that one datum may have, its last target included.
         max_targets: the most that all may have together; on the wire sparse ones take next to nothing.
 
     Raises:
         BatchError: naming the datum and the input that cannot be honoured.
     """
-    name, config = message.loss_fn, _config_of(message)
+    name = message.loss_fn
+    if name == "stable_reinforce" and stable_reinforce is not None:
+        name = stable_reinforce
+    config = _config_of(message, name)
     if not message.data:
         _refuse("data", "the request has no datums", "send at least one")
     tokens: list[npt.NDArray[np.int64]] = []
@@ -151,11 +158,13 @@ def _as_work(
     return Work(RolloutBatch(**fields), "policy", settings, name, config, message.forward_only, targets)
 
 
-def _config_of(message: Any) -> dict[str, float]:
+def _config_of(message: Any, name: str) -> dict[str, float]:
     """The numbers of a loss; those of the second version of the field win."""
-    name = message.loss_fn
     if name not in LOSSES:
-        _refuse("loss_fn", f"loss_fn={short_repr(name)} is not supported", f"use {', '.join(LOSSES)}")
+        hint = f"use {', '.join(LOSSES)}"
+        if name == "stable_reinforce":
+            hint += "; or set service.stable_reinforce of the server to the one that is to stand for it"
+        _refuse("loss_fn", f"loss_fn={short_repr(name)} is not supported", hint)
     given: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -164,8 +173,8 @@ def _config_of(message: Any) -> dict[str, float]:
     known = _CONFIG.get(name, {})
     for key in given:
         if key not in known:
-            hint = f"it has {', '.join(known)}" if known else "it has none"
-            _refuse(f"loss_fn_config.{key}", f"{name} has no {short_repr(key)}", hint)
+            hint = f"{name} has {', '.join(known) or 'none'}"
+            _refuse(f"loss_fn_config.{key}", f"{message.loss_fn} has no {short_repr(key)} here", hint)
     config: dict[str, float] = {}
     for key, default in known.items():
         value = given.get(key, default)

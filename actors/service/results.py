@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 import uuid
@@ -11,11 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from actors.service.users import Shares
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, ResourceError, SlimeError, StateError
 
 Answer = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
 _LONGEST = 2000  # characters of an error
+_PATH = re.compile(r"""(?<![\w/:.~-])/[^\s'"`,;:()\[\]{}]*[^\s'"`,;:()\[\]{}.]""")
+_SAVED = re.compile(
+    r"(?:adapters|named|sampler_weights)/(session-\w+)\.train\.(\d+)(?:/checkpoints/named/|\.|/(?!checkpoints/))([^/@]+)"
+)
 _USERS = (BatchError, CheckpointError, ConfigError, ModelError, StateError, ResourceError)
 
 
@@ -86,13 +92,36 @@ def typed(error: Exception) -> Exception:
 
 def failure(error: Exception) -> dict[str, Any]:
     """What a client is told of an error."""
+    return {"error": told(error), "category": "user" if isinstance(error, _USERS) else "server"}
+
+
+def told(error: Exception, public: str = "") -> str:
+    """Returns an error's text for a client, with its hint.
+
+    Paths of the server's disk are left out of it: of what a client saved it has the tinker:// path, of others the last
+    name.
+
+    Args:
+        public: a path that clients know, which stays.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        path = found.group()
+        if path == public:
+            return path
+        if (saved := _SAVED.search(path)) is None:
+            return path.rpartition("/")[2]
+        session, number, name = saved.groups()
+        kind = "sampler_weights" if "/sampler_weights/" in path else "weights"
+        return f"tinker://{session}:train:{number}/{kind}/{name}"
+
     if isinstance(error, SlimeError):
-        hint = f" ({error.hint})" if error.hint else ""
-        said, category = f"{error.message}{hint}", "user" if isinstance(error, _USERS) else "server"
+        text = f"{error.message} ({error.hint})" if error.hint else error.message
     else:
-        said, category = f"{type(error).__name__}: {error}", "server"
+        text = f"{type(error).__name__}: {error}"
+    text = _PATH.sub(named, text)
     # it may name what a client sent, which has any length
-    return {"error": said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..", "category": category}
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} .."
 
 
 class Results:
@@ -101,56 +130,64 @@ class Results:
     Args:
         kept_s: how long one that ended is kept.
         most_bytes: of all that ended.
-        most_waiting: that have no answer yet.
+        most_waiting: that have no answer yet, of all users.
         most_waiting_bytes: of the bodies of their requests, which are held until then.
     """
 
     def __init__(self, kept_s: float, most_bytes: int, most_waiting: int, most_waiting_bytes: int) -> None:
         self._kept_s, self._most_bytes = kept_s, most_bytes
-        self._most_waiting, self._most_waiting_bytes = most_waiting, most_waiting_bytes
-        self.waiting, self.waiting_bytes = 0, 0
+        self._waiting, self._waiting_bytes = Shares(most_waiting), Shares(most_waiting_bytes)
         self._results: dict[str, Result] = {}
         self._ended: deque[Result] = deque()  # those of them that have ended, the first one first
         self._bytes = 0  # of these
         self._lock = threading.Lock()
 
+    @property
+    def waiting(self) -> int:
+        """Results without an answer."""
+        return self._waiting.taken
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the bodies of their requests."""
+        return self._waiting_bytes.taken
+
     def new(self, owner: str, size: int = 0, *, is_needed: bool = False) -> Result:
         """A result that the user of this id asks for by its own id from now on.
 
         Args:
-            size: bytes of the request's body; one that is larger than there may be of all is taken alone.
+            size: bytes that the request takes; one that is larger than there may be of all is taken alone.
             is_needed: it is taken in any case, since others come to an end behind it alone.
 
         Raises:
-            ResourceError: there are as many without an answer as there may be.
+            ResourceError: as many are without an answer as there may be, or as one user may have of them.
         """
 
         def ended(result: Result) -> None:
             with self._lock:
-                self.waiting -= 1
-                self.waiting_bytes -= size
+                self._waiting.give_back(owner, 1)
+                self._waiting_bytes.give_back(owner, size)
                 self._ended.append(result)
                 self._bytes += result.size
 
         result = Result(owner, ended)
         with self._lock:
             if not is_needed:
-                self._check_room(size)
-            self.waiting += 1
-            self.waiting_bytes += size
+                self._check_room(owner, size)
+            self._waiting.take(owner, 1)
+            self._waiting_bytes.take(owner, size)
             self._results[result.id] = result
         return result
 
-    def _check_room(self, size: int) -> None:
-        if self.waiting >= self._most_waiting:
-            problem = f"{self.waiting} requests wait, which is service.max_waiting"
-            raise ResourceError(problem, field="service.max_waiting", hint="send it again later")
-        if self.waiting_bytes and self.waiting_bytes + size > self._most_waiting_bytes:
-            problem = (
-                f"the bodies of requests that wait have {self.waiting_bytes} bytes, this one has {size}, and "
-                f"service.max_waiting_bytes={self._most_waiting_bytes}"
-            )
-            raise ResourceError(problem, field="service.max_waiting_bytes", hint="send it again later")
+    def _check_room(self, owner: str, size: int) -> None:
+        for field, shares, more in (
+            ("service.max_waiting", self._waiting, 1),
+            ("service.max_waiting_bytes", self._waiting_bytes, size),
+        ):
+            if shares.taken and not shares.has_room(owner, more):
+                what = "requests" if shares is self._waiting else "bytes of requests"
+                problem = f"{shares.taken} {what} wait, this one has {more}, and {field}={shares.most}"
+                raise ResourceError(problem, field=field, hint="send it again later")
 
     def get(self, key: str) -> Result | None:
         """None where there never was one, or is none any more."""

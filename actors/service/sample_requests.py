@@ -10,6 +10,7 @@ from actors.service import schema, wire
 from slimefsdp.errors import BatchError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
+_BOUNDS = "batch.max_tokens_per_rank of the server and the model's positions bound both together"
 _NO_LOG_PROB = -99999.0  # beside token 0: a place without likeliest tokens
 
 
@@ -33,11 +34,11 @@ def sample_request(
     left = most_tokens - len(prompt)
     if left < 1:
         problem = f"a prompt of {len(prompt)} tokens, and this server reads at most {most_tokens - 1}"
-        raise BatchError(problem, field="prompt", hint="cut it, or raise batch.max_tokens_per_rank of the server")
+        raise BatchError(problem, field="prompt", hint=f"cut it: {_BOUNDS}")
     params = body.params(end_token_ids, left, secrets.randbits(62))
     if params.max_new_tokens > left:
         problem = f"max_tokens={params.max_new_tokens} behind {len(prompt)} tokens, and there is room for {left}"
-        hint = "lower it, or raise batch.max_tokens_per_rank of the server"
+        hint = f"lower it: {_BOUNDS}"
         raise BatchError(problem, field="max_tokens", hint=hint)
     top_k = body.topk_prompt_logprobs
     return SampleRequest(version, prompt, body.num_samples, params, bool(body.prompt_logprobs or top_k), top_k)

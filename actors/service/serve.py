@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from slimefsdp.config import RunConfig
@@ -30,8 +30,9 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
         SlimeError: ranks or the engine do not start.
     """
     keys = keys_of(config)
-    uvicorn = require_packages()
+    require_packages()
     from actors.service.app import make_app
+    from actors.service.http_server import Server
     from actors.service.service import Service
     from actors.startup import stage
 
@@ -43,16 +44,13 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
                 service = Service(config, group, engine)
                 service.continue_runs()
             app = make_app(service, keys)
-            settings = uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=30)
-            server = uvicorn.Server(settings)
+            server = Server(app, app.state.end, config.service.receive_timeout_s)
             host, port = listener.getsockname()[:2]
 
             def stop() -> None:
                 server.should_exit = True
 
             on_start(f"http://{host}:{port}", stop)
-            # uvicorn would end the process by the signal again, before ranks and engine have ended
-            server.capture_signals = nullcontext
             with _ended_by_signals(stop):
                 server.run(sockets=[listener])
         finally:
@@ -94,9 +92,8 @@ def keys_of(config: RunConfig) -> tuple[str, ...]:
     return keys
 
 
-def require_packages() -> Any:
-    """uvicorn.
-
+def require_packages() -> None:
+    """
     Raises:
         ConfigError: the packages of the extra `serve` are not installed.
     """
@@ -112,8 +109,7 @@ def require_packages() -> Any:
             field="serve",
             hint="pip install 'slimefsdp[serve]'",
         ) from error
-    del google, prometheus_client, starlette, zstandard
-    return uvicorn
+    del google, prometheus_client, starlette, uvicorn, zstandard
 
 
 def listening(config: RunConfig) -> Any:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from actors.rollout.server_launch import longest_sample
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, RunRecord, SamplerRecord, Saved
@@ -26,7 +27,7 @@ from actors.service.training_runs import RequestKind, TrainingRun
 from actors.service.users import User
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, SlimeError, StateError
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, SlimeError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.requests import SamplingStats
@@ -53,7 +54,8 @@ class Service:
         self.model_type = folder.model_type
         self.tokenizer_id = str(config.model.path)  # a client on another machine finds it there as little as the model
         self.vocab_size = folder.vocab_size
-        self.most_tokens = config.max_pack_tokens
+        self.most_tokens = config.max_pack_tokens  # of a datum
+        self.most_context = longest_sample(config, folder)  # of a prompt with its response
         self.most_targets = config.service.max_body_bytes // 8  # as a body has room for where they are dense
         limits = config.service
         self.results = Results(
@@ -278,7 +280,11 @@ class Service:
 
         def do(calls: GroupCalls) -> Answer:
             work = work_of(
-                message, vocab_size=self.vocab_size, max_tokens=self.most_tokens, max_targets=self.most_targets
+                message,
+                vocab_size=self.vocab_size,
+                max_tokens=self.most_tokens,
+                max_targets=self.most_targets,
+                stable_reinforce=self.config.service.stable_reinforce,
             )
             run.tokens += work.num_tokens
             self.metrics.count_trained(work.num_tokens)
@@ -439,8 +445,14 @@ class Service:
         sampler = self.sampler(body.sampling_session_id, user)
         if (known := sampler.answers.get(body.seq_id)) is not None:
             return known, None
+        if body.record_stability_info and self.config.service.stable_reinforce is None:
+            raise BatchError(
+                "record_stability_info=true is for the loss stable_reinforce, which this server does not serve",
+                field="record_stability_info",
+                hint="train with another loss_fn, or set service.stable_reinforce of the server",
+            )
         version = None if sampler.version is None else sampler.version.name
-        request = sample_request(body, version, self.end_token_ids, self.most_tokens)
+        request = sample_request(body, version, self.end_token_ids, self.most_context)
         result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]

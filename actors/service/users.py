@@ -1,9 +1,11 @@
-"""Whose requests these are: each key is a user, and what the clients of one user make is no other user's."""
+"""Whose requests these are: each key is a user, what the clients of one user make is no other user's, and none of them
+can take all the room that they share."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,6 +45,11 @@ class Users:
         ]  # fmt: skip
         self._nobody = User("", is_operator=True, is_alone=True)
 
+    @property
+    def have_keys(self) -> bool:
+        """Whether requests are asked for a key."""
+        return bool(self._by_key)
+
     def of(self, key: str) -> User | None:
         """The user who has this key; None: nobody has.
 
@@ -56,6 +63,41 @@ class Users:
             if hmac.compare_digest(given, digest):
                 found = user
         return found
+
+
+_TIMES_FREE = 4
+
+
+class Shares:
+    """Room that users share. A user may take up to four times what stays free: one alone four fifths, two who both ask
+    for more than there is four ninths each. So there is always some left for another one. Not thread-safe.
+
+    Args:
+        most: that all may take together, in any unit.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._taken: Counter[str] = Counter()  # by user
+
+    @property
+    def taken(self) -> int:
+        """By all users."""
+        return self._taken.total()
+
+    def has_room(self, user: str, size: int) -> bool:
+        """Whether the user of this id may take so much more."""
+        return self._taken[user] + size <= _TIMES_FREE * (self.most - self.taken - size)
+
+    def take(self, user: str, size: int) -> None:
+        """Counts it, whether there is room or not."""
+        self._taken[user] += size
+
+    def give_back(self, user: str, size: int) -> None:
+        """Ends what `take` began."""
+        self._taken[user] -= size
+        if not self._taken[user]:
+            del self._taken[user]
 
 
 def _digest(data: bytes) -> bytes:

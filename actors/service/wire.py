@@ -186,7 +186,7 @@ class Sample(Body):
     topk_sample_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
     target_prompt_logprobs: None = None
-    record_stability_info: Literal[False] | None = None
+    record_stability_info: bool | None = None
 
     def params(self, end_token_ids: frozenset[int], most_tokens: int, random_seed: int) -> SamplingParams:
         """What the engine is asked for.

@@ -668,13 +668,26 @@ class ServiceSettings(Settings):
     max_samplers: PositiveInt = Field(
         256, description="of a client, with weights that it gave no name; the oldest ones go, from the disk too"
     )
-    max_waiting: PositiveInt = Field(4096, description="requests without an answer; more are told to wait")
+    max_waiting: PositiveInt = Field(
+        4096, description="requests without an answer, of one user at most four fifths; more are told to wait"
+    )
     max_waiting_bytes: int = Field(
-        2**30, ge=1024, description="of the bodies of these, and as many of bodies on their way; more are told to wait"
+        2**30,
+        ge=1024,
+        description="of what these take, of one user at most four fifths, and as many of bodies on their way; more are "
+        "told to wait",
+    )
+    receive_timeout_s: float = Field(
+        60.0, gt=0, description="for a request's head, and again for its body, from their first byte to the last"
     )
     max_body_bytes: int = Field(64 * 2**20, ge=1024, description="of a request, also when it is decompressed")
     max_result_bytes: int = Field(2**30, ge=1024, description="of answers that are kept; the oldest ones go first")
     result_kept_s: float = Field(600.0, gt=0, description="for how long an answer can be fetched again")
+    stable_reinforce: Literal["importance_sampling", "ppo", "cispo"] | None = Field(
+        None,
+        description="the loss that stands for `stable_reinforce`, whose formula is not published; null: that is "
+        "refused",
+    )
     max_version_bytes: int = Field(
         2**30, ge=1024, description="of what the sampling engine holds beside the base: adapters, or whole models"
     )

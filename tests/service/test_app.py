@@ -7,13 +7,14 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import zstandard
 from starlette.testclient import TestClient
 
 import actors.service.catalogue
@@ -31,10 +32,11 @@ from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ADAM, ASKED, Calls, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, ASKED, LOCAL, Calls, Engine, Group, answer, new_run
 from tests.support.waiting import wait_until
 
-HEAD = {"X-API-Key": "tml-x"}
+HEAD, KEYS = {"X-API-Key": "tml-x"}, ("tml-a", "tml-b")
+JSON, PROTOBUF = {"content-type": "application/json"}, {"content-type": "application/x-protobuf"}
 ALL = cast(User, Users(()).of(""))
 
 
@@ -108,7 +110,7 @@ def test_limits_and_keys_are_told_as_what_they_are(http: TestClient, service: Se
     (first, _) = service.sessions
     asked = {"session_id": first, "model_seq_id": 5, "base_model": "tiny/model", "lora_config": {"rank": 4}}
     assert http.post("/api/v1/create_model", json=asked).status_code == 429
-    assert http.post("/api/v1/telemetry", content=bytes(5000)).status_code == 413
+    assert http.post("/api/v1/telemetry", content=bytes(5000), headers=JSON).status_code == 413
     assert http.post("/api/v1/create_session", json={}, headers={"X-API-Key": "other"}).status_code == 401
     service.is_ending = True
     assert http.get("/api/v1/healthz").status_code == 503
@@ -120,7 +122,8 @@ def test_whatever_is_answered_later_is_told_to_wait_where_there_is_no_room(http:
     session = service.runs[run].session
     asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
     sampler = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
-    taken = [service.results.new("") for _ in range(service.config.service.max_waiting)]
+    owner = service.runs[run].owner
+    taken = [service.results.new(owner, is_needed=True) for _ in range(service.config.service.max_waiting)]
     number = {"model_id": run, "seq_id": 2}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
     path = answer(http, http.post("/api/v1/save_weights", json={**number, "seq_id": 1, "path": "a"}))["path"]
@@ -144,45 +147,145 @@ def test_whatever_is_answered_later_is_told_to_wait_where_there_is_no_room(http:
     assert service.results.waiting == 0
 
 
-def test_bodies_on_their_way_have_so_many_bytes_and_one_that_is_alone_has_any(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits = service.config.service.model_copy(update={"max_waiting_bytes": 2048})
-    monkeypatch.setattr(service, "config", service.config.model_copy(update={"service": limits}))
-    app, statuses = make_app(service), []
+def limited(service: Service, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> Any:
+    """An application with two users and other limits."""
+    changed = service.config.service.model_copy(update=limits)
+    monkeypatch.setattr(service, "config", service.config.model_copy(update={"service": changed}))
+    return make_app(service, KEYS)
 
-    async def post(*sizes: int, between: Callable[[], Awaitable[None]] | None = None) -> None:
-        """A body in parts of these sizes, and what happens before the last one comes."""
-        left = list(sizes)
+
+class Sender:
+    """Sends requests in parts, and has the statuses of their answers by number."""
+
+    def __init__(self, app: Any) -> None:
+        self.app, self.statuses = app, dict[str, int]()
+
+    async def post(self, name: str, key: str, *parts: Any, path: str = "telemetry") -> None:
+        """Parts are bytes, numbers of zeros, or something that is awaited before the next one."""
+        left = list(parts)
 
         async def receive() -> dict[str, Any]:
-            if len(left) == 1 and between is not None:
-                await between()
-            return {"type": "http.request", "body": bytes(left.pop(0)), "more_body": bool(left)}
+            while left and not isinstance(left[0], (int, bytes)):
+                await left.pop(0)()
+            part = left.pop(0)
+            body = part if isinstance(part, bytes) else bytes(part)
+            return {"type": "http.request", "body": body, "more_body": bool(left)}
 
         async def send(event: Any) -> None:
             if event["type"] == "http.response.start":
-                statuses.append(event["status"])
+                self.statuses[name] = event["status"]
 
-        scope = {"type": "http", "method": "POST", "path": "/api/v1/telemetry", "headers": [], "query_string": b""}
-        await app(scope, receive, send)
+        scope = {
+            "type": "http", "method": "POST", "path": f"/api/v1/{path}", "query_string": b"",
+            "headers": [(b"x-api-key", key.encode()), *((one.encode(), two.encode()) for one, two in JSON.items())],
+        }  # fmt: skip
+        await self.app(scope, receive, send)
 
-    async def others() -> None:
-        await post(1000)
-        await post(1100)
-        await post(500, 500)
 
-    asyncio.run(post(1000, 1000, between=others))
-    assert statuses == [200, 429, 200, 200]
-    statuses.clear()
-    asyncio.run(post(4096))  # nothing is held behind an answer, and this one is alone
-    assert statuses == [200]
+def test_bodies_of_one_user_leave_room_for_others_and_are_no_hindrance_to_small_requests(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kib = 1024
+    app = limited(service, monkeypatch, max_waiting_bytes=100 * kib, max_body_bytes=512 * kib)
+    sender, session = Sender(app), service.create_session(wire.CreateSession(), cast(User, Users(KEYS).of("tml-b")))
+    heartbeat = json.dumps({"session_id": session.id}).encode()
+
+    async def others() -> None:  # 60 KiB count, of those that have come
+        await sender.post("more of the same user's", "tml-a", 40 * kib)
+        await sender.post("small", "tml-a", 16 * kib)
+        await sender.post("another user's", "tml-b", 46 * kib)
+        await sender.post("too much of another's", "tml-b", 52 * kib)
+        await sender.post("heartbeat", "tml-b", heartbeat, path="session_heartbeat")
+
+    asyncio.run(sender.post("slow", "tml-a", 38 * kib, 38 * kib, others, 1))
+    refused_ones = {"more of the same user's", "too much of another's"}
+    assert {name for name, status in sender.statuses.items() if status == 429} == refused_ones
+    assert {sender.statuses[name] for name in sender.statuses.keys() - refused_ones} == {200}
+    asyncio.run(sender.post("alone", "tml-a", 256 * kib, 256 * kib))  # nothing is held behind an answer
+    assert sender.statuses["alone"] == 200
+
+
+def test_a_body_that_stalls_is_refused_in_time_and_at_once_when_the_server_ends(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stalls() -> None:
+        await asyncio.Event().wait()
+
+    sender = Sender(limited(service, monkeypatch, receive_timeout_s=0.01))
+    asyncio.run(sender.post("late", "tml-a", 10, stalls, 10))
+    ending = Sender(limited(service, monkeypatch, receive_timeout_s=3600.0))
+
+    async def ends() -> None:
+        result = service.results.new("", is_needed=True)
+        poll = json.dumps({"request_id": result.id}).encode()
+        waiting = [
+            asyncio.create_task(ending.post("stalled", "tml-a", 10, stalls, 10)),
+            asyncio.create_task(ending.post("poll", "tml-a", poll, path="retrieve_future")),
+        ]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await ending.app.state.end()
+        await asyncio.gather(*waiting)
+        await ending.post("new", "tml-a", 10)
+
+    asyncio.run(ends())
+    assert sender.statuses == {"late": 408} and ending.statuses == {"stalled": 503, "poll": 408, "new": 503}
+
+
+def test_pages_of_other_sites_are_refused_and_programs_are_not(service: Service) -> None:
+    with TestClient(make_app(service), "http://127.0.0.1:8000") as http:
+
+        def status(**headers: str) -> int:
+            named = {name.replace("_", "-"): value for name, value in {**JSON, **headers}.items()}
+            return http.post("/api/v1/create_session", content=b"{}", headers=named).status_code
+
+        refusals = [
+            {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:9"},
+            {"host": "evil.example:8000"}, {"host": "evil.example:8000", "origin": "http://evil.example:8000"},
+            {"host": "[::1"},
+        ]  # fmt: skip
+        assert [status(**one) for one in refusals] == [403] * len(refusals)
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            assert status(**{"content-type": kind}) == 415, kind
+        served = [{}, {"origin": "http://127.0.0.1:8000"}, {"host": "localhost:9"}, {"host": "[::1]:8000"}]
+        assert [status(**one) for one in served[:2]] == [200, 200]
+        service.sessions.clear()
+        assert [status(**one) for one in served[2:]] == [200, 200]
+        assert http.get("/").status_code == http.get("/status.json").status_code == 200
+    service.is_ending = False
+    with_key = TestClient(make_app(service, ["tml-x"]), "http://named.example", headers=HEAD)  # behind a proxy
+    assert with_key.get("/api/v1/healthz").status_code == 200
+
+
+def test_a_request_of_more_parts_than_there_may_be_is_refused_before_it_is_parsed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    http = TestClient(limited(service, monkeypatch, max_body_bytes=2**22), headers={"X-API-Key": "tml-a", **PROTOBUF})
+    empty = b"\x1a\x00" * (2**20 + 1)  # datums
+    in_one = b"\x1a\x80\x80\x80\x01" + b"\x0a\x00" * 2**20  # chunks of a datum
+    for body in (empty, in_one):
+        sent = zstandard.compress(body)
+        assert len(sent) < 10_000
+        found = http.post("/api/v1/forward_backward", content=sent, headers={"content-encoding": "zstd"})
+        assert (found.status_code, found.headers["x-should-retry"]) == (400, "false")
+        assert str(2**20) in found.json()["error"]
+
+
+def test_zstd_that_is_cut_off_or_goes_on_behind_its_frame_is_refused(service: Service) -> None:
+    http = TestClient(make_app(service), LOCAL, headers={"content-encoding": "zstd", **JSON})
+    whole, half = zstandard.compress(b"{}" * 1000), zstandard.ZstdCompressor(write_content_size=False).compress(b"{}")
+    bomb = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(2**20))
+    for sent, status in (
+        (half, 200), (whole[:-1], 400), (half[:-1], 400), (half + half, 400), (half + b"x", 400), (b"", 400),
+        (bomb, 413), (zstandard.compress(bytes(2**20)), 413),
+    ):  # fmt: skip
+        assert http.post("/api/v1/telemetry", content=sent).status_code == status, sent
 
 
 def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) -> None:
     group, key = service._group, {"content-type": "application/x-protobuf"}
     adam = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
-    with TestClient(make_app(service)) as http:
+    with TestClient(make_app(service), LOCAL) as http:
         runs = [new_run(http), new_run(http)]
         for run in runs:
             for number in (1, 3):
@@ -198,7 +301,7 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
     with refused(StateError, "model_seq_id", runs[0]):  # a late copy of the request that made it
         again.create_run(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED), ALL)
     assert [again.runs[run].next_number for run in runs] == [4, 2]
-    with TestClient(make_app(again)) as http:
+    with TestClient(make_app(again), LOCAL) as http:
         steps = [
             answer(http, http.post("/api/v1/optim_step", json={"model_id": run, "seq_id": number, "adam_params": adam}))
             for run, number in ((runs[0], 4), (runs[1], 2))
@@ -208,7 +311,7 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
 
 def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: Service) -> None:
     group = cast(Any, service._group)
-    with TestClient(make_app(service)) as http:
+    with TestClient(make_app(service), LOCAL) as http:
         runs = [new_run(http), new_run(http)]
         group.broken.add(adapter_of(runs[0]))
     kept = {one.run: one.is_finished for one in service.catalogue.kept_runs()}
@@ -223,11 +326,11 @@ def test_what_no_answer_could_list_is_refused_before_it_is_kept(http: TestClient
     run = new_run(http)
     for more in ('"ttl_seconds": 1000000000000000000', '"ttl_seconds": 0'):
         body = f'{{"model_id": "{run}", "seq_id": 1, "path": "x", {more}}}'
-        assert http.post("/api/v1/save_weights", content=body).status_code == 422, more
+        assert http.post("/api/v1/save_weights", content=body, headers=JSON).status_code == 422, more
     for value in ("NaN", "-Infinity", "[1, Infinity]"):
         body = json.dumps({"session_id": service.runs[run].session, **ASKED, "model_seq_id": 1})
         body = body.removesuffix("}") + f', "user_metadata": {{"x": {value}}}}}'
-        assert http.post("/api/v1/create_model", content=body).status_code == 422, value
+        assert http.post("/api/v1/create_model", content=body, headers=JSON).status_code == 422, value
     assert [http.get(f"/api/v1/{path}").status_code for path in ("training_runs", "checkpoints")] == [200, 200]
 
 
@@ -274,6 +377,46 @@ def test_a_response_that_may_be_longer_than_there_is_room_for_is_refused(http: T
         body = {"sampling_session_id": key, "seq_id": number, "prompt": prompt, "sampling_params": how}
         found = http.post("/api/v1/asample", json=body)
         assert found.status_code == status and (status == 200 or "there is room for" in found.text)
+
+
+def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_its_prompt(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    positions = json.loads((untied / "config.json").read_text())["max_position_embeddings"]
+    batch = {"max_tokens_per_rank": 4 * positions}
+    config = config_from_dict(service_tree(untied, tmp_path, service={"model_name": "m"}, batch=batch))
+    engine, asked = Engine(2), list[SampleRequest]()
+    sample = engine._sample
+
+    async def sampled(request: SampleRequest) -> Any:
+        asked.append(request)
+        return await sample(request)
+
+    monkeypatch.setattr(engine, "sample", SimpleNamespace(remote=sampled))
+    with TestClient(make_app(Service(config, cast(Any, Group(tmp_path)), engine)), LOCAL) as http:
+        (model,) = http.get("/api/v1/get_server_capabilities").json()["supported_models"]
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        given = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "m"}
+        key = http.post("/api/v1/create_sampling_session", json=given).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}
+        body = {"sampling_session_id": key, "seq_id": 0, "prompt": prompt, "sampling_params": {}}
+        assert isinstance(answer(http, http.post("/api/v1/asample", json=body)), bytes)
+    (request,) = asked
+    assert model["max_context_length"] == positions == request.params.max_new_tokens + 3
+
+
+def test_samples_for_stable_reinforce_are_drawn_where_a_loss_stands_for_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}}
+    body |= {"sampling_params": {"max_tokens": 1}, "record_stability_info": True}
+    for loss, status in ((None, 400), ("cispo", 200)):
+        http = TestClient(limited(service, monkeypatch, stable_reinforce=loss), headers={"X-API-Key": "tml-a"})
+        session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+        key = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+        found = http.post("/api/v1/asample", json=body | {"sampling_session_id": key})
+        assert found.status_code == status and (loss or "service.stable_reinforce" in found.json()["error"])
 
 
 def test_a_temperature_that_logits_cannot_be_divided_by_is_refused_by_name(http: TestClient, service: Service) -> None:

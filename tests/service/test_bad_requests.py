@@ -191,7 +191,10 @@ def test_what_comes_over_the_wire_and_cannot_be_is_answered_at_once_and_moves_no
     with pytest.raises(tinker.NotFoundError):
         served.client(served.other_key).create_training_client_from_state(state).result()
     malformed = requests.post(
-        f"{served.url}/api/v1/create_session", data=b"{", headers={"X-API-Key": served.key}, timeout=30
+        f"{served.url}/api/v1/create_session",
+        data=b"{",
+        timeout=30,
+        headers={"X-API-Key": served.key, "content-type": "application/json"},
     )
     assert malformed.status_code == 422
     after = log_probs_of(training.forward(data, "cross_entropy").result())[0]

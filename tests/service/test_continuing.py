@@ -21,7 +21,7 @@ from actors.service.users import User, Users
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import config_from_dict
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ADAM, ASKED, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, ASKED, LOCAL, Engine, Group, answer, new_run
 
 Start = Callable[[], Service]
 ALL = cast(User, Users(()).of(""))
@@ -47,7 +47,7 @@ def start(untied: Path, tmp_path: Path) -> Start:
 
 def client(service: Service) -> TestClient:
     """Without the life of an application, which would end the service in order."""
-    return TestClient(make_app(service))
+    return TestClient(make_app(service), LOCAL)
 
 
 def gradient(http: TestClient, run: str, number: int) -> Any:
@@ -199,7 +199,7 @@ def test_of_a_run_that_has_ended_the_disk_has_what_it_saved_under_a_name(start: 
 
 def test_what_was_done_after_an_end_in_order_is_missed_after_one_without_warning(start: Start) -> None:
     first = start()
-    with TestClient(make_app(first)) as http:
+    with TestClient(make_app(first), LOCAL) as http:
         run = new_run(http)
         train(http, run, 1)
     second = start()
@@ -244,7 +244,7 @@ def test_what_a_run_has_loaded_a_recovery_can_load_again_though_its_client_has_d
 
 def test_behind_a_start_no_recovery_needs_what_a_client_can_delete(start: Start) -> None:
     first = start()
-    with TestClient(make_app(first)) as http:
+    with TestClient(make_app(first), LOCAL) as http:
         run = new_run(http)
         train(http, run, 1)
         posted(http, "save_weights", model_id=run, seq_id=3, path="a")
@@ -312,7 +312,7 @@ def test_sampling_clients_go_on_but_for_those_whose_weights_are_gone(start: Star
     posted(http, "save_weights_for_sampler", model_id=run, seq_id=4, path="goes")
     service = start()
     assert run not in service.runs and list(service.sessions) == [session]
-    with TestClient(make_app(service)) as http:
+    with TestClient(make_app(service), LOCAL) as http:
         for name in ("base", "stays"):
             assert isinstance(answer(http, sampled(http, made[name])), bytes)
             assert http.get(f"/api/v1/samplers/{made[name]}").json()["model_path"] == paths.get(name)
@@ -376,5 +376,6 @@ def test_what_a_client_is_told_has_a_length(start: Start) -> None:
         headers={"content-type": "application/x-protobuf"},
     )  # fmt: skip
     assert "10000 dimensions" in answer(http, sent)["error"]
-    long = http.post("/api/v1/session_heartbeat", content=b'{"x": "' + b"x" * (2 << 20) + b'"}')
+    body = b'{"x": "' + b"x" * (2 << 20) + b'"}'
+    long = http.post("/api/v1/session_heartbeat", content=body, headers={"content-type": "application/json"})
     assert long.status_code == 413

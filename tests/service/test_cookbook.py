@@ -44,6 +44,7 @@ def server(folder: Path) -> Iterator[Server]:
     file = folder / "service.yaml"
     lora = {"rank": 32, "targets": ["attention", "mlp", "head"]}
     batch, service = {"max_tokens_per_rank": 2048}, {"port": 0, "model_name": MODEL}
+    service["stable_reinforce"] = "importance_sampling"
     file.write_text(yaml.safe_dump(service_tree(folder / MODEL, folder, lora=lora, batch=batch, service=service)))
     started = Server(file)
     yield started
@@ -110,7 +111,7 @@ def test_sl_loop_imitates_and_its_checkpoints_expire_or_stay_as_it_says(imitated
     assert expires[last["state_path"]] is None and expires[last["sampler_path"]] is None
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "cispo", "gspo"])
+@pytest.mark.parametrize("loss", ["stable_reinforce", "cispo", "gspo"])  # the first one is importance_sampling here
 def test_rl_loop_goes_on_from_a_checkpoint_and_learns_the_right_answer(
     run: Run, imitated: Path, folder: Path, loss: str
 ) -> None:
@@ -136,7 +137,7 @@ def test_math_rl_learns_to_end_its_answers(run: Run) -> None:
 def test_math_rl_begins_with_the_weights_of_another_recipe(run: Run, imitated: Path) -> None:
     path = f"load_checkpoint_path={checkpoints_of(imitated)[-1]['state_path']}"
     flags = "groups_per_batch=2", "group_size=4", "max_tokens=12", "lora_rank=8", "max_steps=1", "eval_every=0"
-    log = run("math_rl.train", "env=gsm8k", "loss_fn=importance_sampling", *flags, path, CHAT[1], log="gsm8k")
+    log = run("math_rl.train", "env=gsm8k", *flags, path, CHAT[1], log="gsm8k")  # with its own default loss
     assert metrics_of(log, "env/all/format") == [1.0]
 
 

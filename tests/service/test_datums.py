@@ -93,6 +93,25 @@ def test_targets_may_be_others_than_the_next_token_and_several_a_token(
     assert work.num_tokens == sum(2 + 3 * number % 40 for number in range(12))
 
 
+def test_stable_reinforce_is_the_loss_that_the_server_has_for_it() -> None:
+    given = {"logprobs": np.array([-1.0, -2.0, -3.0]), "advantages": np.array([0.0, 1.0, -1.0])}
+    asked = message(loss="stable_reinforce", **given)
+    for name, spans in ("a", asked.data[0].model_input_spans), ("a", asked.data[0].loss_fn_input_spans):
+        spans.add(sampled_tokens={"sequence_id": name, "length": 3})
+    sizes = {"vocab_size": VOCABULARY, "max_tokens": 64, "max_targets": 100}
+    for loss in ("importance_sampling", "ppo", "cispo"):
+        found = work_of(asked, **sizes, stable_reinforce=loss)
+        same = work_of(message(loss=loss, **given), **sizes)
+        assert found.batch.same_as(same.batch)
+        assert (found.name, found.settings, found.config) == (loss, same.settings, same.config)
+    with refused(BatchError, "loss_fn") as caught:
+        work_of(asked, **sizes)
+    assert "service.stable_reinforce" in str(caught.value.hint)
+    asked.loss_fn_config["kl_coeff"] = 0.1
+    with refused(BatchError, "loss_fn_config.kl_coeff", "stable_reinforce"):
+        work_of(asked, **sizes, stable_reinforce="cispo")
+
+
 def test_rows_of_a_sparse_tensor_that_wrap_around_are_refused() -> None:
     starts = np.array([0, 2**63 - 1, -2, 1], "<i8")  # whose differences are 0 or more, in 64 bits
     sparse = schema.SparseCsr(

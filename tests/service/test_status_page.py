@@ -18,7 +18,7 @@ from actors.service.serve import listening
 from actors.service.service import Service
 from slimefsdp.config import config_from_dict
 from tests.support.service import service_tree
-from tests.support.service_standins import Engine, Group, new_run
+from tests.support.service_standins import LOCAL, Engine, Group, new_run
 from tests.support.waiting import PATIENCE_S, wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -32,7 +32,7 @@ def served(untied: Path, tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     config.run.dir.mkdir()
     service = Service(config, cast(Any, Group(config.run.dir)), Engine(2))
     app = make_app(service)
-    runs = [new_run(TestClient(app)) for _ in range(2)]
+    runs = [new_run(TestClient(app, LOCAL)) for _ in range(2)]
     listener = listening(config)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

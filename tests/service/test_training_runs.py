@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from actors.service.results import Answer, Results
+from actors.service.results import Answer, Results, failure, told
 from actors.service.training_runs import TrainingRun
 from actors.workers.group_calls import AdapterCalls
 from slimefsdp.errors import BatchError, ResourceError, StateError
@@ -106,6 +106,23 @@ def test_a_defect_fails_its_request_alone_and_what_waits_when_the_run_ends_is_to
         run.submit(4, "forward", breaks)
 
 
+def test_what_a_client_is_told_has_no_path_of_the_servers_disk() -> None:
+    run = "session-0a1b.train.3"
+    saved = f"tinker://{run.replace('.', ':')}"
+    root = "/srv/team-a/runs"
+    for text, expected in (
+        (f"it is in {root}/adapters/{run}/checkpoints/named/ck", f"{saved}/weights/ck"),
+        (f"none in {root}/checkpoints/named/{run}.a.b (x)", f"{saved}/weights/a.b (x)"),
+        (f"[Errno 28]: '{root}/service/sampler_weights/{run}/w@17.25/a.part'", f"{saved}/sampler_weights/w'"),
+        (f"torn: {root}/adapters/{run}/checkpoints/global_step_2.", "global_step_2."),
+        (f"tokens/s and 1/2 of {saved}/weights/ck, {root}/model", f"tokens/s and 1/2 of {saved}/weights/ck, model"),
+    ):
+        for error in (StateError(text, field="x", hint=f"look at {root}"), OSError(text)):
+            found = failure(error)["error"]
+            assert expected in found and "/srv" not in found and "team-a" not in found, found
+    assert "/srv/model" in told(StateError("this server has /srv/model", field="x"), "/srv/model")
+
+
 def test_results_go_after_their_time_and_the_oldest_first_for_room() -> None:
     results = Results(3600.0, 100, 10, 100)
     made = [results.new("") for _ in range(4)]
@@ -121,7 +138,7 @@ def test_results_go_after_their_time_and_the_oldest_first_for_room() -> None:
 
 
 def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_answer() -> None:
-    results = Results(60.0, 10**6, most_waiting=3, most_waiting_bytes=100)
+    results = Results(60.0, 10**6, most_waiting=6, most_waiting_bytes=100)
     large = results.new("", 10**6)  # it is alone
     with refused(ResourceError, "service.max_waiting_bytes", 10**6, 1, 100):
         results.new("", 1)
@@ -129,23 +146,26 @@ def test_more_requests_or_bytes_than_there_may_be_wait_until_others_have_their_a
     large.fail(StateError("it failed", field="x"))
     large.fail(StateError("it failed twice", field="x"))
     assert (results.waiting, results.waiting_bytes) == (1, 1)
-    others = [results.new("", size) for size in (90, 0)]
-    with refused(ResourceError, "service.max_waiting", 3):
+    with refused(ResourceError, "service.max_waiting_bytes", 80):  # four fifths are one user's
+        results.new("", 80)
+    others = [results.new("", size) for size in (79, 0, 0)]
+    with refused(ResourceError, "service.max_waiting", 4, 6):
         results.new("", 0)
+    others.append(results.new("another", 9))
     for one in (needed, *others):
         one.set({})
     assert (results.waiting, results.waiting_bytes) == (0, 0) and results.new("", 100)
 
 
 def test_the_next_request_of_a_run_that_does_nothing_is_taken_though_those_behind_it_fill_the_room() -> None:
-    run = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6, 2, 100))
+    run = TrainingRun("s:train:0", "s", "", 4, cast(AdapterCalls, Calls()), Results(60.0, 10**6, 3, 200))
 
     def works(calls: AdapterCalls) -> Answer:
         return {"is": "done"}
 
     early = [run.submit(number, "forward", works, 50) for number in (3, 4)]
     for number in (2, 5):
-        with refused(ResourceError, "service.max_waiting", 2):
+        with refused(ResourceError, "service.max_waiting", 2, 3):
             run.submit(number, "forward", works, 50)
     assert run.submit(3, "forward", works, 50) is early[0]  # sent again, it takes no room
     first = run.submit(1, "forward", works, 50)

@@ -13,7 +13,7 @@ from actors.service.service import Service
 from actors.service.users import User, Users
 from slimefsdp.config import config_from_dict
 from tests.support.service import message, service_tree
-from tests.support.service_standins import ADAM, Engine, Group, answer, new_run
+from tests.support.service_standins import ADAM, LOCAL, Engine, Group, answer, new_run
 
 KEYS = ("tml-operator", "tml-alice", "tml-bob")
 PROTOBUF = {"content-type": "application/x-protobuf"}
@@ -28,7 +28,7 @@ def service(untied: Path, tmp_path: Path) -> Service:
 
 
 def client(app: Any, key: str) -> TestClient:
-    return TestClient(app, headers={"X-API-Key": key})
+    return TestClient(app, LOCAL, headers={"X-API-Key": key})
 
 
 def made(http: TestClient) -> dict[str, str]:

@@ -18,6 +18,7 @@ from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.results import ForwardBackward, LogProbs
 from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 
+LOCAL = "http://127.0.0.1"  # what a client names that was given no key
 ASKED: dict[str, Any] = {"model_seq_id": 0, "base_model": "tiny/model", "lora_config": {"rank": 4}}
 ADAM: dict[str, float] = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
 

@@ -1,0 +1,93 @@
+"""Connections that stall are closed in time, and keep no run from being saved when the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from starlette.testclient import TestClient
+
+from actors.service.app import make_app
+from actors.service.http_server import Server
+from actors.service.service import Service
+from slimefsdp.config import config_from_dict
+from tests.support.service import service_tree
+from tests.support.service_standins import LOCAL, Engine, Group, new_run
+from tests.support.waiting import PATIENCE_S
+
+HEAD = b"POST /api/v1/telemetry HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+Life = Callable[[Server, str, int], Awaitable[None]]
+
+
+@pytest.fixture
+def service(untied: Path, tmp_path: Path) -> Service:
+    config = config_from_dict(service_tree(untied, tmp_path, service={"model_name": "tiny/model"}))
+    assert config.run.dir is not None
+    config.run.dir.mkdir()
+    return Service(config, cast(Any, Group(config.run.dir)), Engine(2))
+
+
+def served(service: Service, receive_timeout_s: float, life: Life) -> None:
+    """A life beside a server, which ends behind it."""
+
+    async def both() -> None:
+        app = make_app(service)
+        server = Server(app, app.state.end, receive_timeout_s)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            serving = asyncio.create_task(server.serve([listener]))
+            try:
+                await life(server, *listener.getsockname())
+            finally:
+                server.should_exit = True
+                await asyncio.wait_for(serving, PATIENCE_S)
+
+    asyncio.run(both())
+
+
+def test_a_head_that_does_not_come_whole_in_time_closes_its_connection(service: Service) -> None:
+    async def life(_: Server, host: str, port: int) -> None:
+        first, _, third = [await asyncio.open_connection(host, port) for _ in range(3)]
+        first[1].write(HEAD)
+        third[1].write(HEAD + b"Content-Length: 0\r\n\r\n")
+        assert (await third[0].readline()).split()[1] == b"200"
+        third[1].write(HEAD)  # the next one on the same connection
+        for reader, _ in (first, third):
+            await asyncio.wait_for(reader.read(), PATIENCE_S)  # to its end
+
+    served(service, 0.2, life)
+
+
+def test_runs_are_saved_while_connections_stall_and_these_are_closed_then(
+    service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_run(TestClient(make_app(service), LOCAL))
+    answers: list[bytes] = []
+    open_then: list[int] = []
+    close = service.close
+
+    async def life(server: Server, host: str, port: int) -> None:
+        body, head, idle = [await asyncio.open_connection(host, port) for _ in range(3)]
+        body[1].write(HEAD + b"Content-Length: 100\r\n\r\n{")
+        head[1].write(HEAD)
+        idle[1].write(HEAD + b"Content-Length: 0\r\n\r\n")
+        await idle[0].readline()
+
+        def closing() -> None:
+            open_then.append(len(server.server_state.connections))
+            close()
+
+        monkeypatch.setattr(service, "close", closing)
+        server.should_exit = True
+        answers.append(await asyncio.wait_for(body[0].readline(), PATIENCE_S))
+        for reader, _ in (body, head, idle):
+            await asyncio.wait_for(reader.read(), PATIENCE_S)
+
+    served(service, 3600.0, life)
+    assert [one.split()[1] for one in answers] == [b"503"] and open_then == [3]
+    assert [one.is_finished for one in service.catalogue.kept_runs()] == [True]
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
