@@ -27,10 +27,20 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
 
     Raises:
         ConfigError: a package is missing, or the variable with the keys is not set. ResourceError: the port is taken.
-        SlimeError: ranks or the engine do not start.
+        SlimeError: ranks or the engine do not start. CheckpointError: another process serves or trains in run.dir.
     """
     keys = keys_of(config)
     uvicorn = require_packages()
+    from actors.run_dir import RunFolder
+
+    assert config.run.dir is not None
+    with RunFolder(config.run.dir):  # a second service would take the runs of this one for those of an earlier start
+        _serve(config, keys, uvicorn, on_start)
+
+
+def _serve(
+    config: RunConfig, keys: tuple[str, ...], uvicorn: Any, on_start: Callable[[str, Callable[[], None]], None]
+) -> None:
     from actors.service.app import make_app
     from actors.service.service import Service
     from actors.startup import stage
