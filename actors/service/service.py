@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ from actors.service import wire
 from actors.service.catalogue import Catalogue, RunRecord, SamplerRecord, Saved
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
-from actors.service.results import Answer, Result, Results, typed
+from actors.service.results import Answer, Result, Results
 from actors.service.run_weights import run_weights_of
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.saving import load_newest, save_for_sampler, save_under_a_name, save_weights
 from actors.service.sessions import NotFound, Session
+from actors.service.supervised_engine import SupervisedEngine
 from actors.service.training_runs import RequestKind, TrainingRun
 from actors.service.users import User
 from actors.workers.group_calls import GroupCalls
@@ -40,10 +43,9 @@ class Service:
 
     Args:
         group: as it was launched.
-        engine: a `SamplingEngine`.
     """
 
-    def __init__(self, config: RunConfig, group: GroupCalls, engine: Any) -> None:
+    def __init__(self, config: RunConfig, group: GroupCalls, engine: SupervisedEngine) -> None:
         assert config.run.dir is not None
         folder = read_model_folder(Path(config.model.path))
         self.config = config
@@ -68,7 +70,7 @@ class Service:
         self.began = time.time()
         self.metrics = Metrics()
         self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
-        self._engine = engine
+        self.engine = engine
         self._run_dir, self._group = config.run.dir, group
         self._making = ThreadPoolExecutor(4, thread_name_prefix="making-runs")
         self._lock = threading.Lock()
@@ -441,6 +443,7 @@ class Service:
             return known, None
         version = None if sampler.version is None else sampler.version.name
         request = sample_request(body, version, self.end_token_ids, self.most_tokens)
+        request = replace(request, client=sampler.session)
         result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
@@ -450,8 +453,12 @@ class Service:
                 answer = await self.samplers.sample(sampler, request)
                 self.metrics.samples.inc(len(answer.samples))
                 result.set(response_of(answer, body.prompt_logprobs_last_n))
+            except asyncio.CancelledError:
+                ended = f"{sampler.session} has ended, and what was sampled for it was given up"
+                result.fail(StateError(ended, field="sampling_session_id", hint="create another sampling client"))
+                raise
             except Exception as error:
-                result.fail(typed(error))
+                result.fail(error)
 
         return result, work
 
@@ -478,8 +485,7 @@ class Service:
 
     async def sampling_stats(self) -> SamplingStats:
         """Of the engine."""
-        stats: SamplingStats = await self._engine.stats.remote()
-        return stats
+        return await self.engine.stats()
 
     def _check_base(self, name: str) -> None:
         known = {self.model_name, str(self.config.model.path)}

@@ -38,7 +38,7 @@ def start(untied: Path, tmp_path: Path) -> Start:
     config.run.dir.mkdir()
 
     def started() -> Service:
-        service = Service(config, cast(Any, Group(config.run.dir)), Engine(2))
+        service = Service(config, cast(Any, Group(config.run.dir)), cast(Any, Engine(2)))
         service.continue_runs()
         return service
 
