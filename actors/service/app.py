@@ -192,7 +192,7 @@ class _Api:
         overdue = self._service.overdue_sessions()
         for session in overdue:
             print(f"{session}: its client is gone", file=sys.stderr, flush=True)
-        await asyncio.gather(*map(self._service.end_session, overdue))
+        await asyncio.gather(*(self._service.end_session(one, is_overdue=True) for one in overdue))
 
     # ------------------------------------------------------------------ bodies
 

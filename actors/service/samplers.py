@@ -75,7 +75,7 @@ class Samplers:
 
         Raises:
             StateError: these weights are not there any more. ResourceError: there is no room for them, also alone.
-            BatchError: the request cannot be served. WorkerDied, WorkerHung: the engine was lost, and there is no other.
+            BatchError: the request cannot be served. WorkerDied, WorkerHung: the engine was lost for good.
             CancelledError: the sampler was forgotten meanwhile.
         """
         task = asyncio.current_task()

@@ -10,14 +10,14 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from slimefsdp.checkpoint.store import write_synced
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from slimefsdp.io.checksummed_files import disk_reported
 from slimefsdp.io.user_files import open_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
@@ -45,7 +45,7 @@ class MetricsLog:
         self._path = run_dir / METRICS_FILE
         self._wandb_project = wandb_project
         self._wandb = _import_wandb() if wandb_project is not None else None
-        with _disk_reported(run_dir):
+        with disk_reported(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             refuse_unless_plain(self._path)
             if self._path.exists():
@@ -59,7 +59,7 @@ class MetricsLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             try:
-                with _disk_reported(self._run_dir):
+                with disk_reported(self._run_dir):
                     self._lines.close()
             finally:
                 self._close_views(failed=error is not None)
@@ -79,7 +79,7 @@ class MetricsLog:
         assert not metrics.keys() & {"step", "time"}, "these two names belong to the log itself"
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        with _disk_reported(self._run_dir):
+        with disk_reported(self._run_dir):
             self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
             self._lines.flush()
             for name, value in numbers.items():
@@ -127,7 +127,7 @@ class MetricsLog:
 
     def _close_views(self, *, failed: bool, keep_wandb_run: bool = False) -> None:
         try:
-            with _disk_reported(self._run_dir):
+            with disk_reported(self._run_dir):
                 self._scalars.close()
         finally:
             if threading.excepthook is self._hook:
@@ -144,19 +144,6 @@ def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callabl
             hook(failed)
 
     return report
-
-
-@contextmanager
-def _disk_reported(run_dir: Path) -> Iterator[None]:
-    """Turns an OSError inside the block into a ResourceError about run.dir."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"{error.filename or run_dir}: {error.strerror or error}",
-            field="run.dir",
-            hint="choose a folder that is writable and has free space",
-        ) from error
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
