@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 import threading
@@ -488,6 +489,69 @@ def test_a_save_for_a_sampler_that_its_session_does_not_see_the_end_of_leaves_no
     assert wait_until(lambda: not service.runs)
     assert service.samplers.sessions == {}
     assert list((service._run_dir / "service" / "sampler_weights").rglob("_session-*")) == []
+
+
+def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherwise(
+    http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    path = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "a"}))["path"]
+    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    found = http.post("/api/v1/load_weights", json=load)  # under the number of a run that did not load it
+    assert found.status_code == 400 and "load_weights" in found.text and cast(Any, service._group).loaded == []
+    answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))
+    assert http.post("/api/v1/create_model", json={"session_id": session, **ASKED}).status_code == 410
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"learning_rate": 1e308},
+        {"learning_rate": 1e30},
+        {"eps": 1e-300},
+        {"weight_decay": 1e308},
+        {"learning_rate": 0.5, "weight_decay": 3.0},
+    ],
+)
+def test_no_update_is_made_that_could_leave_weights_that_are_not_finite(
+    unfit: dict[str, float], http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    asked = {"model_id": run, "seq_id": 1, "adam_params": {**ADAM, **unfit}}
+    found = answer(http, http.post("/api/v1/optim_step", json=asked))
+    assert found["category"] == "user" and list(unfit)[-1] in found["error"]
+    assert cast(Any, service._group).updates == [] and service.runs[run].updates == 0
+    answer(http, http.post("/api/v1/optim_step", json={**asked, "seq_id": 2, "adam_params": ADAM}))
+    assert service.runs[run].updates == 1
+
+
+def test_a_full_disk_is_told_as_what_it_is_and_leaves_the_name_free(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    calls = {
+        "save_weights": {"model_id": run, "seq_id": 1, "path": "a"},
+        "save_weights_for_sampler": {"model_id": run, "seq_id": 2, "path": "a"},
+        "create_model": {"session_id": session, **ASKED, "model_seq_id": 1},
+    }
+
+    def full(file: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actors.service.catalogue, "write_synced", full)
+        for call, body in calls.items():
+            found = answer(http, http.post(f"/api/v1/{call}", json=body))
+            assert found["category"] == "user" and "No space left" in found["error"], call
+            assert "OSError" not in found["error"] and "make room" in found["error"]
+        refused_at_once = http.post("/api/v1/create_sampling_session", json=sampler)
+        assert refused_at_once.status_code == 429 and "No space left" in refused_at_once.text
+    assert http.post("/api/v1/create_sampling_session", json=sampler).status_code == 200
+    for number, call in enumerate(("save_weights", "save_weights_for_sampler"), 3):
+        assert "path" in answer(http, http.post(f"/api/v1/{call}", json={**calls[call], "seq_id": number})), call
 
 
 def test_what_is_sampled_for_a_session_ends_with_it(http: TestClient, service: Service) -> None:

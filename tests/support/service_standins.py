@@ -44,6 +44,8 @@ class Calls:
         else:
             (step,) = self.store(name).steps()
             folder = self.store(name).path_of(step)
+        if not (folder / "weights").exists():
+            raise CheckpointError("it is torn", field="run.dir", hint="load another one")
         self.group.loaded.append((folder / "weights").read_text())
         self.group.loaded_names.append(name)
 
