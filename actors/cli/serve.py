@@ -11,6 +11,7 @@ from slimefsdp.batching.cost import ELEMENT_BYTES
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_serve
 from slimefsdp.errors import ConfigError, byte_text
+from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import path_argument
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
@@ -25,12 +26,16 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 def checked_to_serve(config: RunConfig) -> RunConfig:
     """The settings with the model's folder, when all that can be known before a start is fine.
 
+    From here on this process has the lock of run.dir, so that no other `serve` or `train` begins there meanwhile.
+
     Raises:
-        ConfigError, ModelError, ResourceError: naming what is not.
+        ConfigError, ModelError, ResourceError: naming what is not. CheckpointError: another process serves or trains in
+            run.dir; its pid and host are named.
     """
     from actors.service.serve import keys_of, require_packages
 
     check_ready_to_serve(config)
+    assert config.run.dir is not None
     require_packages()
     keys_of(config)
     config = with_model_folders(config)
@@ -41,6 +46,8 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
     check_machine(config)
     check_gpus(config, engines=gpus_of_engines(config) if config.rollout.engine == "vllm" else 1)
     check_servers(config)
+    assert config.run.dir is not None
+    FolderLock(config.run.dir).acquire()  # before Ray starts, which takes seconds and writes there
     return config
 
 

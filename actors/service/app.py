@@ -176,7 +176,8 @@ class _Api:
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Tidies up while the application runs, and ends what clients have when it ends."""
         # each by itself: what ends samplers may wait for a version that waits for room
-        tidying = [asyncio.create_task(self._repeat(one)) for one in (self._tidy, self._forget, self._end_overdue)]
+        repeated = (self._tidy, self._forget, self._end_overdue, self._service.engine.watch)
+        tidying = [asyncio.create_task(self._repeat(one)) for one in repeated]
         try:
             yield
         finally:
@@ -215,7 +216,7 @@ class _Api:
         overdue = self._service.overdue_sessions()
         for session in overdue:
             print(f"{session}: its client is gone", file=sys.stderr, flush=True)
-        await asyncio.gather(*map(self._service.end_session, overdue))
+        await asyncio.gather(*(self._service.end_session(one, is_overdue=True) for one in overdue))
 
     # ------------------------------------------------------------------ what is refused unread
 
@@ -304,7 +305,12 @@ class _Api:
     # ------------------------------------------------------------------ the server
 
     async def healthz(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok"})
+        engine = self._service.engine
+        if engine.problem is None:
+            return JSONResponse({"status": "ok"})
+        # an engine that is being replaced needs nobody's help; one that cannot be takes a new start of the server
+        status = 503 if engine.is_lost else 200
+        return JSONResponse({"status": "degraded", "sampling": engine.problem}, status_code=status)
 
     async def capabilities(self, _: Request) -> Response:
         service = self._service

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from actors.service.users import User
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore
 from slimefsdp.errors import CheckpointError
-from slimefsdp.io.checksummed_files import write_synced
+from slimefsdp.io.checksummed_files import disk_reported, write_synced
 
 Kind = Literal["weights", "sampler_weights"]
 RecordT = TypeVar("RecordT", "Saved", "RunRecord", "SamplerRecord")
@@ -35,6 +35,7 @@ class Saved:
         time: when its writing began, in seconds since 1970.
         expires: the same of when it may go; None: never.
         request: the number of the run's request that it is of.
+        is_of_start: no client gave it its name, but a start that went on from there.
     """
 
     run: str
@@ -48,6 +49,7 @@ class Saved:
     user_metadata: dict[str, Any] | None = None
     owner: str = ""
     request: int = 0
+    is_of_start: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -229,6 +231,17 @@ class Catalogue:
             self._file(one).unlink(missing_ok=True)
         shutil.rmtree(self.folder(one), ignore_errors=True)
 
+    def remove_made_at_starts(self, run: str, but: str | None = None) -> None:
+        """Removes the checkpoints that starts have given a name to, since nobody is told of them any more.
+
+        Args:
+            but: the path of the one that clients are told of.
+        """
+        with self._lock:
+            saved = [one for one in self._saved.values() if one.run == run and one.is_of_start and one.path != but]
+        for one in saved:
+            self._remove(one)
+
     def remove_expired(self) -> None:
         """To be called now and then."""
         with self._lock:
@@ -315,10 +328,15 @@ def _is_name(text: str) -> bool:
 
 
 def _write(file: Path, value: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
-    write_synced(part, json.dumps(value).encode())
-    part.replace(file)
+    """
+    Raises:
+        ResourceError: the disk refuses; what was there before stays.
+    """
+    with disk_reported(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        write_synced(part, json.dumps(value).encode())
+        part.replace(file)
 
 
 def bytes_below(folder: Path) -> int:

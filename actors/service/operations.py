@@ -46,6 +46,8 @@ class Metrics:
             "waiting": made(Gauge, "waiting_requests", "Requests without an answer"),
             "waiting_bytes": made(Gauge, "waiting_request_bytes", "Bytes of their bodies"),
             "recoveries": made(Gauge, "recoveries", "Times that lost ranks were replaced"),
+            "engine_restarts": made(Gauge, "engine_restarts", "Times that a lost sampling engine was replaced"),
+            "sampling_is_up": made(Gauge, "sampling_is_up", "1 while the sampling engine answers, else 0"),
             "sampled_tokens": made(Gauge, "sampled_tokens", "Tokens that the engine has drawn"),
             "sampling_rows": made(Gauge, "sampling_rows", "Samples that are being drawn"),
             "version_bytes": made(Gauge, "engine_version_bytes", "Bytes of the engine's versions"),
@@ -101,6 +103,8 @@ def counts(service: Service, stats: SamplingStats) -> dict[str, Any]:
         "waiting": service.results.waiting,
         "waiting_bytes": service.results.waiting_bytes,
         "recoveries": service.recoveries,
+        "engine_restarts": service.engine.replacements,
+        "sampling_is_up": int(service.engine.problem is None),
         "sampled_tokens": stats.tokens_drawn,
         "sampling_rows": stats.running_rows,
         "version_bytes": sum(stats.versions.values()),
@@ -115,6 +119,7 @@ def status(service: Service, stats: SamplingStats) -> dict[str, Any]:
         "model": service.model_name,
         "uptime_s": round(now - service.began, 1),
         "is_ending": service.is_ending,
+        "problem": service.engine.problem,
         "counts": counts(service, stats),
         "trained_tokens": service.metrics.trained_tokens,
         "runs": [
@@ -184,7 +189,7 @@ async function show() {
       rates[name] = Math.max(0, Math.round((is - was) / Math.max(.1, found.uptime_s - before.at)));
     before = {trained: found.trained_tokens, sampled: now.sampled_tokens, at: found.uptime_s};
     document.getElementById("model").textContent = found.model;
-    said.textContent = found.is_ending ? "is ending" : "";
+    said.textContent = found.is_ending ? "is ending" : found.problem || "";
     const all = {"seconds up": found.uptime_s, ...now, "trained_tokens": found.trained_tokens, ...rates};
     const rows = Object.entries(all).map(([what, value]) => ({what: what.replaceAll("_", " "), value}));
     document.getElementById("tables").replaceChildren(table("Now", rows), table("Training runs", found.runs),

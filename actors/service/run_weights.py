@@ -20,7 +20,8 @@ from actors.service.catalogue import COPY, Catalogue, Saved, adapter_of, is_copy
 from actors.workers.group_calls import Future, GroupCalls, RankRequest
 from slimefsdp.checkpoint.store import NAMED, CheckpointStore, remove
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import ConfigError, StateError
+from slimefsdp.errors import CheckpointError, ConfigError, StateError
+from slimefsdp.io.checksummed_files import disk_reported
 
 _BEGINNING = "beginning"  # which no run's checkpoints are called
 _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head"))
@@ -336,11 +337,21 @@ def _copy_name(saved: Saved) -> str:
 
 
 def _copied(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """
+    Raises:
+        CheckpointError: the source is not there. ResourceError: the disk refuses.
+    """
     part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(source, part, copy_function=_linked, ignore=shutil.ignore_patterns(".lock"))
-    part.replace(target)
+    with disk_reported(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            shutil.copytree(source, part, copy_function=_linked, ignore=shutil.ignore_patterns(".lock"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{source.name} is not there any more", field="path", hint="load another") from error
+        except shutil.Error as error:  # of all files together: the first says why
+            raise OSError(error.args[0][0][2]) from error
+        part.replace(target)
 
 
 def _linked(source: str, target: str) -> None:

@@ -6,12 +6,15 @@ import asyncio
 import shutil
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from actors.service.results import Result, typed
+from actors.fault_tolerance.recovery import LOST
+from actors.service.results import Result
+from actors.service.supervised_engine import EngineReplaced, SupervisedEngine
 from slimefsdp.errors import ResourceError, StateError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
@@ -47,6 +50,7 @@ class SamplerSession:
     version: Version | None
     path: str | None = None
     answers: dict[int, Result] = field(default_factory=dict)  # the newest ones, by number of the request
+    running: set[asyncio.Task[Any]] = field(default_factory=set)  # that sample for it
 
 
 class Samplers:
@@ -56,10 +60,9 @@ class Samplers:
         most_unnamed: of a session, those with weights of their own; the oldest ones go.
     """
 
-    def __init__(self, engine: Any, most_unnamed: int) -> None:
+    def __init__(self, engine: SupervisedEngine, most_unnamed: int) -> None:
         self.sessions: dict[str, SamplerSession] = {}
         self._engine = engine
-        self._used: dict[str, float] = {}  # versions in the engine, and when they were asked for last
         self._asked: Counter[str] = Counter()  # requests by version, also those that wait for it to be loaded
         self._running: Counter[str] = Counter()  # those that are in the engine
         self._most_unnamed = most_unnamed
@@ -68,28 +71,40 @@ class Samplers:
         self._idle = asyncio.Event()  # a request has left the engine
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
-        """Draws what is asked for from the sampler's own weights.
+        """Draws what is asked for from the sampler's own weights; from another engine, where one is lost meanwhile.
 
         Raises:
             StateError: these weights are not there any more. ResourceError: there is no room for them, also alone.
-                BatchError: the request cannot be served.
+            BatchError: the request cannot be served. WorkerDied, WorkerHung: the engine was lost for good.
+            CancelledError: the sampler was forgotten meanwhile.
         """
-        if sampler.version is None:
-            answer: SampleAnswer = await self._engine.sample.remote(request)
-            return answer
-        name = sampler.version.name
+        task = asyncio.current_task()
+        assert task is not None
+        sampler.running.add(task)
+        try:
+            while True:
+                try:
+                    if sampler.version is None:
+                        return await self._engine.sample(request)
+                    return await self._sampled(sampler.version, request)
+                except EngineReplaced:  # equal seeds draw the same samples again
+                    continue
+        finally:
+            sampler.running.discard(task)
+
+    async def _sampled(self, version: Version, request: SampleRequest) -> SampleAnswer:
+        name, used = version.name, self._engine.versions
         self._asked[name] += 1
         try:
-            if name in self._used and not self._needs_room:  # not behind a version that is being read
-                self._used[name] = time.monotonic()
+            if name in used and not self._needs_room:  # not behind a version that is being read
+                used[name] = time.monotonic()
                 self._running[name] += 1
             else:
                 async with self._loading:
-                    await self._have(sampler.version)
+                    await self._have(version)
                     self._running[name] += 1
             try:
-                answer = await self._engine.sample.remote(request)
-                return answer
+                return await self._engine.sample(request)
             finally:
                 self._running[name] -= 1
                 self._idle.set()
@@ -101,40 +116,40 @@ class Samplers:
 
         Where all are sampled from, it waits for one of them, and other requests wait behind it.
         """
-        if version.name not in self._used:
+        if version.name not in self._engine.versions:
             if not version.folder.is_dir():
                 problem = f"the weights of this sampler are not there any more: {version.name}"
                 raise StateError(problem, field="sampling_session_id", hint="save them again")
             while not await self._loaded(version):
                 await self._make_room()
-        self._used[version.name] = time.monotonic()
+        self._engine.versions[version.name] = time.monotonic()
 
     async def _loaded(self, version: Version) -> bool:
         """Loads a version; False: there is no room beside the others."""
         try:
-            await self._engine.load.remote(version.name, str(version.folder))
-        except Exception as error:
-            cause = typed(error)
-            if not isinstance(cause, ResourceError) or not self._used:
-                raise cause from error
+            await self._engine.load(version.name, str(version.folder))
+        except ResourceError:
+            if not self._engine.versions:
+                raise
             return False
         return True
 
     async def _make_room(self) -> None:
         self._needs_room = True  # nothing more is sampled of those that are there, or none would ever be idle
         try:
-            while not (idle := [name for name in self._used if not self._running[name]]):
+            while not (idle := [name for name in self._engine.versions if not self._running[name]]):
                 self._idle.clear()
                 await self._idle.wait()
         finally:
             self._needs_room = False
-        await self._drop(min(idle, key=self._used.__getitem__))
+        await self._drop(min(idle, key=self._engine.versions.__getitem__))
 
     async def _drop(self, name: str) -> None:
-        self._used.pop(name, None)
+        self._engine.versions.pop(name, None)
         self._asked += Counter()  # without those that have come to 0
         self._running += Counter()
-        await self._engine.drop.remote(name)
+        with suppress(EngineReplaced, *LOST):  # an engine that is lost holds no version
+            await self._engine.drop(name)
 
     async def forget_oldest(self) -> None:
         """To be called now and then: no client ever says that it needs a sampler no more."""
@@ -154,8 +169,11 @@ class Samplers:
                 del sampler.answers[number]
 
     async def end(self, session: str) -> None:
-        """Forgets the clients of a session, and weights that were theirs alone."""
-        for sampler in [one for one in list(self.sessions.values()) if one.session == session]:
+        """Forgets the clients of a session, and weights that were theirs alone; what is being sampled is given up."""
+        samplers = [one for one in list(self.sessions.values()) if one.session == session]
+        for task in [task for sampler in samplers for task in sampler.running]:
+            task.cancel()
+        for sampler in samplers:
             await self._forget(sampler)
 
     def discard(self, key: str) -> None:
@@ -169,7 +187,7 @@ class Samplers:
         if sampler.version is not None and sampler.version.is_ephemeral:
             try:
                 async with self._loading:
-                    if sampler.version.name in self._used:
+                    if sampler.version.name in self._engine.versions:
                         await self._drop(sampler.version.name)
             finally:  # also where the engine is lost
                 shutil.rmtree(sampler.version.folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,14 +15,15 @@ from actors.service.results import Answer
 from actors.service.run_weights import RunWeights
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.training_runs import TrainingRun
-from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from slimefsdp.io.checksummed_files import disk_reported
 
 
 def save_weights(run: TrainingRun, body: wire.SaveWeights, catalogue: Catalogue) -> Answer:
     """Writes a checkpoint under a name, and gives its path.
 
     Raises:
-        CheckpointError: there is one of this name, or it cannot be written.
+        CheckpointError: there is one of this name, or it cannot be written. ResourceError: nor can what is known of it.
     """
     name = body.path or f"checkpoint-{body.seq_id}"
     one = _begun(run, "weights", name, body.user_metadata)
@@ -38,7 +40,7 @@ def save_for_sampler(
 
     Raises:
         ConfigError: there is a sampler of this number.
-        CheckpointError: there are weights of this name, or they cannot be written.
+        CheckpointError: there are weights of this name, or they cannot be written. ResourceError: the disk is full.
     """
     sampler_id = f"{run.session}:sample:{body.sampling_session_seq_id}"
     if body.path is None and sampler_id in samplers.sessions:
@@ -51,7 +53,8 @@ def save_for_sampler(
         problem = f"there are weights to sample from of the name {name!r}"
         raise CheckpointError(problem, field="path", hint="choose another name, or delete them")
     folder = catalogue.folder(one)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    with disk_reported(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
     weights.export(run.id, folder)
     if body.path is not None:
         return {"type": "save_weights_for_sampler", "path": _catalogued(one, catalogue, body.ttl_seconds)}
@@ -78,13 +81,13 @@ def save_under_a_name(run: TrainingRun, checkpoint: Checkpoint, catalogue: Catal
     """Has the checkpoint that a run stands at under a name, too; gives its path.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError, ResourceError: it cannot be written.
     """
     name = checkpoint.name
     if name is None:
         name = f"update-{run.updates}-request-{run.begun}"
         run.save(name, overwrite=True)
-    one = _begun(run, "weights", name)
+    one = replace(_begun(run, "weights", name), is_of_start=True)
     return _catalogued(one, catalogue) if catalogue.find(one.path) is None else one.path
 
 
@@ -95,7 +98,17 @@ def _begun(run: TrainingRun, kind: Kind, name: str, user_metadata: dict[str, str
 
 
 def _catalogued(one: Saved, catalogue: Catalogue, ttl_seconds: int | None = None) -> str:
-    """The path of what has been written."""
+    """The path of what has been written.
+
+    Raises:
+        ResourceError: the disk is full; what was written is removed, so that its name is free again.
+    """
     expires = None if ttl_seconds is None else time.time() + ttl_seconds
-    catalogue.add(replace(one, size=bytes_below(catalogue.folder(one)), expires=expires))
+    folder = catalogue.folder(one)
+    try:
+        catalogue.add(replace(one, size=bytes_below(folder), expires=expires))
+    except ResourceError:
+        if catalogue.find(one.path) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return one.path

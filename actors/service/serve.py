@@ -27,10 +27,18 @@ def serve(config: RunConfig, on_start: Callable[[str, Callable[[], None]], None]
 
     Raises:
         ConfigError: a package is missing, or the variable with the keys is not set. ResourceError: the port is taken.
-        SlimeError: ranks or the engine do not start.
+        SlimeError: ranks or the engine do not start. CheckpointError: another process serves or trains in run.dir.
     """
     keys = keys_of(config)
     require_packages()
+    from actors.run_dir import RunFolder
+
+    assert config.run.dir is not None
+    with RunFolder(config.run.dir):  # a second service would take the runs of this one for those of an earlier start
+        _serve(config, keys, on_start)
+
+
+def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Callable[[], None]], None]) -> None:
     from actors.service.app import make_app
     from actors.service.http_server import Server
     from actors.service.service import Service
@@ -137,41 +145,54 @@ def listening(config: RunConfig) -> Any:
 
 
 def _launched(config: RunConfig) -> tuple[Any, Any]:
-    import ray
-
     from actors.fault_tolerance.supervisor import SupervisedGroup
     from actors.service.results import typed
-    from actors.service.sampling_engine import start_sampling_engine
-    from actors.service.vllm_sampling_engine import start_vllm_sampling_engine
+    from actors.service.supervised_engine import SupervisedEngine
     from actors.startup import stage
 
     group = SupervisedGroup.launch(config)
     try:
-        start = start_vllm_sampling_engine if config.rollout.engine == "vllm" else start_sampling_engine
-        engine = start(group.config, memory_bytes=config.service.max_version_bytes)
-        try:
-            with stage("starting the sampling engine"):
-                if config.rollout.engine == "vllm":  # which looks at its server's time by itself
-                    ray.get(engine.begin.remote(), timeout=config.cluster.launch_timeout_s + _BASE_S)
-                ray.get(engine.stats.remote(), timeout=config.cluster.launch_timeout_s)
-        except BaseException:
-            ray.kill(engine)
-            raise
+        with stage("starting the sampling engine"):
+            return group, SupervisedEngine(config, lambda: _started_engine(group.config))
     except Exception as error:
         group.shutdown()
         raise typed(error) from error
     except BaseException:
         group.shutdown()
         raise
-    return group, engine
+
+
+def _started_engine(config: RunConfig) -> Any:
+    """The handle of a sampling engine that answers.
+
+    Raises:
+        SlimeError: what keeps it from that; its process has ended.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    from actors.service.sampling_engine import start_sampling_engine
+    from actors.service.vllm_sampling_engine import start_vllm_sampling_engine
+    from actors.workers.futures import meaning_of
+
+    start = start_vllm_sampling_engine if config.rollout.engine == "vllm" else start_sampling_engine
+    engine = start(config, memory_bytes=config.service.max_version_bytes)
+    limit_s = config.cluster.launch_timeout_s
+    try:
+        if config.rollout.engine == "vllm":  # which looks at its server's time by itself
+            ray.get(engine.begin.remote(), timeout=limit_s + _BASE_S)
+        ray.get([engine.keep_stacks.remote(config.run.dir, "sampling_engine"), engine.stats.remote()], timeout=limit_s)
+    except BaseException as error:
+        ray.kill(engine)
+        if isinstance(error, RayError):
+            raise meaning_of(error, 0, "launch") from error
+        raise
+    return engine
 
 
 def _end(group: Any, engine: Any) -> None:
-    import ray
-
     try:
-        ray.get(engine.shutdown.remote(), timeout=_ENGINE_ENDS_S)
+        engine.end(_ENGINE_ENDS_S)
     except Exception as error:
         print(f"the sampling engine did not end by itself: {error}", file=sys.stderr, flush=True)
-    ray.kill(engine)
     group.shutdown()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ from actors.service import wire
 from actors.service.catalogue import Catalogue, RunRecord, SamplerRecord, Saved
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
-from actors.service.results import Answer, Result, Results, typed
+from actors.service.results import Answer, Result, Results
 from actors.service.run_weights import run_weights_of
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.saving import load_newest, save_for_sampler, save_under_a_name, save_weights
-from actors.service.sessions import NotFound, Session
-from actors.service.training_runs import RequestKind, TrainingRun
+from actors.service.sessions import Made, NotFound, Session
+from actors.service.supervised_engine import SupervisedEngine
+from actors.service.training_runs import RequestKind, TrainingRun, require_same_kind
 from actors.service.users import User
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.config import RunConfig
@@ -33,6 +36,8 @@ from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.requests import SamplingStats
 
 _MISSING_S = 60.0  # clients try to send a part again for half a minute before they send the next one
+_MOST_LR = 1000.0  # AdamW moves a weight by about as much: no finite gradients lead to an infinite weight from there
+_LEAST_EPS = 1e-30  # below the smallest normal float32 it is 0, and 0 / 0 where there is no gradient
 _REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
 
 
@@ -41,10 +46,9 @@ class Service:
 
     Args:
         group: as it was launched.
-        engine: a `SamplingEngine`.
     """
 
-    def __init__(self, config: RunConfig, group: GroupCalls, engine: Any) -> None:
+    def __init__(self, config: RunConfig, group: GroupCalls, engine: SupervisedEngine) -> None:
         assert config.run.dir is not None
         folder = read_model_folder(Path(config.model.path))
         self.config = config
@@ -66,11 +70,12 @@ class Service:
         self.samplers = Samplers(engine, config.service.max_samplers)
         self.sessions: dict[str, Session] = {}
         self.runs: dict[str, TrainingRun] = {}
+        self._not_loaded: set[str] = set()  # runs of earlier starts, none of whose checkpoints is whole
         self.is_ending = False
         self.began = time.time()
         self.metrics = Metrics()
         self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
-        self._engine = engine
+        self.engine = engine
         self._run_dir, self._group = config.run.dir, group
         self._making = ThreadPoolExecutor(4, thread_name_prefix="making-runs")
         self._lock = threading.Lock()
@@ -98,6 +103,7 @@ class Service:
             )
             if (checkpoint := load_newest(run, checkpoints)) is None:
                 self.weights.end(record.run)
+                self._not_loaded.add(run.id)
                 continue
             run.resume(checkpoint.progress)
             run.is_made.set()
@@ -105,6 +111,7 @@ class Service:
                 run.save()  # what a recovery of ranks goes on from: the client may delete the other one
             if not record.is_finished:
                 run.resumed_at = save_under_a_name(run, checkpoint, self.catalogue)
+                self.catalogue.remove_made_at_starts(run.id, but=run.resumed_at)
             self.runs[run.id] = run
             self.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
             self._keep(run)  # behind this, its newest checkpoint is no longer all that it was asked for
@@ -161,23 +168,29 @@ class Service:
         now = time.monotonic()
         return [one.id for one in self.sessions.values() if now - one.seen > self.config.service.session_timeout_s]
 
-    async def end_session(self, key: str) -> None:
-        """Ends its runs and samplers; what it saved under a name stays."""
+    async def end_session(self, key: str, *, is_overdue: bool = False) -> None:
+        """Ends its runs and samplers; what it saved under a name stays.
+
+        Args:
+            is_overdue: its client has not said so itself, and may come back for what a start has saved for it.
+        """
         if self.sessions.pop(key, None) is None:
             return
         for run in [one for one in list(self.runs.values()) if one.session == key]:
             run.is_ending = True
-            self._making.submit(self._end_run, run)
+            self._making.submit(self._end_run, run, is_overdue)
         self.catalogue.forget_samplers(key)
         await self.samplers.end(key)
 
-    def _end_run(self, run: TrainingRun) -> None:
+    def _end_run(self, run: TrainingRun, is_overdue: bool = False) -> None:
         run.is_made.wait()
         run.close()
         try:
             self.weights.end(run.id)
         except SlimeError as error:  # it was never made
             print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
+        if not is_overdue:
+            self.catalogue.remove_made_at_starts(run.id)
         self.catalogue.forget_run(run.id)
         self.runs.pop(run.id, None)
 
@@ -187,8 +200,8 @@ class Service:
         """A new run; asked for again, the same one.
 
         Raises:
-            ConfigError: it cannot be had here. NotFound: no such session. StateError: it is there since an earlier
-                start, or there is no place for it beside another one.
+            ConfigError: it cannot be had here. NotFound: no such session, or the run has ended. StateError: it is of
+                an earlier start, there is no place for it beside another one, or its number is of another call.
         """
         self._check_base(body.base_model)
         lora = body.lora_config
@@ -199,10 +212,11 @@ class Service:
             return {"type": "create_model", "model_id": run.id}
 
         session = self.session(body.session_id, user)
-        return self._made(session, body.model_seq_id, rank, body.user_metadata, make)
+        return self._made("create_model", session, body.model_seq_id, rank, body.user_metadata, make)
 
     def _made(
         self,
+        call: str,
         session: Session,
         number: int,
         rank: int,
@@ -211,11 +225,17 @@ class Service:
     ) -> tuple[str, Result]:
         run_id = f"{session.id}:train:{number}"
         with self._lock:
-            if (known := session.made.get(("run", number))) is not None:
-                return run_id, known
+            if (known := session.made.get(number)) is not None:
+                require_same_kind("model_seq_id", number, known.by, call)
+                if known.run.is_ending:
+                    raise NotFound(f"{run_id} has ended", is_gone=True)
+                return run_id, known.result
             if run_id in self.runs:
                 problem = f"{run_id} goes on since before the server was started anew"
                 raise StateError(problem, field="model_seq_id", hint="go on with it, or give another number")
+            if run_id in self._not_loaded:
+                problem = f"{run_id} is of before the server was started anew, which could not load its checkpoints"
+                raise StateError(problem, field="model_seq_id", hint="give another number")
             if len(self.runs) >= self.config.service.max_runs:
                 raise ResourceError(
                     f"there are {len(self.runs)} training runs, which is service.max_runs",
@@ -224,10 +244,10 @@ class Service:
                 )
             running = [one for one in list(self.runs.values()) if not one.is_ending]
             self.weights.check_free([one.id if one.owner == session.owner else "another user's run" for one in running])
-            result = session.made["run", number] = self.results.new(session.owner)
+            result = self.results.new(session.owner)
             calls = self.weights.calls(run_id)
             run = TrainingRun(run_id, session.id, session.owner, rank, calls, self.results, user_metadata or {})
-            self.runs[run_id] = run
+            self.runs[run_id], session.made[number] = run, Made(call, run, result)
 
         def work() -> None:
             try:
@@ -298,15 +318,8 @@ class Service:
         run, asked = self.run(body.model_id, user), body.adam_params
 
         def do(calls: GroupCalls) -> Answer:
-            settings = UpdateSettings(
-                lr=asked.learning_rate,
-                betas=(asked.beta1, asked.beta2),
-                eps=asked.eps,
-                weight_decay=asked.weight_decay,
-                max_grad_norm=asked.grad_clip_norm,
-            )
             try:
-                metrics = calls.optimizer_step(settings)
+                metrics = calls.optimizer_step(_update_settings(asked))
             except StateError:  # there were none, or too many in a row were not finite
                 run.has_gradients = False
                 raise
@@ -350,7 +363,7 @@ class Service:
                 self.samplers.discard(answer["sampling_session_id"])  # which may have come behind the end of the others
             return answer
 
-        return run.submit(body.seq_id, "save", do, body.size)
+        return run.submit(body.seq_id, "save_for_sampler", do, body.size)
 
     def load_weights(self, body: wire.LoadWeights, user: User) -> tuple[str, Result]:
         """A checkpoint, into a run or a new one.
@@ -372,7 +385,7 @@ class Service:
                 return {"type": "load_weights", "path": body.path, "model_id": run.id}
 
             session = self.session(body.session_id, user)
-            return self._made(session, body.model_seq_id, saved.rank, None, make)
+            return self._made("load_weights", session, body.model_seq_id, saved.rank, None, make)
         if body.model_id is None or body.seq_id is None:
             raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
         run = self.run(body.model_id, user)
@@ -453,6 +466,7 @@ class Service:
             )
         version = None if sampler.version is None else sampler.version.name
         request = sample_request(body, version, self.end_token_ids, self.most_context)
+        request = replace(request, client=sampler.session)
         result = sampler.answers[body.seq_id] = self.results.new(sampler.owner, body.size)
         if len(sampler.answers) > _REMEMBERED:
             del sampler.answers[next(iter(sampler.answers))]
@@ -462,8 +476,12 @@ class Service:
                 answer = await self.samplers.sample(sampler, request)
                 self.metrics.samples.inc(len(answer.samples))
                 result.set(response_of(answer, body.prompt_logprobs_last_n))
+            except asyncio.CancelledError:
+                ended = f"{sampler.session} has ended, and what was sampled for it was given up"
+                result.fail(StateError(ended, field="sampling_session_id", hint="create another sampling client"))
+                raise
             except Exception as error:
-                result.fail(typed(error))
+                result.fail(error)
 
         return result, work
 
@@ -490,8 +508,7 @@ class Service:
 
     async def sampling_stats(self) -> SamplingStats:
         """Of the engine."""
-        stats: SamplingStats = await self._engine.stats.remote()
-        return stats
+        return await self.engine.stats()
 
     def _check_base(self, name: str) -> None:
         known = {self.model_name, str(self.config.model.path)}
@@ -502,6 +519,33 @@ class Service:
 
 def _version_of(saved: Saved, catalogue: Catalogue) -> Version:
     return Version(f"{saved.path}@{saved.time}", catalogue.folder(saved), is_ephemeral=False)
+
+
+def _update_settings(asked: wire.AdamParams) -> UpdateSettings:
+    """What a client asks an update for.
+
+    Raises:
+        ConfigError: a value is not in its range, or may make weights infinite or NaN though the gradients are finite.
+    """
+    bounds = {
+        "learning_rate": (asked.learning_rate, asked.learning_rate <= _MOST_LR, f"{_MOST_LR:g} at most"),
+        "eps": (asked.eps, asked.eps >= _LEAST_EPS, f"{_LEAST_EPS:g} at least, which float32 tells from 0"),
+        "weight_decay": (
+            asked.weight_decay,
+            asked.learning_rate * asked.weight_decay <= 1,
+            "1 / learning_rate at most, which takes a whole weight off",
+        ),
+    }
+    for name, (value, is_in_range, rule) in bounds.items():
+        if not is_in_range:
+            raise ConfigError(f"{name}={value:g}, and it may be {rule}", field=name, hint="choose another one")
+    return UpdateSettings(
+        lr=asked.learning_rate,
+        betas=(asked.beta1, asked.beta2),
+        eps=asked.eps,
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.grad_clip_norm,
+    )
 
 
 def _log_probs(calls: GroupCalls, work: Work) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.service.results import Result
+from actors.service.training_runs import TrainingRun
 
 
 class NotFound(Exception):
@@ -14,6 +16,14 @@ class NotFound(Exception):
     def __init__(self, what: str, *, is_gone: bool = False) -> None:
         super().__init__(what)
         self.is_gone = is_gone
+
+
+class Made(NamedTuple):
+    """A run that was asked for."""
+
+    by: str  # the call
+    run: TrainingRun
+    result: Result
 
 
 @dataclass(slots=True)
@@ -29,4 +39,4 @@ class Session:
     sdk_version: str
     began: float = field(default_factory=time.time)
     seen: float = field(default_factory=time.monotonic)
-    made: dict[tuple[str, int], Result] = field(default_factory=dict)  # runs and samplers by their numbers
+    made: dict[int, Made] = field(default_factory=dict)  # runs by their numbers

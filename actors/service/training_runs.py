@@ -16,10 +16,25 @@ from actors.service.results import Answer, Result, Results
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.errors import SlimeError, StateError
 
-RequestKind = Literal["forward", "forward_backward", "optim_step", "save", "load"]
+RequestKind = Literal["forward", "forward_backward", "optim_step", "save", "save_for_sampler", "load"]
 _REMEMBERED = 4096  # answered numbers whose request, sent again, gets its answer again
 _GAP = 4096  # numbers that may be missing before one that was sent
 _PARALLEL: tuple[RequestKind, ...] = ("forward", "forward_backward")  # all others are sent when those before them were
+
+
+def require_same_kind(field: str, number: int, known: str, asked: str) -> None:
+    """Refuses a request under the number of an earlier one, unless it may be that one, sent again.
+
+    Args:
+        field: that has the number.
+        known: what the earlier one asked for.
+
+    Raises:
+        StateError: this one asks for something else.
+    """
+    if known != asked:
+        problem = f"{field}={number} was the number of a {known}, and is now that of a {asked}"
+        raise StateError(problem, field=field, hint="give each request a number of its own")
 
 
 @dataclass(slots=True)
@@ -72,7 +87,7 @@ class TrainingRun:
     is_made: threading.Event = field(default_factory=threading.Event)
     _early: dict[int, _Request] = field(default_factory=dict)
     _early_since: float = 0.0  # of time.monotonic: when the newest of them came
-    _by_number: OrderedDict[int, Result] = field(default_factory=OrderedDict)
+    _by_number: OrderedDict[int, tuple[RequestKind, Result]] = field(default_factory=OrderedDict)
     _queue: queue.SimpleQueue[_Request | None] = field(default_factory=queue.SimpleQueue)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
@@ -88,14 +103,15 @@ class TrainingRun:
             size: bytes of its body.
 
         Raises:
-            StateError: the run has ended, or the number is too old or too far ahead.
+            StateError: the run has ended, or the number is too old, too far ahead, or that of another kind of request.
             ResourceError: there is no room for it. A run that does nothing takes its next request in any case: those
                 that fill the room may be waiting for it.
         """
         with self._lock:
             self.last_request = time.time()
             if (known := self._by_number.get(number)) is not None:
-                return known
+                require_same_kind("seq_id", number, known[0], kind)
+                return known[1]
             if self._is_closed:
                 raise StateError(f"{self.id} has ended", field="model_id", hint="create another training client")
             if self.resumed_at is not None and kind not in _PARALLEL and number >= self.next_number:
@@ -105,7 +121,7 @@ class TrainingRun:
                 raise StateError(problem, field="seq_id", hint="number requests 1, 2, 3, ..")
             is_idle = not self._is_busy and self._queue.empty()
             result = self.results.new(self.owner, size, is_needed=is_idle and number == self.next_number)
-            self._by_number[number] = result
+            self._by_number[number] = kind, result
             self._early[number] = _Request(number, kind, do, result)
             self._early_since = time.monotonic()
             self._queue_ready()

@@ -67,6 +67,7 @@ class _Call:
     waiting: set[str]
     running: set[str] = field(default_factory=set)
     is_over: bool = False
+    key: str | None = None
 
 
 class VllmSamplingEngine(Watched):
@@ -159,8 +160,11 @@ class VllmSamplingEngine(Watched):
         """Names of those that are held, in the order in which they came."""
         return [name for name in self._held if name is not None]
 
-    async def sample(self, request: SampleRequest) -> SampleAnswer:
+    async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
         """As `SamplingEngine`.
+
+        Args:
+            key: of this request alone, for `cancel`.
 
         Raises:
             StateError: there is no such version, or it was dropped meanwhile; its logits are not finite; or the engine
@@ -177,7 +181,7 @@ class VllmSamplingEngine(Watched):
         if request.params.stop and self._decode is None:
             raise StateError("the model has no tokenizer, which stop texts need", field="stop", hint="name token ids")
         bodies = [{**body, "request_id": f"slimefsdp-{uuid.uuid4().hex}"} for body in bodies_of(request)]
-        call = _Call({body["request_id"] for body in bodies})
+        call = _Call({body["request_id"] for body in bodies}, key=key)
         held.calls.add(call)
         loop = asyncio.get_running_loop()
         drawing = [loop.run_in_executor(self._threads, self._answer, held, call, body) for body in bodies]
@@ -193,6 +197,12 @@ class VllmSamplingEngine(Watched):
             raise
         finally:
             held.calls.discard(call)
+
+    async def cancel(self, key: str) -> None:
+        """Ends the request of this key with a StateError; nothing where there is none."""
+        for call in [one for held in self._held.values() for one in held.calls if one.key == key]:
+            call.is_over = True
+            await asyncio.to_thread(self._abort, call)
 
     async def stats(self) -> SamplingStats:
         """As `SamplingEngine`; its cache vLLM has to itself, and 0 stands for it here."""
@@ -288,7 +298,7 @@ class VllmSamplingEngine(Watched):
     def _why_over(self, held: _Held) -> Exception:
         if self._end is not None:
             return portable(self._end)
-        what = "its version was dropped" if held.is_dropped else "another sample of the request failed"
+        what = "its version was dropped" if held.is_dropped else "another sample failed, or it was cancelled,"
         return StateError(f"{what} while it was sampled", field="version", hint="load it again, and ask again")
 
     def _read(self, request: SampleRequest, answers: list[Any]) -> SampleAnswer:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, ResourceError
 from slimefsdp.io.user_files import is_deeper, parse_json
 
 MAX_JSON_BYTES = 64 << 20  # far above any honest index; keeps an altered file from filling the memory
@@ -44,6 +44,19 @@ def io_reported(path: Path, call: str) -> Iterator[None]:
             field="run.dir",
             hint="check that the folder exists for every rank, is writable and has free space",
             call=call,
+        ) from error
+
+
+@contextmanager
+def disk_reported(path: Path) -> Iterator[None]:
+    """Turns an OSError inside the block, such as of a full disk, into a ResourceError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise ResourceError(
+            f"{error.filename or path}: {error.strerror or error}",
+            field="run.dir",
+            hint="make room there, or choose a folder that is writable and has free space",
         ) from error
 
 

@@ -12,14 +12,14 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
 
 from slimefsdp.checkpoint.store import write_synced
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
+from slimefsdp.io.checksummed_files import disk_reported
 from slimefsdp.io.user_files import open_plain, read_plain, refuse_unless_plain
 
 METRICS_FILE = "metrics.jsonl"
@@ -48,7 +48,7 @@ class MetricsLog:
         self._run_dir = run_dir
         self._path = run_dir / METRICS_FILE
         module = None if wandb is None else _import_wandb()
-        with _disk_reported(run_dir):
+        with disk_reported(run_dir):
             run_dir.mkdir(parents=True, exist_ok=True)
             refuse_unless_plain(self._path)
             if self._path.exists():
@@ -63,7 +63,7 @@ class MetricsLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             try:
-                with _disk_reported(self._run_dir):
+                with disk_reported(self._run_dir):
                     self._lines.close()
             finally:
                 try:
@@ -87,7 +87,7 @@ class MetricsLog:
         assert not metrics.keys() & {"step", "time"}, "these two names belong to the log itself"
         numbers = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in numbers.items()}
-        with _disk_reported(self._run_dir):
+        with disk_reported(self._run_dir):
             self._lines.write(json.dumps({"step": step, "time": time.time(), **finite}, allow_nan=False) + "\n")
             self._lines.flush()
             for name, value in numbers.items():
@@ -127,7 +127,7 @@ class MetricsLog:
 
     def _close_scalars(self) -> None:
         try:
-            with _disk_reported(self._run_dir):
+            with disk_reported(self._run_dir):
                 self._scalars.close()
         finally:
             if threading.excepthook is self._hook:
@@ -142,19 +142,6 @@ def _without_writers(hook: Callable[[threading.ExceptHookArgs], Any]) -> Callabl
             hook(failed)
 
     return report
-
-
-@contextmanager
-def _disk_reported(run_dir: Path) -> Iterator[None]:
-    """Turns an OSError inside the block into a ResourceError about run.dir."""
-    try:
-        yield
-    except OSError as error:
-        raise ResourceError(
-            f"{error.filename or run_dir}: {error.strerror or error}",
-            field="run.dir",
-            hint="choose a folder that is writable and has free space",
-        ) from error
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float | None]]:
@@ -203,7 +190,7 @@ def _row(line: bytes) -> dict[str, Any] | None:
 def _begin_wandb_run(module: Any, arguments: Mapping[str, Any], run_dir: Path, *, resumes: bool) -> Any:
     """The wandb run of this folder, begun or gone on with, whose curves are drawn over the metric `step`."""
     file = run_dir / WANDB_ID
-    with _disk_reported(run_dir):
+    with disk_reported(run_dir):
         known = read_plain(file, 1000).decode(errors="replace").strip() if resumes and file.exists() else ""
         run_id = known if re.fullmatch(r"[\w-]{1,64}", known, re.ASCII) else secrets.token_hex(8)
         file.write_text(run_id + "\n")

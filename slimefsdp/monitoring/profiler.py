@@ -95,7 +95,11 @@ class UpdateProfiler:
         self._folder = folder
         self._mesh = mesh
         self._with_memory = with_memory
-        self._recorded_too: dict[str, Any] = {"record_shapes": record_shapes, "with_stack": with_stack, "profile_memory": with_memory}
+        self._recorded_too: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "with_stack": with_stack,
+            "profile_memory": with_memory,
+        }
 
     def profiled(self, update: int) -> AbstractContextManager[None]:
         """Collective: what update number `update` is taken inside of; nothing happens unless it was chosen.

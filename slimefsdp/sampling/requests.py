@@ -20,6 +20,7 @@ class SampleRequest:
     params: SamplingParams  # params.seed and a sample's number decide what is drawn for it
     prompt_log_probs: bool = False
     prompt_top_k: int = 0  # of so many of the likeliest tokens in each place too; with prompt_log_probs
+    client: str | None = None  # who asks: clients that wait for rows get equal shares of them
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """Samples of many requests at once, a token at a time: tokens, and the log-prob of each at the moment it was drawn.
 
 A sample takes a row of the batch when one is free and leaves it when it ends, so that the batch stays full as long as
-samples wait, and none waits for a longer one. A prompt is read once for all of its samples. Prompts are read as packs
-and rows are decoded as packs of single tokens, by the model that is trained (`slimefsdp.models.decoder.PolicyModel`).
+samples wait, and none waits for a longer one. Free rows go to the client that has the fewest, of those whose samples
+wait; requests of one client are served in the order in which they came. A prompt is read once for all of its samples.
+Prompts are read as packs and rows are decoded as packs of single tokens, by the model that is trained
+(`slimefsdp.models.decoder.PolicyModel`).
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,6 +53,7 @@ class _Request:
     samples: list[_Sample]
     wants_prompt_log_probs: bool = False
     prompt_top_k: int = 0
+    client: str | None = None
     cached: list[KeysValues] = field(default_factory=list)  # of the context, a pair a layer
     logits: torch.Tensor | None = None  # [vocab], after the context
 
@@ -61,6 +64,7 @@ class _Sample:
     prompt: Sequence[int]
     params: SamplingParams
     rng: np.random.Generator
+    client: str | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
@@ -162,13 +166,15 @@ class Sampler:
         *,
         prompt_log_probs: bool = False,
         prompt_top_k: int = 0,
+        client: str | None = None,
     ) -> int:
-        """Has samples of a prompt drawn in the steps to come, after those that wait already.
+        """Has samples of a prompt drawn in the steps to come, after those of the client that wait already.
 
         Args:
             samples: from 1, or from 0 where the prompt's log-probs are asked for.
             prompt_log_probs: have `take_prompt_log_probs` return those of this prompt, once it is read.
             prompt_top_k: and `take_prompt_top_tokens` so many of the likeliest tokens of each place; 0: none.
+            client: who asks; None is a client, too.
 
         Returns:
             the request's number, from 0.
@@ -187,8 +193,10 @@ class Sampler:
             raise BatchError("stop texts need a tokenizer", field="stop", hint="give the sampler its decode function")
         number = self._next_request
         self._next_request += 1
-        drawn = [_Sample((number, index), prompt, params, _generator(params.seed, index)) for index in range(samples)]
-        self._waiting.append(_Request(number, prompt, drawn, prompt_log_probs, prompt_top_k))
+        drawn = [
+            _Sample((number, index), prompt, params, _generator(params.seed, index), client) for index in range(samples)
+        ]
+        self._waiting.append(_Request(number, prompt, drawn, prompt_log_probs, prompt_top_k, client))
         return number
 
     def take_prompt_log_probs(self) -> list[tuple[int, np.ndarray]]:
@@ -209,7 +217,7 @@ class Sampler:
     def take_new_weights(self, version: int) -> None:
         """The weights are others now: what is being sampled goes on with them, its context read anew."""
         self._version = version
-        running = [_Request(one.place[0], [*one.prompt, *one.tokens], [one]) for one in self._rows]
+        running = [_Request(one.place[0], [*one.prompt, *one.tokens], [one], client=one.client) for one in self._rows]
         for request in self._waiting:
             request.cached, request.logits = [], None
         self._waiting.extendleft(reversed(running))
@@ -270,15 +278,18 @@ class Sampler:
         """Gives free rows to samples that wait, with their first token."""
         ended: list[tuple[int, int, Completion]] = []
         begun = 0
+        prompts: Counter[str | None] = Counter()  # read in this step for their log-probs alone, by client
         while self._waiting and (room := self._max_rows - len(self._rows)) > 0:
             if may_begin is not None and (room := min(room, may_begin - begun)) <= 0:
                 break
+            share = self._bring_forward(room, prompts)
             if not self._waiting[0].cached:
                 self._read_prompts(room)
             request = self._waiting[0]
             assert request.logits is not None
-            begins = request.samples[:room]
+            begins = request.samples[:share]
             begun += max(1, len(begins))
+            prompts[request.client] += not begins
             request.samples = request.samples[len(begins) :]
             if not request.samples:
                 self._waiting.popleft()
@@ -291,11 +302,31 @@ class Sampler:
             ended += self._draw(begins, request.logits.expand(len(begins), -1), first_row=first)
         return ended
 
+    def _bring_forward(self, room: int, prompts: Counter[str | None]) -> int:
+        """Puts a request of the client that has the fewest rows first; returns how many rows it may be given now.
+
+        Args:
+            room: rows that are free.
+            prompts: by client, how many more count as rows.
+        """
+        clients = dict.fromkeys(request.client for request in self._waiting)
+        if len(clients) == 1:
+            return room
+        rows = prompts + Counter(sample.client for sample in self._rows)
+        chosen = min(clients, key=rows.__getitem__)  # of equal ones that which waits longest
+        request = next(one for one in self._waiting if one.client == chosen)
+        self._waiting.remove(request)
+        self._waiting.appendleft(request)
+        return max(1, room // len(clients))
+
     def _read_prompts(self, free: int) -> None:
         """Reads the next prompts that wait, as many as free rows may need and the token budget allows, as one pack."""
         requests: list[_Request] = []
         rows = tokens = 0
         for request in self._waiting:
+            if request.cached:  # which waits behind another client's
+                rows += max(1, len(request.samples))
+                continue
             tokens += len(request.context)
             if requests and (rows >= free or tokens > self._prompt_tokens):
                 break

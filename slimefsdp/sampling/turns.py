@@ -186,6 +186,7 @@ class VersionedSampler:
             request.params,
             prompt_log_probs=request.prompt_log_probs,
             prompt_top_k=request.prompt_top_k,
+            client=request.client,
         )
         number, self._next_number = self._next_number, self._next_number + 1
         left = request.num_samples + request.prompt_log_probs

@@ -30,8 +30,8 @@ from slimefsdp.checkpoint.save_load import Named, load_training_state, save_trai
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
 from slimefsdp.distributed.consensus import run_on_first, run_together
-from slimefsdp.distributed.mesh import Mesh
-from slimefsdp.errors import ConfigError
+from slimefsdp.distributed.mesh import Mesh, local_shard
+from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.io.checksummed_files import io_reported
 from slimefsdp.io.safetensors_file import TensorSpec
 from slimefsdp.models.decoder import DecoderModel
@@ -133,7 +133,7 @@ class Checkpoints:
 
         Raises:
             ConfigError: `run.dir` is not set. CheckpointError: it cannot be written, or the save before it could not;
-                or the name cannot be one, or is taken.
+                or the name cannot be one, or is taken; or weights under a name would not be finite.
             ResourceError: there is no host memory for the copy of a save in the background.
         """
         check_loop_state(loop_state)
@@ -141,6 +141,8 @@ class Checkpoints:
         run_together(self.finish, self._mesh.group)  # a rank whose peers failed must not leave the others waiting
         if name is not None and not overwrite:
             run_on_first(lambda: store.require_empty(name), self._mesh.group)
+        if name is not None:
+            _require_finite(named, self._mesh.group)
         info = {
             **updater.progress(),
             "weight_version": updater.updates_taken,
@@ -287,13 +289,14 @@ def export_model(
         export_dtype: a name in `EXPORT_DTYPES`, of what is written; None: `dtype`.
 
     Raises:
-        ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is
-            infinite in `export_dtype`. ModelError: transformers has no class for such a folder.
+        ConfigError: no such dtype. CheckpointError: the folder exists already, cannot be written, or a value is not
+            finite, or not in `export_dtype`. ModelError: transformers has no class for such a folder.
     """
     if export_dtype is not None and export_dtype not in list(EXPORT_DTYPES):
         raise ConfigError(f"dtype={export_dtype!r} is unknown", field="dtype", hint=f"use {', '.join(EXPORT_DTYPES)}")
     folder = replace(folder, config=model.exported_config(folder.config))
     named = model.named_weights()
+    _require_finite([*named, *model.trained_weights()], mesh.group)  # adapters are among the second alone
     specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
     computed = merged_rows(model)
     buckets = full_weights(named, mesh.shard_group, dtype=dtype, bucket_bytes=EXPORT_BUCKET_BYTES, computed=computed)
@@ -314,9 +317,10 @@ def export_adapters(
         rank, alpha: of the adapter in the model.
 
     Raises:
-        CheckpointError: the folder exists already, or cannot be written.
+        CheckpointError: the folder exists already, or cannot be written, or a value is not finite.
     """
     named, dtype = model.trained_weights(), master_dtype(config)
+    _require_finite(named, mesh.group)
     specs = [TensorSpec(name, dtype, tuple(parameter.shape)) for name, parameter in named]
     digest = base_digest(model, mesh.shard_group)
     facts = AdapterFacts(rank, alpha, config.model.path, digest, config.precision.compute_dtype)
@@ -327,6 +331,24 @@ def export_adapters(
             write_peft_folder(target, specs, _one_by_one(buckets), facts)
 
     run_on_first(write, mesh.group, buckets)
+
+
+def _require_finite(named: Named, group: dist.ProcessGroup) -> None:
+    """Collective: refuses weights that nobody could use.
+
+    Raises:
+        CheckpointError: naming the first parameter of a rank's shards that holds NaN or infinity.
+    """
+
+    def check() -> None:
+        for name, parameter in named:
+            values = local_shard(parameter.detach())
+            # minimum and maximum pass NaN on, and need no memory: isfinite would take as much as the values
+            if values.numel() and not all(torch.isfinite(bound) for bound in values.aminmax()):
+                problem = f"{name} holds NaN or infinity, and is not written"
+                raise CheckpointError(problem, field="weights", hint="load an earlier checkpoint, lower optim.lr")
+
+    run_together(check, group)
 
 
 def _one_by_one(buckets: Iterable[Bucket]) -> Iterator[tuple[str, torch.Tensor]]:

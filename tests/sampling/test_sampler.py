@@ -411,6 +411,36 @@ def test_a_row_that_is_free_is_filled_at_once():
     assert ended == [[0, 0], [1, 0], [2, 0], [3, 0], [3, 1]] and steps == 1 + 11 + 11
 
 
+def test_free_rows_are_shared_between_clients_and_each_keeps_its_order():
+    policy, params = to_sample_from(tiny("qwen3")), SamplingParams(4, seed=(3,))
+    sampler, found, order = Sampler(policy, max_rows=4), {}, []
+
+    def step() -> None:
+        for request, index, completion in sampler.step():
+            order.append(request)
+            found[request, index] = completion.tokens
+
+    large = [sampler.add([1, 2, place], 8, params, client="a") for place in range(3)]
+    step()
+    small = [sampler.add([5, place], 1, params, client="b") for place in range(2)]
+    # prompts take no rows, and however many there are, who samples is not behind all of them
+    read = [sampler.add([6, 7], 0, params, prompt_log_probs=True, client="c") for _ in range(20)]
+    many = sampler.add([8], 8, params, client="b")
+    while len(order) < 12:  # three times the rows
+        step()
+    assert set(small) <= set(order) and order.count(many) >= 2 and order.count(large[0]) >= 6
+    while not sampler.is_idle:
+        step()
+    assert sorted(number for number, _ in sampler.take_prompt_log_probs()) == read
+    assert [one for one in order if one in large] == [one for one in large for _ in range(8)]
+    for request, prompt, count in ((large[1], [1, 2, 1], 8), (small[1], [5, 1], 1)):
+        alone = Sampler(policy)
+        alone.add(prompt, count, params)
+        while not alone.is_idle:
+            for _, index, completion in alone.step():
+                assert found[request, index] == completion.tokens
+
+
 def test_requests_that_come_while_others_are_sampled_change_nothing_about_them():
     model = tiny("qwen3")
     together = Sampler(to_sample_from(model), max_rows=8)

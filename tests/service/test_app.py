@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import shutil
 import threading
@@ -46,7 +47,7 @@ def service(untied: Path, tmp_path: Path) -> Service:
     config = config_from_dict(service_tree(untied, tmp_path, service=limits))
     assert config.run.dir is not None
     config.run.dir.mkdir()
-    return Service(config, cast(Any, Group(config.run.dir)), Engine(2))
+    return Service(config, cast(Any, Group(config.run.dir)), cast(Any, Engine(2)))
 
 
 @pytest.fixture
@@ -296,7 +297,7 @@ def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) ->
             step = {"model_id": run, "seq_id": 2, "adam_params": adam}
             if run == runs[0]:  # the other one has a gap, and what comes behind it is told that it is not done
                 answer(http, http.post("/api/v1/optim_step", json=step))
-    again = Service(service.config, group, Engine(2))
+    again = Service(service.config, group, cast(Any, Engine(2)))
     again.continue_runs()
     with refused(StateError, "model_seq_id", runs[0]):  # a late copy of the request that made it
         again.create_run(wire.CreateModel(session_id=again.runs[runs[0]].session, **ASKED), ALL)
@@ -317,7 +318,7 @@ def test_a_run_that_cannot_be_saved_at_the_end_keeps_no_other_from_it(service: S
     kept = {one.run: one.is_finished for one in service.catalogue.kept_runs()}
     assert kept == {runs[0]: False, runs[1]: True}
     group.broken.clear()
-    again = Service(service.config, group, Engine(2))
+    again = Service(service.config, group, cast(Any, Engine(2)))
     again.continue_runs()
     assert list(again.runs) == runs[1:] and [one.run for one in again.catalogue.kept_runs()] == runs[1:]
 
@@ -474,7 +475,7 @@ def test_keys_are_read_from_the_environment(service: Service, monkeypatch: pytes
 
 
 def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path: Path) -> None:
-    engine = Engine(2)
+    engine: Any = Engine(2)
     samplers = Samplers(engine, most_unnamed=2)
     sessions = {}
     for name in "abc":
@@ -530,7 +531,7 @@ def test_the_version_that_was_longest_unused_makes_room_and_comes_back(tmp_path:
 
 
 def test_a_sampler_knows_no_request_whose_answer_is_kept_no_more() -> None:
-    results, samplers = Results(-1.0, 100, 10, 1000), Samplers(Engine(1), most_unnamed=1)
+    results, samplers = Results(-1.0, 100, 10, 1000), Samplers(cast(Any, Engine(1)), most_unnamed=1)
     samplers.sessions["a"] = sampler = SamplerSession("a", "s", "me", None)
     sampler.answers |= {number: results.new("me") for number in (1, 2, 3)}
     for number in (1, 3):
@@ -591,7 +592,9 @@ def test_a_checkpoint_that_takes_the_place_of_an_expired_one_stays(
     assert service.catalogue.folder(service.catalogue.get(path, ALL)).is_dir()
 
 
-def test_runs_end_with_their_session_though_the_engine_is_lost(http: TestClient, service: Service) -> None:
+def test_runs_end_with_their_session_though_the_engine_is_lost(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = new_run(http)
     session = service.runs[run].session
     asked = {"model_id": run, "seq_id": 1, "sampling_session_seq_id": 0}
@@ -604,7 +607,7 @@ def test_runs_end_with_their_session_though_the_engine_is_lost(http: TestClient,
     async def lost(version: str) -> None:
         raise RuntimeError("the engine is lost")
 
-    service._engine.drop.remote = lost
+    monkeypatch.setattr(service.engine, "drop", lost)
     http.post(f"/api/v1/sessions/{session}/finish", json={})
     assert wait_until(lambda: not service.runs)
     assert version is not None and not version.folder.exists()
@@ -631,6 +634,96 @@ def test_a_save_for_a_sampler_that_its_session_does_not_see_the_end_of_leaves_no
     assert list((service._run_dir / "service" / "sampler_weights").rglob("_session-*")) == []
 
 
+def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherwise(
+    http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    path = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "a"}))["path"]
+    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    found = http.post("/api/v1/load_weights", json=load)  # under the number of a run that did not load it
+    assert found.status_code == 400 and "load_weights" in found.text and cast(Any, service._group).loaded == []
+    answer(http, http.post("/api/v1/unload_model", json={"model_id": run}))
+    assert http.post("/api/v1/create_model", json={"session_id": session, **ASKED}).status_code == 410
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"learning_rate": 1e308},
+        {"learning_rate": 1e30},
+        {"eps": 1e-300},
+        {"weight_decay": 1e308},
+        {"learning_rate": 0.5, "weight_decay": 3.0},
+    ],
+)
+def test_no_update_is_made_that_could_leave_weights_that_are_not_finite(
+    unfit: dict[str, float], http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    asked = {"model_id": run, "seq_id": 1, "adam_params": {**ADAM, **unfit}}
+    found = answer(http, http.post("/api/v1/optim_step", json=asked))
+    assert found["category"] == "user" and list(unfit)[-1] in found["error"]
+    assert cast(Any, service._group).updates == [] and service.runs[run].updates == 0
+    answer(http, http.post("/api/v1/optim_step", json={**asked, "seq_id": 2, "adam_params": ADAM}))
+    assert service.runs[run].updates == 1
+
+
+def test_a_full_disk_is_told_as_what_it_is_and_leaves_the_name_free(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    calls = {
+        "save_weights": {"model_id": run, "seq_id": 1, "path": "a"},
+        "save_weights_for_sampler": {"model_id": run, "seq_id": 2, "path": "a"},
+        "create_model": {"session_id": session, **ASKED, "model_seq_id": 1},
+    }
+
+    def full(file: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(actors.service.catalogue, "write_synced", full)
+        for call, body in calls.items():
+            found = answer(http, http.post(f"/api/v1/{call}", json=body))
+            assert found["category"] == "user" and "No space left" in found["error"], call
+            assert "OSError" not in found["error"] and "make room" in found["error"]
+        refused_at_once = http.post("/api/v1/create_sampling_session", json=sampler)
+        assert refused_at_once.status_code == 429 and "No space left" in refused_at_once.text
+    assert http.post("/api/v1/create_sampling_session", json=sampler).status_code == 200
+    for number, call in enumerate(("save_weights", "save_weights_for_sampler"), 3):
+        assert "path" in answer(http, http.post(f"/api/v1/{call}", json={**calls[call], "seq_id": number})), call
+
+
+def test_what_is_sampled_for_a_session_ends_with_it(http: TestClient, service: Service) -> None:
+    session = http.post("/api/v1/create_session", json={}).json()["session_id"]
+    asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+    sampler = http.post("/api/v1/create_sampling_session", json=asked).json()["sampling_session_id"]
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    cast(Any, service.engine).draws.clear()
+    sent = http.post("/api/v1/asample", json=asked)
+    assert wait_until(lambda: bool(service.samplers.sessions[sampler].running))
+    http.post(f"/api/v1/sessions/{session}/finish", json={})
+    found = answer(http, sent)
+    assert found["category"] == "user" and session in found["error"] and service.results.waiting == 0
+
+
+def test_health_and_status_are_told_while_there_is_no_engine_to_sample_with(
+    http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.get("/api/v1/healthz").json() == {"status": "ok"}
+    for is_lost, status in ((False, 200), (True, 503)):
+        monkeypatch.setattr(service.engine, "problem", "it was killed")
+        monkeypatch.setattr(service.engine, "is_lost", is_lost)
+        health = http.get("/api/v1/healthz")
+        assert health.status_code == status and health.json()["status"] != "ok" and "it was killed" in health.text
+        assert http.get("/status.json").json()["problem"] == "it was killed"
+        assert "slimefsdp_sampling_is_up 0.0" in http.get("/metrics").text
+
+
 def test_silent_clients_are_noticed_while_samplers_wait(
     http: TestClient, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -650,7 +743,7 @@ def test_silent_clients_are_noticed_while_samplers_wait(
 def test_a_sampler_gets_no_other_weights_that_were_saved_under_its_name(http: TestClient, service: Service) -> None:
     run = new_run(http)
     session = service.runs[run].session
-    engine = service._engine
+    engine = cast(Any, service.engine)
 
     def saved(number: int) -> str:
         body = {"model_id": run, "seq_id": number, "path": "x"}
@@ -669,7 +762,7 @@ def test_a_sampler_gets_no_other_weights_that_were_saved_under_its_name(http: Te
     http.delete(f"/api/v1/training_runs/{run}/checkpoints/sampler_weights/x")
     second = saved(2)
     assert isinstance(sampled(first, 2), bytes)  # of what the engine holds
-    service.samplers._used.clear()
+    engine.versions.clear()
     engine.held.clear()  # as if others had needed the room
     assert "not there any more" in sampled(first, 3)["error"] and isinstance(sampled(second, 1), bytes)
     body = {"model_id": run, "seq_id": 3, "path": "x"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -38,7 +39,7 @@ def start(untied: Path, tmp_path: Path) -> Start:
     config.run.dir.mkdir()
 
     def started() -> Service:
-        service = Service(config, cast(Any, Group(config.run.dir)), Engine(2))
+        service = Service(config, cast(Any, Group(config.run.dir)), cast(Any, Engine(2)))
         service.continue_runs()
         return service
 
@@ -163,6 +164,50 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before(start: S
     for one in (store, store.named("update-4-request-8")):
         (one.path_of(4) / "manifest.json").write_text("torn")
     assert start().runs[run].next_number == 5
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_of_what_starts_save_for_a_client_there_is_one_checkpoint_until_it_ends_its_run(
+    start: Start, says_so: bool
+) -> None:
+    http = client(start())
+    run = new_run(http)
+    posted(http, "save_weights", model_id=run, seq_id=1, path="update-1-request-1")  # a client may call it so
+    train(http, run, 2, 4)
+    for number in (6, 11, 16):  # each behind the newest checkpoint
+        service = start()
+        http = client(service)
+        listed = [one.name for one in service.catalogue.listed(ALL, run)]
+        assert listed == ["update-1-request-1", f"update-{service.runs[run].updates}-request-{number - 1}"]
+        named = {one.parent.name for one in service._run_dir.rglob("named/*/step_*")}
+        assert {one for one in named if one.startswith("update-")} == set(listed)
+        path = service.catalogue.listed(ALL, run)[-1].path
+        posted(http, "load_weights", model_id=run, seq_id=number, path=path, optimizer=True)
+        train(http, run, number + 1, number + 3)
+    if says_so:
+        posted(http, "unload_model", model_id=run)
+    else:  # it may come back for it
+        asyncio.run(service.end_session(service.runs[run].session, is_overdue=True))
+        service._making.shutdown()
+    assert [one.name for one in service.catalogue.listed(ALL, run)] == listed[: 2 - says_so]
+
+
+def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew_under_its_name(start: Start, capfd: Any) -> None:
+    service = start()
+    http = client(service)
+    run = new_run(http)
+    asked = {"session_id": service.runs[run].session, **ASKED}
+    answer(http, http.post("/api/v1/create_model", json={**asked, "model_seq_id": 1}))
+    for one in (run, run.replace(":0", ":1")):
+        train(http, one, 1, 3)
+    store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
+    (store.path_of(2) / "weights").unlink()
+    service = start()
+    http = client(service)
+    assert run not in service.runs
+    found = http.post("/api/v1/create_model", json=asked)
+    assert found.status_code == 400 and run in found.text
+    assert http.post("/api/v1/create_model", json={**asked, "model_seq_id": 2}).status_code == 200
 
 
 def test_runs_without_a_checkpoint_and_those_that_have_ended_do_not_come_back(start: Start, capfd: Any) -> None:

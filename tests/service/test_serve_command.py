@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import re
 import signal
@@ -23,7 +24,8 @@ from actors.cli.main import main
 from actors.service.serve import listening
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.io.file_lock import LOCK
 from tests.support.service import Server, datum, log_probs_of, service_tree, tokens_of
 from tests.support.waiting import PATIENCE_S
 
@@ -74,6 +76,22 @@ def test_a_key_that_is_named_and_not_set_is_an_error(
     file.write_text(yaml.safe_dump(service_tree(untied, tmp_path, service={"api_key_env": "A_KEY"})))
     assert main(["serve", str(file)]) == ConfigError.exit_code
     assert "export A_KEY=tml-.." in capsys.readouterr().err
+
+
+def test_a_second_server_in_the_same_folder_is_refused_before_it_starts_anything(
+    untied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, run_dir = tmp_path / "service.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(service_tree(untied, tmp_path)))
+    run_dir.mkdir()
+    with (run_dir / LOCK).open("w") as first:  # as the first server holds it
+        fcntl.flock(first, fcntl.LOCK_EX)
+        first.write('{"pid": 4711, "host": "its-host"}')
+        first.flush()
+        assert main(["serve", str(file)]) == CheckpointError.exit_code
+    said = capsys.readouterr().err
+    assert all(word in said for word in (str(run_dir), "4711", "its-host", "choose another run.dir"))
+    assert [one.name for one in run_dir.iterdir()] == [LOCK]
 
 
 def test_an_answer_does_not_wait_until_its_head_is_acknowledged(tmp_path: Path) -> None:

@@ -60,6 +60,18 @@ def test_requests_wait_for_those_before_them_and_are_done_once_however_often_the
         request(10**6)
 
 
+@pytest.mark.parametrize("kind", ["forward", "optim_step", "save", "save_for_sampler", "load"])
+def test_a_number_that_was_another_requests_is_refused(run: TrainingRun, kind: Any) -> None:
+    first = run.submit(1, "forward_backward", lambda _: {"is": "done"})
+    assert answer_of(first) == {"is": "done"}
+    waiting = run.submit(3, kind, lambda _: {"is": "done"})
+    for number, other in ((1, kind), (3, "forward_backward")):
+        with refused(StateError, "seq_id", number, kind, "forward_backward"):
+            run.submit(number, other, lambda _: {"is": "another"})
+    run.submit(2, "forward_backward", lambda _: {})
+    assert answer_of(waiting) == {"is": "done"}
+
+
 def test_after_a_failed_gradient_the_next_update_alone_is_refused(run: TrainingRun) -> None:
     def fails(calls: AdapterCalls) -> Answer:
         raise BatchError("a token of none", field="data[3]")

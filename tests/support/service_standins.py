@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -46,6 +45,8 @@ class Calls:
         else:
             (step,) = self.store(name).steps()
             folder = self.store(name).path_of(step)
+        if not (folder / "weights").exists():
+            raise CheckpointError("it is torn", field="run.dir", hint="load another one")
         self.group.loaded.append((folder / "weights").read_text())
         self.group.loaded_names.append(name)
 
@@ -98,31 +99,38 @@ class Group:
 
 
 class Engine:
-    """Has room for so many versions; what it samples is the name of the version."""
+    """Has room for so many versions; what it samples is the name of the version, as soon as it may."""
 
     def __init__(self, room: int) -> None:
         self.room = room
         self.held: list[str] = []
-        self.reads = asyncio.Event()
+        self.reads, self.draws = asyncio.Event(), asyncio.Event()
         self.reads.set()
-        for name in ("load", "drop", "sample", "stats"):
-            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
+        self.draws.set()
+        # as of a SupervisedEngine
+        self.versions: dict[str, float] = {}
+        self.problem: str | None = None
+        self.is_lost, self.replacements = False, 0
 
-    async def _load(self, version: str, folder: str) -> int:
+    async def watch(self) -> None:
+        pass
+
+    async def load(self, version: str, folder: str) -> int:
         if len(self.held) >= self.room:
             raise ResourceError("full", field="memory_bytes", hint="drop one")
         await self.reads.wait()
         self.held.append(version)
         return 1
 
-    async def _stats(self) -> SamplingStats:
+    async def stats(self) -> SamplingStats:
         return SamplingStats(3, 2, 2, 50, 7, dict.fromkeys(self.held, 11), 100)
 
-    async def _drop(self, version: str) -> None:
+    async def drop(self, version: str) -> None:
         self.held.remove(version)
 
-    async def _sample(self, request: SampleRequest) -> SampleAnswer:
+    async def sample(self, request: SampleRequest) -> SampleAnswer:
         assert request.version is None or request.version in self.held
+        await self.draws.wait()
         await asyncio.sleep(0)
         tokens = SampledTokens([len(request.version or "")], [-1.0], "stop")
         return SampleAnswer([tokens] * request.num_samples, np.zeros(len(request.prompt)))

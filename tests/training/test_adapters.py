@@ -15,6 +15,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.memory_manager import StorageOffloader
+from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.models.build import build_for_sampling
 from slimefsdp.models.lora import set_scale
@@ -420,6 +421,28 @@ def test_adapters_that_cannot_be_are_refused_and_the_one_in_the_model_stays(
     assert isinstance(found["of another"], CheckpointError)  # each has a folder of its own
     assert found["left"] == ([DEFAULT_ADAPTER, "a"], DEFAULT_ADAPTER)
     assert found["again"] == ([DEFAULT_ADAPTER, "b"], "b")
+
+
+def saved_with_infinity(rank: int, config: RunConfig, target: Path) -> list[Any]:
+    trainer = Trainer(config, device=CPU)
+    _, parameter = trainer.policy.trained_weights()[-1]
+    if rank == dist.get_world_size() - 1:  # of one rank's share alone
+        local_shard(parameter.data).view(-1)[-1:] = -torch.inf
+    calls = [
+        lambda: trainer.save(0, name="infinite"),
+        lambda: trainer.export_adapter(target / "adapter"),
+        lambda: trainer.export_hf(target / "whole"),
+    ]
+    return [error_of(call) for call in calls]
+
+
+def test_weights_that_are_not_finite_leave_by_no_name_and_no_export(
+    folder: Path, ranks: RankPool, tmp_path: Path
+) -> None:
+    config = adapter_settings(folder, run={"dir": str(tmp_path / "run")}, mesh={"dp": 2})
+    for found in ranks.run(2, saved_with_infinity, config, tmp_path):
+        assert [(type(error), error.field) for error in found] == [(CheckpointError, "weights")] * 3, found
+    assert not [*tmp_path.glob("run/**/step_*"), *tmp_path.glob("adapter*"), *tmp_path.glob("whole*")]
 
 
 def without_adapters(rank: int, config: RunConfig) -> list[Any]:
