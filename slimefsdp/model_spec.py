@@ -159,8 +159,8 @@ class ModelSpec:
         """Sizes of the adapters of `lora.targets`, by the names that most decoders give their matrices.
 
         Args:
-            targets: `attention`, `mlp`, `experts`, `head`, or shell-style patterns of names; what they match in other
-                architectures alone is not counted. Projections that an architecture fuses are counted as if they were
+            targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; what they
+                match in other architectures alone is not counted. Projections that an architecture fuses are counted as if they were
                 apart. Those of experts, which are added to the weights, and of the head, which is computed in chunks,
                 keep nothing for a token.
         """
@@ -168,7 +168,7 @@ class ModelSpec:
         matrices.pop("mlp.gate", None)  # a router has none
         parameters = inputs = inner = outputs = summed = largest_sum = 0
         for layer in range(self.layers):
-            chosen = {name: one for name, one in matrices.items() if _is_target(layer, name, targets)}
+            chosen = {name: one for name, one in matrices.items() if _is_target(layer, name, one, targets)}
             parameters += sum(rank * one.count * (one.features_in + one.features_out) for one in chosen.values())
             met = [one for one in chosen.values() if one.count == 1]
             stacks = [one for one in chosen.values() if one.count > 1]
@@ -248,12 +248,14 @@ class ModelSpec:
         )
 
 
-def _is_target(layer: int, name: str, targets: Sequence[str]) -> bool:
+def _is_target(layer: int, name: str, matrix: _Matrix, targets: Sequence[str]) -> bool:
     names = [f"model.layers.{layer}.{one}" for one in (name, _FUSED_NAMES.get(name, name))]
     part = "mlp.experts." if name.startswith("mlp.experts.") else name.partition(".")[0] + "."
     return any(
         part == _PARTS_OF_LAYERS[target]
         if target in _PARTS_OF_LAYERS
+        else matrix.count == 1
+        if target == "all-linear"
         else any(fnmatchcase(one, target) for one in names)
         for target in targets
     )

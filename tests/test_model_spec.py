@@ -135,3 +135,5 @@ def test_fused_projections_are_counted_as_if_they_were_apart_under_either_name()
     assert mixture.adapters(2, ["experts"]).parameters == 3 * 4 * 2 * (8 + 32 + 16 + 8)
     assert mixture.adapters(2, ["mlp"]).parameters == 0
     assert SMALL.adapters(2, ["*.q_projj"]).parameters == 0
+    assert SMALL.adapters(2, ["all-linear"]) == SMALL.adapters(2, ["attention", "mlp"])
+    assert mixture.adapters(2, ["all-linear"]) == mixture.adapters(2, ["attention"])

@@ -17,6 +17,7 @@ from actors.cluster.connect import (
     has_nvidia_driver,
 )
 from actors.model_folders import with_model_folders
+from actors.model_trial import try_models
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.environment_trial import try_environment
@@ -275,7 +276,7 @@ def check_models(config: RunConfig) -> None:
 
     Raises:
         ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh, or attention.kernel
-            not compute it.
+            not compute it; or a setting names parts that a model does not have. ResourceError: as `try_models`.
     """
     for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
         with_weights = field != "model.path" or config.model.init == "folder"
@@ -289,6 +290,7 @@ def check_models(config: RunConfig) -> None:
         if field == "model.path" and folder.has_weights and config.lora.path is not None:
             shapes = {name: entry.shape for name, entry in folder.tensors.items()}
             read_peft_folder(config.lora.path).check_base(shapes, folder.path)
+    try_models(config)
 
 
 def check_functions(config: RunConfig) -> None:

@@ -84,13 +84,16 @@ def encode_records(
         template_kwargs: as `encode_prompt`.
 
     Raises:
-        ConfigError: a prompt cannot be encoded, named by its place in the file. ModelError: the tokenizer.
+        ConfigError: a prompt cannot be encoded, named by its place in the file. ModelError: the tokenizer, or without
+            answers generation_config.json.
     """
     tokenizer = load_tokenizer(model_path)
     if with_answers and tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer in {model_path} has no end token", field="model.path", hint="set its eos_token"
         )
+    if not with_answers:  # engines will ask for the tokens that end a response
+        end_token_ids(model_path, tokenizer.eos_token_id)
     encoded = []
     for record in records:
         try:

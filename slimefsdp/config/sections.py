@@ -110,11 +110,18 @@ def _name_patterns(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+_TARGET_WORDS = ("attention", "mlp", "experts", "head", "lm_head", "all-linear")
+_BARE_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
 def _target_patterns(value: Any) -> tuple[str, ...]:
+    """The targets as words and patterns; a module's own name, such as `q_proj`, is that of any layer, as for peft."""
+    value = [value] if value == "all-linear" else value  # peft writes this word without a list
     is_list = isinstance(value, list | tuple) and len(value) > 0
     if not is_list or not all(isinstance(item, str) and item.strip() for item in value):
-        raise broken_rule("must be a list of words or name patterns", "write it like [attention, '*.down_proj']")
-    return tuple(value)
+        raise broken_rule("must be a list of words or name patterns", "write it like [attention, down_proj]")
+    is_bare = [item not in _TARGET_WORDS and _BARE_NAME.fullmatch(item) is not None for item in value]
+    return tuple(f"*.{item}" if bare else item for item, bare in zip(value, is_bare, strict=True))
 
 
 def _update_numbers(value: Any) -> tuple[int, ...]:
@@ -323,9 +330,9 @@ class LoraSettings(Settings):
     alpha: float = Field(32.0, gt=0, le=LARGEST, description="a module computes W x + (alpha / rank) B A x")
     targets: Annotated[tuple[str, ...], BeforeValidator(_target_patterns)] = Field(
         ("attention", "mlp"),
-        description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, or patterns like "
-        "`*.q_proj` of module names; `experts`: the stacks of experts, `*.experts.down_proj` some of them; `head`: the "
-        "LM head, where no embedding is tied to it",
+        description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, `all-linear` for both, "
+        "names like `q_proj`, or patterns like `*.layers.0.*.q_proj`; `experts`: the stacks of experts, "
+        "`*.experts.down_proj` some of them; `head` or `lm_head`: the LM head, where no embedding is tied to it",
     )
     sync: Literal["merged", "adapters"] = Field(
         "merged",

@@ -198,7 +198,7 @@ class RunConfig(AlgorithmSettings):
                 "optim.name=muon updates matrices of the decoder layers, and lora.targets=['head'] has adapters on "
                 "none; set optim.name=adamw, or add others to lora.targets"
             )
-        if adamw_lr is not None and set(targets) <= {"attention", "mlp", "experts"}:
+        if adamw_lr is not None and set(targets) <= {"attention", "mlp", "all-linear", "experts"}:
             raise ValueError(
                 f"optim.adamw_lr={adamw_lr} is for what AdamW updates beside Muon, and adapters of "
                 f"lora.targets={list(targets)} are matrices of the decoder layers, which Muon updates; remove it"

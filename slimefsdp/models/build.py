@@ -82,12 +82,7 @@ def load_model(
             built[0].attention = attention_for(built[0].attention_shape())
         if random_seed is None:
             check_tensor_names(built[0], folder)
-        built[0].freeze(frozen)
-        if lora is not None:
-            if adapters is None:
-                add_adapters(built[0], lora, base_dtype=how.compute_dtype)
-            else:
-                add_adapters_of(adapters, built[0], lora, base=folder.path, base_dtype=how.compute_dtype)
+        choose_what_trains(built[0], folder, frozen, lora, adapters, base_dtype=how.compute_dtype)
 
     run_together(build, mesh.group)
     (model,) = built
@@ -107,6 +102,29 @@ def load_model(
 
 
 load_policy = partial(load_model, PolicyModel)
+
+
+def choose_what_trains(
+    model: DecoderModel,
+    folder: ModelFolder,
+    frozen: Sequence[str],
+    lora: Lora | None,
+    adapters: PeftFolder | None,
+    *,
+    base_dtype: torch.dtype,
+) -> None:
+    """Freezes what `frozen` names and puts adapters beside the targets of `lora`; before sharding, as `load_model`.
+
+    Raises:
+        ConfigError, ModelError: as `DecoderModel.freeze`, `add_adapters` and `add_adapters_of`.
+    """
+    model.freeze(frozen)
+    if lora is None:
+        return
+    if adapters is None:
+        add_adapters(model, lora, base_dtype=base_dtype)
+    else:
+        add_adapters_of(adapters, model, lora, base=folder.path, base_dtype=base_dtype)
 
 
 def build_model(kind: type[AnyModel], folder: ModelFolder, master_dtype: torch.dtype) -> AnyModel:

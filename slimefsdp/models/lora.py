@@ -41,7 +41,7 @@ class Lora:
 
     rank: int
     alpha: float
-    targets: Sequence[str]  # words of `_PARTS`, `experts`, `head`, or patterns of names
+    targets: Sequence[str]  # words of `_PARTS`, `all-linear`, `experts`, `head`, or patterns of names
     seed: int
 
 
@@ -201,11 +201,14 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
         if target in _PARTS:
             parts = tuple(f"{layer}.{part}." for layer in layers for part in _PARTS[target])
             matched = [name for name, module in owners.items() if name.startswith(parts) and _is_meant(module, stacks)]
+        elif target == "all-linear":  # peft's word: every linear module of the layers, neither experts nor the head
+            within = tuple(f"{layer}." for layer in layers)
+            matched = [name for name, module in owners.items() if name.startswith(within) and type(module) is nn.Linear]
         elif target == "experts":
             matched = list(stacks)
         elif target in _HEADS and model.trained_beside_adapters:
             continue  # a critic's head is trained whole
-        elif target == "head":
+        elif target in _HEADS:
             matched = [name for name, module in owners.items() if module is head]
         else:
             matched = [name for name in (*owners, *stacks) if fnmatchcase(name, target)]
@@ -216,7 +219,7 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
                 field="lora.targets",
                 hint="this model's MLPs are experts, which the word experts chooses"
                 if target == "mlp" and stacks
-                else "use attention, mlp, experts, head or patterns of names, of which the nearest are "
+                else "use attention, mlp, all-linear, experts, head or patterns of names, of which the nearest are "
                 + ", ".join(near),
             )
         for name in matched:

@@ -1550,3 +1550,17 @@ def test_what_a_folder_says_of_adapters_is_looked_at_as_what_settings_say(rank, 
     assert config.with_adapters(8, 16.0, ["model.layers.0.self_attn.q_proj"]).lora.rank == 8
     error = refusal(config.with_adapters, rank, 16.0, [target])
     assert error.field == "lora.sync" and names(error.message, rank if rank > 512 else target)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("[q_proj, mlp, lm_head, '*.0.*.o_proj']", ("*.q_proj", "mlp", "lm_head", "*.0.*.o_proj")),
+        ("all-linear", ("all-linear",)),
+    ],
+)
+def test_targets_of_adapters_are_taken_as_peft_names_them(tmp_path: Path, written: str, read: tuple[str, ...]) -> None:
+    (tmp_path / "c.yaml").write_text("{model: {path: m}, optim: {total_updates: 1}, lora: {rank: 4}}")
+    config = load_config(tmp_path / "c.yaml", [f"lora.targets={written}"])
+    assert config.lora.targets == read
+    assert config_from_dict(config.model_dump(mode="json", exclude_unset=True)).lora.targets == read

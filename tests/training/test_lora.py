@@ -51,10 +51,10 @@ LAYERS, WITH_HEAD = ["attention", "mlp"], ["attention", "mlp", "head"]
 # kind, changes, our targets, peft's
 MODELS: dict[str, tuple[str, dict[str, Any], list[str], Any]] = {
     "qwen3": ("qwen3", {}, LAYERS, ALL),
-    "tied llama": ("llama", {"tie_word_embeddings": True}, LAYERS, ALL),
+    "tied llama": ("llama", {"tie_word_embeddings": True}, ["all-linear"], ALL),
     "phi3": ("phi3", {}, LAYERS, ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]),
-    "qwen3 with its head": ("qwen3", {}, WITH_HEAD, [*ALL, "lm_head"]),
-    "qwen3_moe": ("qwen3_moe", {}, ["attention", "experts"], {**EXPERTS, "target_modules": ALL[:4]}),
+    "qwen3 with its head": ("qwen3", {}, [*ALL, "lm_head"], [*ALL, "lm_head"]),
+    "qwen3_moe": ("qwen3_moe", {}, ["all-linear", "experts"], {**EXPERTS, "target_modules": ALL[:4]}),
     "mixtral": ("mixtral", {"intermediate_size": 24}, ["experts"], EXPERTS),
     "gpt_oss": ("gpt_oss", {"intermediate_size": 24}, ["attention", "experts"], {**EXPERTS, "target_modules": ALL[:4]}),
 }
