@@ -6,6 +6,7 @@ commit, and there a resumed run looks which commit it began with.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,72 @@ from actors.startup import is_reporting, stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.loader import read_yaml_mapping
 from slimefsdp.errors import ConfigError, ModelError, byte_text
-from slimefsdp.io.hub import HubId, bytes_there, snapshot
+from slimefsdp.io.hub import HubId, bytes_there, is_out_of_reach, snapshot
+from slimefsdp.models.hf_folder import lacks_weights
+from slimefsdp.models.named_shapes import made_by, shape_of
 from slimefsdp.models.peft_folder import read_peft_folder
+
+DOWNLOADED = "downloaded from the Hugging Face hub when the run starts"
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere:
+    """Something that settings name and this machine does not have yet, although the settings are fine.
+
+    Args:
+        name: as the settings write it.
+        comes: how it gets here.
+    """
+
+    field: str
+    name: str
+    comes: str
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.name}: {self.comes}"
+
+
+def models_to_look_at(config: RunConfig, *, with_weights: bool = True) -> tuple[RunConfig, list[NotHere]]:
+    """As `with_model_folders`, for who only looks: no weights are downloaded, and models need not be here.
+
+    A model that is not here is replaced by a folder with its config.json, from the hub or from
+    `slimefsdp.models.named_shapes`, and listed where its weights were needed.
+
+    Raises:
+        As `with_model_folders`; ModelError too where nothing is known of a model that is not here.
+    """
+    folders: dict[str, Path] = {}
+    absent: list[NotHere] = []
+    for field, path in config.model_paths.items():
+        shape, command = shape_of(path), made_by(path)
+        if shape is not None and command is not None:
+            folders[field] = shape
+            absent.append(NotHere(field, str(path), f"`{command}` makes it"))
+        elif field != "lora.path" and (hub_id := HubId.of(path)) is not None:
+            asked = _begun_with(config).get(hub_id.name, hub_id) if hub_id.revision is None else hub_id
+            found = _folder_to_look_at(asked, field, shape)
+            if not with_weights or (field == "model.path" and config.model.init == "random"):
+                folders[field] = found
+            elif lacks_weights(found):
+                folders[field] = found
+                absent.append(NotHere(field, str(path), DOWNLOADED))
+    return with_model_folders(config.with_model_paths(folders), with_weights=with_weights), absent
+
+
+def _folder_to_look_at(hub_id: HubId, field: str, shape: Path | None) -> Path:
+    """Of a model on the hub, without weights that are not in the user's cache; its shape where the hub is out of reach.
+
+    Raises:
+        ModelError: as `slimefsdp.io.hub.snapshot`, and nothing is known of the model.
+    """
+    with stage(f"fetching config.json of {hub_id} from the Hugging Face hub", is_short=True):
+        try:
+            shows_bars = not is_reporting()
+            return snapshot(hub_id, "model", field=field, error=ModelError, with_weights=False, shows_bars=shows_bars)
+        except ModelError as error:
+            if shape is None or not is_out_of_reach(error):
+                raise
+            return shape
 
 
 def with_model_folders(config: RunConfig, *, with_weights: bool = True) -> RunConfig:

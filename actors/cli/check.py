@@ -13,12 +13,18 @@ from dataclasses import asdict
 from typing import Any
 
 from actors.cli.environment import Environment, Package, look_around
-from actors.cli.preflight import check_before_launch, check_functions, check_installed, check_models
+from actors.cli.preflight import (
+    absent_from_machine,
+    check_before_launch,
+    check_functions,
+    check_installed,
+    check_models,
+)
 from actors.cluster.connect import check_machine
-from actors.model_folders import with_model_folders
+from actors.model_folders import NotHere, models_to_look_at
 from actors.rollout.filters import FILTERS
-from actors.rollout.record_sets import RecordSet, record_sets
-from actors.rollout.rewards import exact_match, sorted_digits
+from actors.rollout.record_sets import RecordSet
+from actors.rollout.rewards import exact_match, final_number, sorted_digits
 from actors.startup import reporting
 from slimefsdp.algorithms.registry import CORRECTIONS, ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, REDUCTIONS
 from slimefsdp.config import RunConfig, load_config
@@ -38,7 +44,7 @@ REGISTRY: _Choices = {
     "rollout.filter": FILTERS,
     "rollout.reward": {
         f"{function.__module__}:{function.__name__}": str(inspect.getdoc(function)).partition("\n")[0]
-        for function in (exact_match, sorted_digits)
+        for function in (exact_match, final_number, sorted_digits)
     },
 }
 """All that can be named in the settings without writing code."""
@@ -66,18 +72,20 @@ def check_command(options: argparse.Namespace) -> int:
     chosen: _Choices = {}
     refusal: str | None = None
     sets: list[RecordSet] = []
+    absent: list[NotHere] = []
     if config is not None:
         chosen = chosen_functions(config)
         if config.data.train is not None:
             with reporting():
-                config, prompts = check_before_launch(config, takes_folder=False)
-            sets = record_sets(config.data, prompts.heldout, prompts.train)
+                checked = check_before_launch(config, only_looks=True)
+            sets, absent = checked.sets, checked.absent
         else:
-            refusal = _refusal_of_train(config)
+            refusal, absent = _refusal_of_train(config), absent_from_machine(config)
             with reporting():
-                config = with_model_folders(config)
-            check_models(config)
-            check_installed(config)
+                config, models = models_to_look_at(config)
+            absent += models
+            check_models(config, absent)
+            check_installed(config, absent)
             check_machine(config)
     found = look_around()
     if options.json:
@@ -85,6 +93,7 @@ def check_command(options: argparse.Namespace) -> int:
         record: dict[str, Any] = {"environment": {**asdict(found), "packages": packages}, "registry": REGISTRY}
         if config is not None:
             record |= {"chosen": chosen, "train": refusal, "data": [_json_of(one) for one in sets]}
+            record |= {"not_here": [asdict(one) for one in absent]}
         print(json.dumps(record, indent=1))
     else:
         print("\n".join([*_environment_lines(found), *_registry_lines(chosen), *_data_lines(sets)]))
@@ -93,8 +102,10 @@ def check_command(options: argparse.Namespace) -> int:
             "; ".join(found.problems), field="environment", hint="install what is missing: see README.md, Install"
         )
     if config is not None and not options.json:
+        print("\n".join(["", *(f"not here  {one}" for one in absent)]))
         print(
-            "\nthese settings are fine"
+            "these settings are fine"
+            + (" once that is here" if absent else "")
             + ("" if refusal is None else f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}")
         )
     return 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 
+from actors.cli.preflight import Checked
 from actors.cluster.connect import check_machine, has_nvidia_driver, processes_needed
 from actors.rollout.record_sets import RecordSet
 from actors.run_dir import RunFolder
@@ -21,20 +21,20 @@ from slimefsdp.perf_model.step_time import bytes_beside
 from slimefsdp.rpc import Role
 
 
-def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
+def start_lines(checked: Checked) -> list[str]:
     """What `slimefsdp train` would start with settings that it takes. Reads config.json of the models, writes nothing.
-
-    Args:
-        sets: of the records that were read.
 
     With mesh.dp=auto on a CPU it is what the cores of this machine make of it.
 
     Raises:
         ResourceError: that is more than cluster.max_ranks_per_core allows.
     """
-    steps = config.run.steps
+    config, steps = checked.config, checked.config.run.steps
     assert steps is not None
-    on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_nvidia_driver())
+    # with mesh.device=auto a cluster's GPUs are taken, which nobody here can count
+    has_gpus = config.cluster.address is not None or has_nvidia_driver()
+    on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_gpus)
+    written = {one.field: one.name for one in checked.absent}
     if config.mesh.dp == "auto" and on_cpu and config.cluster.address is None:
         copies = config.mesh.dp_replicate * config.mesh.cp
         config = config.with_ranks(max(1, (os.cpu_count() or 1) // copies) * copies)
@@ -46,8 +46,10 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     lines = [
         f"run       {config.algorithm} into {config.run.dir}, "
         + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
-        f"model     {model_spec.parameters:,} parameters in {config.model.path}" + _adapters(config, model_spec),
-        *(f"{'data' if one.field == 'data.train' else _held_out(one):<9} {one}" for one in sets),
+        f"model     {model_spec.parameters:,} parameters in "
+        + written.get("model.path", str(config.model.path))
+        + _adapters(config, model_spec),
+        *(f"{'data' if one.field == 'data.train' else _held_out(one):<9} {one}" for one in checked.sets),
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
         f"updates   {per_step} a step of {config.samples_per_step:,} samples{_last_update(config)}, "
@@ -65,7 +67,7 @@ def start_lines(config: RunConfig, sets: Sequence[RecordSet]) -> list[str]:
     interval = config.checkpoint.interval_steps
     saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
     lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
-    return lines
+    return [*lines, *(f"not here  {one}" for one in checked.absent)]
 
 
 def _adapters(config: RunConfig, model_spec: ModelSpec) -> str:

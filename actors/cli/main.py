@@ -43,7 +43,6 @@ from actors.cli.torchrun import is_rank_of_torchrun, train_as_rank
 from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
 from actors.cluster.ray_log import RAY_LOG
 from actors.model_folders import with_model_folders
-from actors.rollout.record_sets import record_sets
 from actors.signals import Interrupts
 from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig, load_config
@@ -226,15 +225,16 @@ def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
     if options.dry_run:
         with reporting():
-            config, prompts = check_before_launch(config, takes_folder=False)
-        sets = record_sets(config.data, prompts.heldout, prompts.train)
-        print("\n".join([*start_lines(config, sets), "these settings are fine: `slimefsdp train` would start"]))
+            checked = check_before_launch(config, only_looks=True)
+        verdict = "once that is here" if checked.absent else "now"
+        print("\n".join([*start_lines(checked), f"these settings are fine: `slimefsdp train` would start {verdict}"]))
         return 0
     if is_rank_of_torchrun():
         return train_as_rank(config)
     with ExitStack() as stack:
         stack.enter_context(reporting())
-        config, prompts = check_before_launch(config)
+        checked = check_before_launch(config)
+        config, prompts = checked.config, checked.prompts
         interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
         _start_ray(config)
         try:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.cli.plan_table import longest_context_table, plan_table
-from actors.model_folders import with_model_folders
+from actors.model_folders import models_to_look_at
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
 from slimefsdp.batching.hardware import (
     DEVICES,
@@ -96,7 +96,7 @@ def plan_command(options: argparse.Namespace) -> int:
         ConfigError: the settings, --lengths, --ranks or a rate. ModelError: a model's folder. BatchError: a sample does
             not fit. ResourceError: nothing fits the memory of the device that was named.
     """
-    config = with_model_folders(load_config(options.config, options.overrides), with_weights=False)
+    config, _ = models_to_look_at(load_config(options.config, options.overrides), with_weights=False)
     config = _with_ranks(config, options.ranks)
     _check_size(config, "mesh.dp" if options.ranks is None else "--ranks")
     folder = read_model_folder(config.model.path, with_weights=False)
@@ -234,7 +234,7 @@ def _check_size(config: RunConfig, ranks_field: str) -> None:
 
 def _guessed_lengths(config: RunConfig) -> str:
     """Half of what a response may have on average; without responses an eighth of what a rank may hold."""
-    if config.algorithm == "grpo":
+    if config.algorithm != "sft":
         mean, longest = config.rollout.max_new_tokens / 2, 2 * config.rollout.max_new_tokens
     else:
         mean, longest = config.batch.max_tokens_per_rank / 8, config.max_pack_tokens

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,14 +17,20 @@ from actors.cluster.connect import (
     gpus_of_engines,
     has_nvidia_driver,
 )
-from actors.model_folders import with_model_folders
+from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.model_trial import try_models
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.environment_trial import try_environment
 from actors.rollout.filters import load_filter
-from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
-from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
+from actors.rollout.prompt_files import (
+    Prompts,
+    data_to_look_at,
+    read_prompts,
+    with_data_commits,
+    without_overlong,
+)
+from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
 from actors.rollout.server_launch import is_on_cpu
@@ -39,6 +46,7 @@ from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
+from slimefsdp.models.named_shapes import is_shape, made_by
 from slimefsdp.models.peft_folder import read_peft_folder
 from slimefsdp.preparation import advantages
 from slimefsdp.rpc import ROLES
@@ -57,16 +65,28 @@ _SYSTEM_FOLDERS = frozenset(
 )
 
 
-def check_before_launch(
-    config: RunConfig, *, takes_folder: bool = True, has_ranks: bool = False
-) -> tuple[RunConfig, Prompts]:
-    """All that can be known to fail without starting anything.
-
-    Returns the settings, with folders of this machine for models of the hub and commits for data sets, and the records
-    that are short enough.
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Settings with which a run can start, with folders of this machine for models of the hub and commits for data.
 
     Args:
-        takes_folder: lock run.dir, which makes it; False: only look whether it could be taken. Nothing is written.
+        prompts: the records that are short enough; none where data is absent.
+        sets: of these records.
+        absent: what a run needs that is not on this machine yet; nothing where a run starts.
+    """
+
+    config: RunConfig
+    prompts: Prompts
+    sets: list[RecordSet]
+    absent: list[NotHere]
+
+
+def check_before_launch(config: RunConfig, *, only_looks: bool = False, has_ranks: bool = False) -> Checked:
+    """All that can be known to fail without starting anything.
+
+    Args:
+        only_looks: run.dir is not locked, weights are not downloaded, nothing is written; and what is not on this
+            machine yet, but will be by the time of a start, is listed. Otherwise its absence is an error.
         has_ranks: they are running already, on whatever machines; False: this machine, or a cluster, is to start them.
 
     Raises:
@@ -74,28 +94,58 @@ def check_before_launch(
     """
     with stage("checking settings and data", is_short=True):
         check_ready_to_train(config)
-        check_installed(config)
-        for field, named in config.data.sources.items():
-            require_reader(DataSource.of(named), field)
-        config = with_data_commits(with_model_folders(config))
-        prompts = _checked_but_lengths(config, takes_folder=takes_folder, has_ranks=has_ranks)
-    prompts = without_overlong(config, prompts)  # last: it takes seconds
-    config = config.with_steps_of(len(prompts.demonstrations))
-    try_environment(config, prompts)
-    warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
-    if not takes_folder:
+        absent = absent_from_machine(config) if only_looks else []
+        check_installed(config, absent)
+        if only_looks:
+            config, models = models_to_look_at(config)
+            config, data = data_to_look_at(config)
+            absent += models + data
+        else:
+            for field, named in config.data.sources.items():
+                require_reader(DataSource.of(named), field)
+            config = with_data_commits(with_model_folders(config))
+        prompts = _checked_but_lengths(config, absent, takes_folder=not only_looks, has_ranks=has_ranks)
+    sets: list[RecordSet] = []
+    if not _is_absent(absent, "data."):
+        if not is_shape(config.model.path):  # which has no tokenizer
+            prompts = without_overlong(config, prompts)  # last: it takes seconds
+            config = config.with_steps_of(len(prompts.demonstrations))
+            try_environment(config, prompts)
+        sets = record_sets(config.data, prompts.heldout, prompts.train)
+        warn_of_shared_prompts(sets)
+    if only_looks:
         _check_leftovers(config)  # who only looks is told of everything else that is wrong first
-    return config, prompts
+    return Checked(config, prompts, sets, absent)
 
 
-def _checked_but_lengths(config: RunConfig, *, takes_folder: bool, has_ranks: bool) -> Prompts:
-    check_models(config)
-    check_tokenizer(config.model.path)
-    prompts = read_prompts(config)
+def _is_absent(absent: Iterable[NotHere], field: str) -> bool:
+    """Whether a setting, or with a dot in the end one of a section, names something that is not here yet."""
+    return any(one.field == field or (field.endswith(".") and one.field.startswith(field)) for one in absent)
+
+
+def absent_from_machine(config: RunConfig) -> list[NotHere]:
+    """GPUs and environments of engines that settings name and this machine does not have, though another one may."""
+    absent = []
+    if config.mesh.device == "cuda" and config.cluster.address is None and not has_nvidia_driver():
+        where = "for a machine with NVIDIA GPUs; this one has no driver of theirs"
+        absent.append(NotHere("mesh.device", "cuda", where))
+    python = config.rollout.engine_python
+    if python is not None and (command := made_by(python)) is not None:
+        absent.append(NotHere("rollout.engine_python", str(python), f"`{command}` makes it"))
+    return absent
+
+
+def _checked_but_lengths(
+    config: RunConfig, absent: Sequence[NotHere], *, takes_folder: bool, has_ranks: bool
+) -> Prompts:
+    check_models(config, absent)
+    if not is_shape(config.model.path):
+        check_tokenizer(config.model.path)
+    prompts = Prompts([], {}) if _is_absent(absent, "data.") else read_prompts(config)
     if config.batch.cost_model is not None:
         read_calibration(config.batch.cost_model, field="batch.cost_model")
     check_functions(config)
-    check_servers(config)
+    check_servers(config, absent)
     if not has_ranks:
         check_machine(config)
         check_gpus(config, engines=gpus_of_engines(config))
@@ -106,9 +156,12 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool, has_ranks: bo
     return prompts
 
 
-def check_installed(config: RunConfig) -> None:
+def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     """Whether the packages, the compiler and the device that settings ask for are here; another cluster's nodes have
     their own.
+
+    Args:
+        absent: where mesh.device is among them, the machine is another one, too.
 
     Raises:
         ConfigError: naming the setting.
@@ -121,7 +174,7 @@ def check_installed(config: RunConfig) -> None:
         )
     asked = _attention_packages(config)
     _check_attention_device(asked, config, on_cuda=config.mesh.device != "cpu")  # wherever ranks are
-    if config.cluster.address is not None:
+    if config.cluster.address is not None or _is_absent(absent, "mesh.device"):
         return
     has_gpu = has_nvidia_driver()
     if config.mesh.device == "cuda" and not has_gpu:
@@ -271,8 +324,11 @@ def _unusable(error: OSError) -> ConfigError:
     )
 
 
-def check_models(config: RunConfig) -> None:
+def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     """Whether the model folders of all roles can be loaded, adapters be of the policy, and attention be shared.
+
+    Args:
+        absent: models whose weights are not looked at.
 
     Raises:
         ModelError: a folder. ConfigError: attention.strategy cannot serve the model on this mesh, or attention.kernel
@@ -280,6 +336,7 @@ def check_models(config: RunConfig) -> None:
     """
     for path, field in dict.fromkeys(config.folder_of(role) for role in ROLES):
         with_weights = field != "model.path" or config.model.init == "folder"
+        with_weights = with_weights and not _is_absent(absent, field)
         folder = read_model_folder(path, field=field, with_weights=with_weights)
         check_architecture(folder, field=field)
         shape = AttentionShape.of_model_spec(ModelSpec.from_config(folder.config))
@@ -313,14 +370,19 @@ def check_functions(config: RunConfig) -> None:
         engine_class(config)
 
 
-def check_servers(config: RunConfig) -> None:
+def check_servers(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
     """Whether engines' servers could be started, or are there; on another cluster its nodes alone could tell.
+
+    Args:
+        absent: where rollout.engine_python is among them, it is not looked at.
 
     Raises:
         ConfigError: an interpreter cannot be used, or nobody answers at a URL.
     """
     engine, python = config.rollout.engine, config.rollout.engine_python
     hint = "name the python of the engine's environment; scripts/setup_vllm.sh makes one for vLLM on CPU"
+    if _is_absent(absent, "rollout.engine_python"):
+        return
     if python is not None and not (python.is_file() and os.access(python, os.X_OK)):
         raise ConfigError(f"rollout.engine_python={python} is no program", field="rollout.engine_python", hint=hint)
     if config.cluster.address is not None:

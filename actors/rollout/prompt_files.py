@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
-from actors.model_folders import recorded_settings
+from actors.model_folders import DOWNLOADED, NotHere, recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
 from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of, read_demonstrations
 from actors.rollout.environment import TOOL_USE
@@ -21,8 +22,9 @@ from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import heldout_field
 from slimefsdp.errors import ConfigError
-from slimefsdp.io.hub import HubId
+from slimefsdp.io.hub import HubId, is_out_of_reach
 from slimefsdp.models.hf_folder import read_model_folder
+from slimefsdp.models.named_shapes import made_by
 from slimefsdp.rpc import ROLES
 
 
@@ -70,6 +72,31 @@ def with_data_commits(config: RunConfig) -> RunConfig:
         commit = HubId(asked.name, fetched(asked, name).name)
         found[name] = Path(str(replace(source, hub_id=commit)))
     return config.model_copy(update={"data": config.data.with_sources(found)}) if found else config
+
+
+def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
+    """As `with_data_commits`, for who only looks: sources of records that are not here yet are listed, and left as
+    they are.
+
+    Raises:
+        As `with_data_commits`, but for a hub that is out of reach.
+    """
+    absent: list[NotHere] = []
+    for field, written in config.data.sources.items():
+        source = DataSource.of(written)
+        if source.is_table and find_spec("datasets") is None:
+            needs = "read by the package datasets, which is not installed; the `data` extra brings it"
+            absent.append(NotHere(field, str(written), needs))
+        elif source.hub_id is not None:
+            try:
+                fetched(source.hub_id, field)
+            except ConfigError as error:
+                if not is_out_of_reach(error):
+                    raise
+                absent.append(NotHere(field, str(written), DOWNLOADED))
+        elif (command := made_by(written)) is not None:
+            absent.append(NotHere(field, str(written), f"`{command}` makes it"))
+    return (config, absent) if absent else (with_data_commits(config), absent)
 
 
 def _recorded_sources(config: RunConfig) -> dict[str, str]:

@@ -19,6 +19,7 @@ from actors.rollout.data_sets import DataSource, Row, read_rows
 from slimefsdp.config.rollout import template_columns
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
 from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
+from slimefsdp.models.named_shapes import made_by
 
 if TYPE_CHECKING:
     from slimefsdp.config.rollout import DataSettings
@@ -118,7 +119,9 @@ def _lines_of(path: Path, field: str) -> Iterator[Row]:
                 if line.strip():
                     yield _parsed(line, place, field), place
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} does not exist", field=field, hint="name what is there, or a data set") from error
+        command = made_by(path)
+        hint = f"make it first: `{command}`" if command else "name what is there, or a data set"
+        raise ConfigError(f"{path} does not exist", field=field, hint=hint) from error
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, a NUL in the path
         raise ConfigError(f"{path}: {error}", field=field, hint="name a readable UTF-8 JSONL file") from error
 

@@ -1,4 +1,4 @@
-"""Rewards: the contract of a reward function, how one is found by name, and two that come with the project.
+"""Rewards: the contract of a reward function, how one is found by name, and three that come with the project.
 
 A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async. `record` is the
 prompt's JSONL object; `response` is the sampled text decoded with `skip_special_tokens=True` and stripped, so that end
@@ -16,11 +16,13 @@ import functools
 import inspect
 import math
 import random
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Protocol
 
 from actors.rollout.prompts import place_of
@@ -36,8 +38,9 @@ Outcome = Scores | SlimeError  # what a reward function returned, or why it did 
 MOST = 3e38  # what a batch holds, in float32
 MAX_NAME = 200  # characters of what is logged under its name
 # those of this file that compare with a record's `answer`, which is looked for before a start
-READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "sorted_digits"))
+READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
 _CORRECT = "correct the function"
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy or starting
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is made again
 
@@ -330,6 +333,29 @@ def exact_match(record: Mapping[str, Any], response: str, finished: bool) -> Sco
     """
     answer = _answer(record)  # of an unfinished response, too: a record without one is a mistake
     return {"reward": float(finished and response.strip() == answer)}
+
+
+def final_number(record: Mapping[str, Any], response: str, finished: bool) -> Scores:
+    """Reward 1 for a finished response whose last number is that of the record's `answer`, else 0.
+
+    For answers such as `42`, `1,234.5` or a worked solution that ends with `#### 42`, as those of GSM8K.
+
+    Raises:
+        BatchError: the record has no `answer`, or one without a number.
+    """
+    wanted = _last_number(_answer(record))
+    if wanted is None:
+        raise BatchError(
+            f"the answer of {place_of(record)} holds no number",
+            field="answer",
+            hint="give each record an answer with a number, or choose another reward function",
+        )
+    return {"reward": float(finished and _last_number(response) == wanted)}
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = _NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def sorted_digits(record: Mapping[str, Any], response: str, finished: bool) -> Scores:

@@ -137,6 +137,13 @@ def _snapshot(hub_id: HubId, kind: Kind, with_weights: bool, shows_bars: bool, f
     return Path(found)
 
 
+def is_out_of_reach(error: SlimeError) -> bool:
+    """Whether an error of `snapshot` says that the hub could not be asked, which may be otherwise when a run starts."""
+    from huggingface_hub import errors
+
+    return isinstance(error.__cause__, errors.LocalEntryNotFoundError)
+
+
 def _cache() -> Path:
     from huggingface_hub import constants
 

@@ -23,6 +23,7 @@ from slimefsdp.io.safetensors_header import (
     short,
 )
 from slimefsdp.io.user_files import read_plain
+from slimefsdp.models.named_shapes import made_by
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -264,9 +265,12 @@ def read_model_folder(path: str | Path, *, field: str = "model.path", with_weigh
 def _read(path: str | Path, with_weights: bool) -> ModelFolder:
     folder = Path(path).expanduser().absolute()
     if not folder.exists():
+        command = made_by(Path(path))
         raise ModelError(
             f"{str(path)!r} does not exist",
-            hint="give an existing folder; settings also take the id of a model on the hub, owner/name, which "
+            hint=f"make it first: `{command}`"
+            if command
+            else "give an existing folder; settings also take the id of a model on the hub, owner/name, which "
             "`hf download ID --local-dir FOLDER` makes a folder of",
         )
     if not folder.is_dir():
@@ -274,6 +278,15 @@ def _read(path: str | Path, with_weights: bool) -> ModelFolder:
     config = _read_config(folder / "config.json")
     tensors = _read_tensors(folder) if with_weights else {}
     return ModelFolder(folder, config, tensors, _extra_files(folder), with_weights)
+
+
+def lacks_weights(folder: Path) -> bool:
+    """Whether a folder, which may be a part of a download, lacks files of weights."""
+    try:
+        _weight_files(folder, _read_index(folder / INDEX_FILE))
+    except ModelError:
+        return True
+    return False
 
 
 def _extra_files(folder: Path) -> tuple[Path, ...]:
