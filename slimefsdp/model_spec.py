@@ -155,14 +155,19 @@ class ModelSpec:
             trained += 0 if is_frozen(*names) else self.embedding_parameters
         return trained + (0 if is_frozen("transformer.wpe") else self.positions * self.hidden)
 
+    @property
+    def highest_rank(self) -> int:
+        """What the rank of adapters beside any matrix of the layers may be."""
+        return min(min(one.features_in, one.features_out) for one in self._layer_matrices().values())
+
     def adapters(self, rank: int, targets: Sequence[str]) -> Adapters:
         """Sizes of the adapters of `lora.targets`, by the names that most decoders give their matrices.
 
         Args:
             targets: `attention`, `mlp`, `all-linear`, `experts`, `head`, or shell-style patterns of names; what they
-                match in other architectures alone is not counted. Projections that an architecture fuses are counted as if they were
-                apart. Those of experts, which are added to the weights, and of the head, which is computed in chunks,
-                keep nothing for a token.
+                match in other architectures alone is not counted. Projections that an architecture fuses are counted as
+                if they were apart. Those of experts, which are added to the weights, and of the head, which is computed
+                in chunks, keep nothing for a token.
         """
         matrices = self._layer_matrices()
         matrices.pop("mlp.gate", None)  # a router has none

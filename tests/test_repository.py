@@ -241,7 +241,8 @@ def test_the_wheel_holds_both_packages_whole_and_nothing_else(tmp_path):
         (entry_points,) = (archive.read(name).decode() for name in names if name.endswith("entry_points.txt"))
     assert "slimefsdp = actors.cli.main:main" in entry_points
     assert any(name.endswith("licenses/LICENSE") for name in names)
-    files = [file for package in PACKAGES for kind in ("*.py", "py.typed") for file in (source / package).rglob(kind)]
+    kinds = ("*.py", "py.typed", "config.json")
+    files = [file for package in PACKAGES for kind in kinds for file in (source / package).rglob(kind)]
     assert {name for name in names if ".dist-info/" not in name} == {str(file.relative_to(source)) for file in files}
 
 

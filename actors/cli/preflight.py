@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from actors.cli.model_trial import try_models
 from actors.cluster.connect import (
     check_gpus,
     check_machine,
@@ -18,7 +19,6 @@ from actors.cluster.connect import (
     has_nvidia_driver,
 )
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
-from actors.model_trial import try_models
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.environment_trial import try_environment
@@ -30,6 +30,7 @@ from actors.rollout.prompt_files import (
     with_data_commits,
     without_overlong,
 )
+from actors.rollout.prompts import read_records
 from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
@@ -141,7 +142,13 @@ def _checked_but_lengths(
     check_models(config, absent)
     if not is_shape(config.model.path):
         check_tokenizer(config.model.path)
-    prompts = Prompts([], {}) if _is_absent(absent, "data.") else read_prompts(config)
+    if _is_absent(absent, "data."):
+        prompts = Prompts([], {})
+        for field in config.data.sources:
+            if not _is_absent(absent, field):
+                read_records(config.data, field.removeprefix("data."))
+    else:
+        prompts = read_prompts(config)
     if config.batch.cost_model is not None:
         read_calibration(config.batch.cost_model, field="batch.cost_model")
     check_functions(config)

@@ -82,20 +82,20 @@ def data_to_look_at(config: RunConfig) -> tuple[RunConfig, list[NotHere]]:
         As `with_data_commits`, but for a hub that is out of reach.
     """
     absent: list[NotHere] = []
-    for field, written in config.data.sources.items():
+    for name, written in config.data.sources.items():
         source = DataSource.of(written)
         if source.is_table and find_spec("datasets") is None:
             needs = "read by the package datasets, which is not installed; the `data` extra brings it"
-            absent.append(NotHere(field, str(written), needs))
+            absent.append(NotHere(name, str(written), needs))
         elif source.hub_id is not None:
             try:
-                fetched(source.hub_id, field)
+                fetched(source.hub_id, name)
             except ConfigError as error:
                 if not is_out_of_reach(error):
                     raise
-                absent.append(NotHere(field, str(written), DOWNLOADED))
+                absent.append(NotHere(name, str(written), DOWNLOADED))
         elif (command := made_by(written)) is not None:
-            absent.append(NotHere(field, str(written), f"`{command}` makes it"))
+            absent.append(NotHere(name, str(written), f"`{command}` makes it"))
     return (config, absent) if absent else (with_data_commits(config), absent)
 
 

@@ -330,7 +330,7 @@ class LoraSettings(Settings):
     alpha: float = Field(32.0, gt=0, le=LARGEST, description="a module computes W x + (alpha / rank) B A x")
     targets: Annotated[tuple[str, ...], BeforeValidator(_target_patterns)] = Field(
         ("attention", "mlp"),
-        description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, `all-linear` for both, "
+        description="which `nn.Linear` modules of the decoder layers have one: `attention`, `mlp`, `all-linear`, "
         "names like `q_proj`, or patterns like `*.layers.0.*.q_proj`; `experts`: the stacks of experts, "
         "`*.experts.down_proj` some of them; `head` or `lm_head`: the LM head, where no embedding is tied to it",
     )

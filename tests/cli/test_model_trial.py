@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from actors.cli import main as cli
-from actors.model_trial import build_models
+from actors.cli.model_trial import build_models
 from actors.rollout.tokenizer import encode_records
 from slimefsdp.errors import ConfigError, ModelError
 from tests.support.plain_step import settings

@@ -1,6 +1,6 @@
 """Models are built before anything starts: without weights, in a process of its own, where settings name parts of them.
 
-`python -m actors.model_trial` is that process. It does what every rank does first, and so refuses what ranks would
+`python -m actors.cli.model_trial` is that process. It does what every rank does first, and so refuses what ranks would
 refuse: adapters on modules that are not there or of too high a rank, units of FSDP and frozen parameters by names that
 the model does not have.
 """
@@ -17,24 +17,28 @@ from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.tree import config_from_dict
 from slimefsdp.errors import ConfigError, ModelError, ResourceError, SlimeError
+from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.peft_folder import read_peft_folder
+from slimefsdp.rpc import Role
 
 
 def try_models(config: RunConfig) -> None:
-    """Builds the models that are trained, unless no setting names parts of them. Their folders need config.json alone.
+    """Builds the models that are trained, unless the settings name no part of them, or such as every model has.
+
+    Their folders need config.json alone.
 
     Raises:
         ConfigError, ModelError: as `slimefsdp.models.build.choose_what_trains` and
             `slimefsdp.distributed.fsdp.choose_units`.
         ResourceError: it took longer than cluster.launch_timeout_s, or its process ended.
     """
-    if not (config.lora.are_trained or config.model.frozen or config.fsdp.wrap_layers):
+    if not (config.model.frozen or config.fsdp.wrap_layers or _may_lack_targets(config)):
         return
     timeout_s = config.cluster.launch_timeout_s
     with stage("building the model without its weights", is_short=True):
         try:
-            done = run_beside("actors.model_trial", config.model_dump(mode="json", exclude_unset=True), timeout_s)
+            done = run_beside("actors.cli.model_trial", config.model_dump(mode="json", exclude_unset=True), timeout_s)
         except subprocess.TimeoutExpired:
             raise ResourceError(
                 f"building the model without its weights took more than cluster.launch_timeout_s={timeout_s:g}",
@@ -53,18 +57,34 @@ def try_models(config: RunConfig) -> None:
         raise kind(answer["error"], field=answer["field"], hint=answer["hint"])
 
 
+def _may_lack_targets(config: RunConfig) -> bool:
+    """Whether it takes the model to know that it has all that adapters are asked for."""
+    if not config.lora.are_trained:
+        return False
+    if config.lora.rank is None or config.lora.path is not None:
+        return True
+    path, field = config.folder_of("actor")
+    model_config = read_model_folder(path, field=field, with_weights=False).config
+    spec = ModelSpec.from_config(model_config, field=field)
+    # every decoder has these, but gpt2's are no nn.Linear, and a mixture may have no MLP beside its experts
+    known = {"attention", "all-linear"} | ({"mlp"} if spec.experts == 1 else set())
+    is_known = model_config["model_type"] != "gpt2" and known.issuperset(config.lora.targets)
+    return not is_known or config.lora.rank > spec.highest_rank
+
+
 def build_models(config: RunConfig) -> None:
     """As `try_models`, in this process. Takes no memory for parameters."""
     import torch
 
     from slimefsdp.distributed.fsdp import choose_units
     from slimefsdp.models.build import build_model, choose_what_trains
-    from slimefsdp.models.decoder import PolicyModel, ValueModel
+    from slimefsdp.models.decoder import DecoderModel, PolicyModel, ValueModel
     from slimefsdp.training.build import compute_dtype, lora_of
 
     adapters = None if config.lora.path is None else read_peft_folder(config.lora.path)
-    trained = {"actor": PolicyModel} | ({"critic": ValueModel} if config.algorithm == "ppo" else {})
-    for role, kind in trained.items():
+    trained: list[tuple[Role, type[DecoderModel]]] = [("actor", PolicyModel)]
+    trained += [("critic", ValueModel)] if config.algorithm == "ppo" else []
+    for role, kind in trained:
         path, field = config.folder_of(role)
         folder = read_model_folder(path, field=field, with_weights=False)
         model = build_model(kind, folder, torch.float32)

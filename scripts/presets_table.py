@@ -1,0 +1,71 @@
+"""The figures of the presets for GPUs in configs/README.md: what `slimefsdp plan` says of each, as it stands.
+
+python scripts/presets_table.py           # status 1 where the page says something else
+python scripts/presets_table.py --write   # writes them
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import re
+import sys
+from pathlib import Path
+
+from actors.cli.main import main as slimefsdp
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+PAGE = CONFIGS / "README.md"
+# | [name](name) | what it is | memory | time | run on |
+_ROW = re.compile(r"^(\| \[([\w.]+)\]\(\2\) \| [^|\n]+ \|) [^|\n]+ \| [^|\n]+ (\| [^|\n]+ \|)$", re.MULTILINE)
+
+
+def figures(preset: Path) -> tuple[str, str]:
+    """The memory of a GPU, and the time of the updates of one step.
+
+    Raises:
+        SystemExit: `plan` refuses the preset, or the estimate does not fit the GPU.
+    """
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = slimefsdp(["plan", str(preset), "--json"])
+    if status:
+        raise SystemExit(f"plan refuses {preset}")
+    record = json.loads(printed.getvalue())
+    chosen = record["estimate"]["chosen"]
+    if not chosen["fits"]:
+        raise SystemExit(f"{preset} does not fit")
+    seconds = len(record["updates"]) * chosen["seconds"]["total"]
+    return f"{chosen['memory']['total'] / 1e9:.0f} GB", f"{seconds:.0f} s"
+
+
+def current(text: str) -> str:
+    """The page with the figures of now."""
+
+    def row(found: re.Match[str]) -> str:
+        memory, time = figures(CONFIGS / found[2])
+        return f"{found[1]} {memory} | {time} {found[3]}"
+
+    return _ROW.sub(row, text)
+
+
+def main() -> int:
+    """Writes the page, or compares it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--write", action="store_true", help="write configs/README.md instead of comparing")
+    is_written = parser.parse_args().write
+    text = PAGE.read_text(encoding="utf-8")
+    new = current(text)
+    if is_written:
+        PAGE.write_text(new, encoding="utf-8")
+        print(f"wrote {PAGE}")
+    elif new != text:
+        print(f"{PAGE} is stale: run `python scripts/presets_table.py --write`")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Presets in a fresh clone, without network, GPUs, weights or data: each is planned, checked, and says what it lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.cli import main as cli
+from actors.cli import preflight
+from actors.cluster import connect
+from actors.model_folders import models_to_look_at, with_model_folders
+from slimefsdp.config import config_from_dict, load_config
+from slimefsdp.errors import ModelError
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models import named_shapes
+from slimefsdp.models.hf_folder import read_model_folder
+from tests.support.hub import COMMITS, Hub, Repository, files_of, use_cache
+from tests.support.refusals import refused
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
+# as the models' own pages state them
+BILLIONS = {
+    "Qwen/Qwen3-0.6B": 0.596,
+    "Qwen/Qwen3-1.7B": 1.72,
+    "Qwen/Qwen3-4B": 4.02,
+    "Qwen/Qwen3-8B": 8.19,
+    "Qwen/Qwen3-14B": 14.77,
+    "Qwen/Qwen3-32B": 32.76,
+    "Qwen/Qwen3-30B-A3B": 30.53,
+    "meta-llama/Llama-3.1-8B-Instruct": 8.03,
+    "meta-llama/Llama-3.1-70B-Instruct": 70.55,
+    "unsloth/gpt-oss-20b-BF16": 20.91,
+}
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder as the current one, an empty cache, no hub, no GPU; nothing starts Ray."""
+    monkeypatch.chdir(tmp_path)
+    use_cache(monkeypatch, tmp_path / "cache")
+    for module, name in ((preflight, "has_nvidia_driver"), (connect, "has_nvidia_driver")):
+        monkeypatch.setattr(module, name, lambda: False)
+    monkeypatch.setattr(connect, "gpus_here", lambda: None)
+    monkeypatch.setattr(cli, "connect", lambda *_: pytest.fail("Ray was started"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_is_planned_checked_and_tried_in_a_fresh_clone(
+    fresh: Path, preset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(preset)
+    needed = {"model.path": config.model.path, **config.data.sources}
+    if config.rollout.engine_python is not None:
+        needed["rollout.engine_python"] = config.rollout.engine_python
+    commands = [["plan", str(preset)], ["check", str(preset)]]
+    if config.data.train is not None:  # but for those of `serve`
+        commands.append(["train", str(preset), "--dry-run"])
+    for words in commands:
+        assert cli.main(words) == 0, (words, capsys.readouterr().err)
+        said = capsys.readouterr().out
+        if words[0] != "plan":
+            absent = [line for line in said.splitlines() if line.startswith("not here")]
+            assert [
+                field for field, name in needed.items() if not any(f"{field}={name}:" in one for one in absent)
+            ] == []
+    assert [path for path in fresh.rglob("*") if path.is_file()] == []
+
+
+def test_presets_for_gpus_say_so_and_compute_in_bfloat16() -> None:
+    with_gpus = [load_config(path) for path in PRESETS if path.stem.endswith("gpu")]
+    assert len(with_gpus) >= 10
+    for config in with_gpus:
+        assert config.mesh.device == "cuda" and config.precision.compute_dtype == "bfloat16"
+        assert named_shapes.shape_of(config.model.path) is not None
+    engines = {config.rollout.placement for config in with_gpus if config.algorithm != "sft"}
+    assert engines == {"own", "colocated"} and {config.algorithm for config in with_gpus} == {"grpo", "ppo", "sft"}
+
+
+@pytest.mark.parametrize("name", PRESETS, ids=lambda path: path.stem)
+def test_the_name_of_a_preset_says_how_many_gpus_it_takes(name: Path) -> None:
+    if name.stem.endswith("gpu"):
+        config = load_config(name)
+        count = config.ranks + connect.gpus_of_engines(config)
+        assert name.stem.endswith(f"_{count}gpu")
+
+
+@pytest.mark.parametrize(("name", "billions"), BILLIONS.items())
+def test_named_shapes_have_the_parameters_that_their_models_state(name: str, billions: float) -> None:
+    assert spec_of(Path(name)).parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+def test_shapes_of_examples_are_those_of_the_models_that_scripts_make(example: Path) -> None:
+    made = ModelSpec.from_config(read_model_folder(example / "model").config)
+    assert spec_of(Path("data/sort_digits/model")) == spec_of(Path("runs/sort_digits_sft/model")) == made
+
+
+def spec_of(path: Path) -> ModelSpec:
+    folder = named_shapes.shape_of(path)
+    assert folder is not None
+    return ModelSpec.from_config(read_model_folder(folder, with_weights=False).config)
+
+
+def test_a_start_names_what_makes_the_model(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("sort_digits_sft", "sort_digits_grpo"):
+        assert cli.main(["train", str(ROOT / f"configs/{name}.yaml")]) == 4
+        command = named_shapes.made_by(load_config(ROOT / f"configs/{name}.yaml").model.path)
+        assert command is not None and command in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "status"),
+    [
+        ("data.train=data/nowhere.jsonl", 2),
+        ("model.path=nowhere", 4),
+        ("model.path=owner/unknown", 4),
+        ("rollout.reward=nowhere:f", 2),
+        ("lora.targets=[nope]", 2),
+    ],
+)
+def test_what_is_wrong_is_told_although_other_things_are_not_here_yet(fresh: Path, override: str, status: int) -> None:
+    preset = ROOT / "configs/llama3.1_8b_lora_1gpu.yaml"
+    assert cli.main(["train", str(preset), "--dry-run", override]) == status
+
+
+def test_a_file_that_a_script_has_not_made_is_missing(fresh: Path) -> None:
+    (fresh / "data/sort_digits").mkdir(parents=True)
+    assert cli.main(["check", str(ROOT / "configs/sort_digits_sft.yaml")]) == 4
+
+
+def test_who_only_looks_downloads_no_weights(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree: dict[str, Any] = {"model": {"path": "owner/model"}, "optim": {"total_updates": 1}}
+    with Hub() as server:
+        use_cache(monkeypatch, tmp_path / "cache", endpoint=server.endpoint)
+        server.repositories["model", "owner/model"] = Repository(
+            {COMMITS[0]: files_of(example / "model")}, {"main": COMMITS[0]}
+        )
+        config, absent = models_to_look_at(config_from_dict(tree))
+        assert [one.field for one in absent] == ["model.path"] and "model.safetensors" not in server.sent
+        assert read_model_folder(config.model.path, with_weights=False).vocab_size == 320
+        there = with_model_folders(config_from_dict(tree))
+        assert models_to_look_at(config_from_dict(tree)) == (there, [])
+        with refused(ModelError, "model.path", "owner/other"):
+            models_to_look_at(config_from_dict({**tree, "model": {"path": "owner/other"}}))
+
+
+def test_the_figures_of_presets_are_current(fresh: Path) -> None:
+    spec = importlib.util.spec_from_file_location("presets_table", ROOT / "scripts/presets_table.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = script.PAGE.read_text(encoding="utf-8")
+    assert script.current(text) == text, "run `python scripts/presets_table.py --write`"
