@@ -40,7 +40,7 @@ MAX_NAME = 200  # characters of what is logged under its name
 # those of this file that compare with a record's `answer`, which is looked for before a start
 READ_ANSWERS = tuple(f"actors.rollout.rewards:{name}" for name in ("exact_match", "final_number", "sorted_digits"))
 _CORRECT = "correct the function"
-_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)
 _ASK_AGAIN = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that is busy or starting
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0  # before a request is made again
 

@@ -1,4 +1,4 @@
-"""Presets in a fresh clone, without network, GPUs, weights or data: each is planned, checked, and says what it lacks."""
+"""Presets in a fresh clone, without network, GPUs, weights or data: each is checked, planned and says what it lacks."""
 
 from __future__ import annotations
 

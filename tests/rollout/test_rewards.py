@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.rollout.prompts import Record
-from actors.rollout.rewards import Response, RewardScorer, exact_match, load_reward, sorted_digits
+from actors.rollout.rewards import Response, RewardScorer, exact_match, final_number, load_reward, sorted_digits
 from slimefsdp.errors import BatchError, ConfigError
 from tests.support.refusals import refused
 
@@ -144,6 +144,27 @@ def test_exact_match_wants_the_whole_answer_and_an_end():
 
 
 @pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        ("5 + 67 = 72\n#### 72", "So there are 5 and 67, in all \\boxed{72}.", 1.0),
+        ("72", "72 of 100", 0.0),
+        ("1,234.50", "it costs $1234.5", 1.0),
+        (-3, "x = -3", 1.0),
+        (-3, "x = 3", 0.0),
+        (4, "on pages 3-4", 1.0),
+        (1, "1,2", 0.0),  # two numbers
+        (12, "twelve", 0.0),
+    ],
+)
+def test_final_number_compares_the_last_numbers(answer, response, reward):
+    record = {"prompt": "p", "answer": answer}
+    assert final_number(record, response, True) == {"reward": reward}
+    assert final_number(record, response, False) == {"reward": 0.0}
+    with refused(BatchError, "answer", "'p'"):
+        final_number({"prompt": "p", "answer": "none"}, response, True)
+
+
+@pytest.mark.parametrize(
     ("response", "reward", "exact"),
     [
         ("23578", 1.0, 1.0),
@@ -175,7 +196,7 @@ def test_padding_a_right_answer_never_pays(answer, more):
     assert sorted_digits(record, answer + more, True)["reward"] < sorted_digits(record, answer, True)["reward"]
 
 
-@pytest.mark.parametrize("reward", [exact_match, sorted_digits])
+@pytest.mark.parametrize("reward", [exact_match, final_number, sorted_digits])
 def test_a_record_without_an_answer_is_refused_by_its_prompt(reward):
     with refused(BatchError, "answer", "'sort 1'"):
         reward({"prompt": "sort 1"}, "1", True)
