@@ -397,7 +397,9 @@ class MeshSettings(Settings):
         1, description="data-parallel ranks of a copy; auto: as many as the ranks started, or the cluster, leave for it"
     )
     cp: RankCount = Field(1, description="context-parallel ranks that share each pack")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where this machine, or the cluster that is joined, has GPUs"
+    )
 
 
 class AttentionSettings(Settings):
