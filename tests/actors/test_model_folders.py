@@ -127,15 +127,21 @@ def test_folders_outside_the_cache_are_recorded_as_they_were_given(cache: Path, 
     assert yaml.safe_load(settings_text(settings(str(folder))))["model"]["path"] == str(folder)
 
 
-def test_a_dry_run_fetches_the_model_and_finds_it_fine(
+def test_a_dry_run_fetches_no_weights_and_says_where_they_come_from(
     served: Hub, example: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree = startable(example, tmp_path)
     tree["model"]["path"] = NAME
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
-    assert cli.main(["train", str(tmp_path / "c.yaml"), "--dry-run"]) == 0, capsys.readouterr().err
-    assert OLD in capsys.readouterr().out and served.sent.count("model.safetensors") == 1
-    assert cli.main(["train", str(tmp_path / "c.yaml"), "--dry-run", "model.path=owner/nmae"]) == ModelError.exit_code
+    words = ["train", str(tmp_path / "c.yaml"), "--dry-run"]
+    assert cli.main(words) == 0, capsys.readouterr().err
+    assert f"model.path={NAME}:" in capsys.readouterr().out
+    assert "tokenizer.json" in served.sent and "model.safetensors" not in served.sent
+    with_model_folders(load_config(tmp_path / "c.yaml"))
+    assert cli.main(words) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert OLD in said and f"model.path={NAME}:" not in said
+    assert cli.main([*words, "model.path=owner/nmae"]) == ModelError.exit_code
     assert "owner/nmae" in capsys.readouterr().err
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from actors.cli import main as cli
 from actors.cli import preflight
 from actors.cluster import connect
-from actors.model_folders import models_to_look_at, with_model_folders
-from slimefsdp.config import config_from_dict, load_config
-from slimefsdp.errors import ModelError
+from slimefsdp.config import load_config
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import named_shapes
 from slimefsdp.models.hf_folder import read_model_folder
-from tests.support.hub import COMMITS, Hub, Repository, files_of, use_cache
-from tests.support.refusals import refused
+from tests.support.hub import use_cache
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -130,22 +126,6 @@ def test_what_is_wrong_is_told_although_other_things_are_not_here_yet(fresh: Pat
 def test_a_file_that_a_script_has_not_made_is_missing(fresh: Path) -> None:
     (fresh / "data/sort_digits").mkdir(parents=True)
     assert cli.main(["check", str(ROOT / "configs/sort_digits_sft.yaml")]) == 4
-
-
-def test_who_only_looks_downloads_no_weights(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree: dict[str, Any] = {"model": {"path": "owner/model"}, "optim": {"total_updates": 1}}
-    with Hub() as server:
-        use_cache(monkeypatch, tmp_path / "cache", endpoint=server.endpoint)
-        server.repositories["model", "owner/model"] = Repository(
-            {COMMITS[0]: files_of(example / "model")}, {"main": COMMITS[0]}
-        )
-        config, absent = models_to_look_at(config_from_dict(tree))
-        assert [one.field for one in absent] == ["model.path"] and "model.safetensors" not in server.sent
-        assert read_model_folder(config.model.path, with_weights=False).vocab_size == 320
-        there = with_model_folders(config_from_dict(tree))
-        assert models_to_look_at(config_from_dict(tree)) == (there, [])
-        with refused(ModelError, "model.path", "owner/other"):
-            models_to_look_at(config_from_dict({**tree, "model": {"path": "owner/other"}}))
 
 
 def test_the_figures_of_presets_are_current(fresh: Path) -> None:
