@@ -29,8 +29,7 @@ def start_lines(checked: Checked) -> list[str]:
     Raises:
         ResourceError: that is more than cluster.max_ranks_per_core allows.
     """
-    config, steps = checked.config, checked.config.run.steps
-    assert steps is not None
+    config, steps = checked.config, checked.config.run.steps  # None: of epochs of records that are not here yet
     # with mesh.device=auto a cluster's GPUs are taken, which nobody here can count
     has_gpus = config.cluster.address is not None or has_nvidia_driver()
     on_cpu = config.mesh.device == "cpu" or (config.mesh.device == "auto" and not has_gpus)
@@ -42,18 +41,20 @@ def start_lines(checked: Checked) -> list[str]:
     model_spec = _model_spec(config, "actor")
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model_spec), config.mesh.cp)
     per_step = config.updates_per_step
-    begins = _first_step(config, steps)
+    begins = 0 if steps is None else _first_step(config, steps)
+    length = f"{config.run.epochs} epochs" if steps is None else f"{steps} steps"
+    in_all = "" if steps is None else f", {per_step * (steps - begins):,} in all"
+    in_all += "" if config.total_updates is None else f"; optim.total_updates={config.total_updates:,}"
     lines = [
         f"run       {config.algorithm} into {config.run.dir}, "
-        + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{steps} steps from the start"),
+        + (f"steps {begins + 1} to {steps}, resumed" if config.checkpoint.resume else f"{length} from the start"),
         f"model     {model_spec.parameters:,} parameters in "
         + written.get("model.path", str(config.model.path))
         + _adapters(config, model_spec),
         *(f"{'data' if one.field == 'data.train' else _held_out(one):<9} {one}" for one in checked.sets),
         _ranks_line(config, on_cpu=on_cpu),
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
-        f"updates   {per_step} a step of {config.samples_per_step:,} samples{_last_update(config)}, "
-        f"{per_step * (steps - begins):,} in all; optim.total_updates={config.optim.total_updates:,}",
+        f"updates   {per_step} a step of {config.samples_per_step:,} samples{_last_update(config)}{in_all}",
     ]
     if config.algorithm != "sft":
         where = " in the places of ranks, in turns with them" if config.rollout.placement == "colocated" else ""

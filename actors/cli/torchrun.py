@@ -43,7 +43,8 @@ def train_as_rank(config: RunConfig) -> int:
         )
     with ExitStack() as stack:
         stack.enter_context(reporting())
-        config, prompts = check_before_launch(config, has_ranks=True)
+        checked = check_before_launch(config, has_ranks=True)
+        config, prompts = checked.config, checked.prompts
         interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
         _join(config)
         from actors.loop import train
