@@ -193,10 +193,10 @@ class RunConfig(AlgorithmSettings):
         # a critic has a head of its own, and the same settings
         if self.optim.name != "muon" or self.lora.rank is None or self.algorithm == "ppo":
             return self
-        if set(targets) == {"head"}:
+        if set(targets) <= {"head", "lm_head"}:
             raise ValueError(
-                "optim.name=muon updates matrices of the decoder layers, and lora.targets=['head'] has adapters on "
-                "none; set optim.name=adamw, or add others to lora.targets"
+                f"optim.name=muon updates matrices of the decoder layers, and lora.targets={list(targets)} has adapters "
+                "on none; set optim.name=adamw, or add others to lora.targets"
             )
         if adamw_lr is not None and set(targets) <= {"attention", "mlp", "all-linear", "experts"}:
             raise ValueError(
