@@ -195,8 +195,8 @@ class RunConfig(AlgorithmSettings):
             return self
         if set(targets) <= {"head", "lm_head"}:
             raise ValueError(
-                f"optim.name=muon updates matrices of the decoder layers, and lora.targets={list(targets)} has adapters "
-                "on none; set optim.name=adamw, or add others to lora.targets"
+                f"optim.name=muon updates matrices of the decoder layers, and lora.targets={list(targets)} has "
+                "adapters on none; set optim.name=adamw, or add others to lora.targets"
             )
         if adamw_lr is not None and set(targets) <= {"attention", "mlp", "all-linear", "experts"}:
             raise ValueError(
