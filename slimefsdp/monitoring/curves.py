@@ -42,6 +42,7 @@ _GREY, _INK = "#5f6773", "#1f2733"
 _LABEL_GAP = 0.085  # between labels at the right edge, as a share of the panel's height
 _HIGHEST_LABEL = 0.95  # of its middle, as a share of the panel's height: above is the heading
 _WIDEST_HEADING = 42  # characters in the usual size; a longer one is set smaller
+_NO_SHARES = re.compile(r"(^|/)(loss|chosen|rejected|margins)$")  # though their values may lie between 0 and 1
 _DRAWING_SHARE = 0.01  # of a run's time, at most
 CURVES = "curves.png"
 
@@ -241,7 +242,11 @@ def _panels(series: dict[str, Series], heldout_sets: Sequence[str]) -> list[Pane
 def _held_out_panels(held_out: dict[str, Series], of: str) -> list[Panel]:
     """Those of one set of prompts; `of` says which in their headings."""
     bands = {name: held_out.pop(name) for name in list(held_out) if re.fullmatch(r".*pass@\d+_(low|high)", name)}
-    shares = {name: line for name, line in held_out.items() if line.values.min() >= 0 and line.values.max() <= 1}
+    shares = {
+        name: line
+        for name, line in held_out.items()
+        if line.values.min() >= 0 and line.values.max() <= 1 and not _NO_SHARES.search(name)
+    }
     what = "accuracy" if set(shares) == {"exact"} else "evaluation"
     panels: list[Panel] = (
         [partial(_draw_held_out, shares=shares, bands=bands, heading=f"Held-out{of} {what}")] if shares else []

@@ -93,6 +93,12 @@ def test_a_held_out_reward_of_another_scale_gets_its_own_axis(draw):
     assert axes["Held-out reward"].texts[0].get_text() == "-3"
 
 
+def test_a_held_out_loss_is_no_share_however_small_it_is(draw):
+    axes = draw(rows_of({"eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "eval/rewards/margins": 0.25}, 2))
+    assert list(axes) == ["Held-out evaluation", "Held-out loss", "Held-out rewards/margins"]
+    assert axes["Held-out loss"].texts[0].get_text() == "0.5"
+
+
 def test_lines_of_one_panel_share_an_axis_and_what_is_zero_throughout_may_have_none(draw):
     axes = draw(rows_of({"rewards/chosen": 1.0, "rewards/rejected": -1.0, "clip_fraction_low": 0.0, "kl_old": 0.0}, 3))
     assert [text.get_text() for text in axes["Implicit rewards"].texts] == ["chosen 1", "rejected -1"]

@@ -144,9 +144,6 @@ def test_the_table_has_a_row_a_rank_and_parts_that_add_up() -> None:
     assert len({len(line) for line in lines[1:]}) == 1, "columns stand under their titles"
 
 
-PROFILED = {"updates": [2, 6], "memory": True, "record_shapes": True, "with_stack": True}
-
-
 def profiled_run(rank: int, config: RunConfig, resumed: RunConfig) -> list[str]:
     """Two steps of two updates, a checkpoint, and the same again as a run that resumes; digests of the weights."""
     batch = fresh_batch()
@@ -167,7 +164,7 @@ def test_ranks_profile_the_updates_that_were_chosen_and_a_resumed_run_counts_on(
 ) -> None:
     half = fresh_batch().num_samples // 2
     runs = {}
-    for name, chosen in (("plain", None), ("profiled", PROFILED)):
+    for name, chosen in (("plain", None), ("profiled", {"updates": [2, 6], "memory": True})):
         sections: dict[str, Any] = {"run": {"dir": str(tmp_path / name)}, "batch": {"samples_per_update": half}}
         sections["loss"] = {"drop_zero_advantages": False}
         config = settings(folder, mesh={"dp": 2}, **sections, **({"profile": chosen} if chosen else {}))
@@ -186,8 +183,6 @@ def test_ranks_profile_the_updates_that_were_chosen_and_a_resumed_run_counts_on(
         assert {("forward", "all-gather"), ("backward", "reduce-scatter"), ("optimizer", "all-reduce")} <= set(
             shares.by_phase
         )
-        assert any(event["name"] == "aten::mm" and event["args"]["Input Dims"] for event in events)
-        assert any("training/step.py" in event["name"] for event in events if event.get("cat") == "python_function")
         assert shares.communication > 0 and 0 < shares.compute < shares.seconds and shares.idle >= 0
         rows.append(shares)
         assert shares.peak_bytes is not None and shares.peak_bytes > 0
@@ -238,6 +233,13 @@ def update_that_fails(rank: int, config: RunConfig) -> bool:
 def test_an_update_that_fails_leaves_no_profile_and_no_profiler_at_work(
     ranks: RankPool, folder: Path, tmp_path: Path
 ) -> None:
-    config = settings(folder, run={"dir": str(tmp_path)}, profile={"updates": [1]})
+    config = settings(
+        folder, run={"dir": str(tmp_path)}, profile={"updates": [1], "with_stack": True, "record_shapes": True}
+    )
     assert ranks.run(1, update_that_fails, config) == [True]
     assert len(list((tmp_path / "profile").iterdir())) == 2
+    trace = gzip.decompress((tmp_path / "profile" / "update_000001_rank0.json.gz").read_bytes())
+    events = json.loads(trace)["traceEvents"]
+    frames = [one["name"] for one in events if one.get("cat") == "python_function"]
+    assert any("update_that_fails" in name for name in frames), "of those that call operators"
+    assert [3] in [one["args"]["Input Dims"][0] for one in events if one["name"] == "aten::sum"]
