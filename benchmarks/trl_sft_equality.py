@@ -2,9 +2,9 @@
 
     python benchmarks/trl_sft_equality.py --trl-python .venv-trl/bin/python [--json FILE]
 
-`scripts/setup_trl.sh` makes the environment of TRL. Both train the sort-digits model in float32 in one process on a CPU,
-at a constant rate, over two epochs in the same order. AdamW divides a gradient by its own size, so that rounding of a
-very small one moves a weight as far as any other; by SGD the weights tell how far the gradients themselves are apart.
+`scripts/setup_trl.sh` makes the environment of TRL. Both train the sort-digits model in float32 in one process on a
+CPU, at a constant rate, over two epochs in the same order. AdamW divides a gradient by its own size, so that rounding
+of a very small one moves a weight as far as any other; by SGD the weights tell how far gradients themselves are apart.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from actors.rollout import prompt_files
 from actors.rollout.demonstrations import (
     Demonstration,
     batch_of,
@@ -195,8 +197,16 @@ def test_a_record_of_no_form_is_named(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """With a model of these words, and records of 3, 8 and 13 tokens that are texts, and one that is a chat."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With a model of these words, and records of 3, 8 and 13 tokens that are texts, and one that is a chat.
+
+    Records are encoded here; what the process that does it finds is compared above.
+    """
+
+    def encoded(path: Path, records: Sequence[Any], **_: Any) -> list[Demonstration]:
+        return [encode_demonstration(tokenizer(), record) for record in records]
+
+    monkeypatch.setattr(prompt_files, "encoded_demonstrations", encoded)
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES}))
     texts = [{"text": " ".join("a" * length) + " "} for length in (2, 7, 12)]
