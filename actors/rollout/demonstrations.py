@@ -317,9 +317,10 @@ def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, A
     )  # fmt: skip
     template = tokenizer.get_chat_template(tools=options["tools"])
     variables = {**tokenizer.special_tokens_map, **options}
-    _, (marked,) = render_jinja_template(
+    rendered: Any = render_jinja_template(  # texts, and of each where its marks stand
         [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **variables
     )
+    (marked,) = rendered[1]
     trained = [False] * len(found["input_ids"])
     for start, end in marked:
         places = [place for place, (first, last) in enumerate(found["offset_mapping"]) if last > start and first < end]
