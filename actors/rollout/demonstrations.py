@@ -288,11 +288,7 @@ def _encoded_chat(
         start = _shared(_tokens(tokenizer, messages[:first_trained], options, opens_answer=True), tokens)
         return _demonstration(tokens, [place >= start for place in range(len(tokens))])
     if _MARKERS.search(str(tokenizer.chat_template)):
-        found = templated(
-            tokenizer, messages, "messages", add_generation_prompt=False, tokenize=True, return_dict=True,
-            return_assistant_tokens_mask=True, **options,
-        )  # fmt: skip
-        return _demonstration(found["input_ids"], [bool(one) for one in found["assistant_masks"]])
+        return _by_markers(tokenizer, messages, options)
     return _by_prefixes(tokenizer, messages, options)
 
 
@@ -305,6 +301,32 @@ def _tools_of(record: Mapping[str, Any]) -> Any:
         return json.loads(tools) or None
     except ValueError as error:
         raise ConfigError(f"'tools' is no JSON: {error}", field="tools", hint="write a list of tools") from None
+
+
+def _by_markers(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:
+    """The tokens of which a character stands between the template's own marks.
+
+    transformers' `return_assistant_tokens_mask` goes on to the end of the chat where no token has the last character
+    between two marks, as where a special token takes the space behind it.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    found = templated(
+        tokenizer, messages, "messages", add_generation_prompt=False, tokenize=True, return_dict=True,
+        tokenizer_kwargs={"return_offsets_mapping": True}, **options,
+    )  # fmt: skip
+    template = tokenizer.get_chat_template(tools=options["tools"])
+    variables = {**tokenizer.special_tokens_map, **options}
+    rendered: Any = render_jinja_template(  # texts, and of each where its marks stand
+        [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **variables
+    )
+    (marked,) = rendered[1]
+    trained = [False] * len(found["input_ids"])
+    for start, end in marked:
+        places = [place for place, (first, last) in enumerate(found["offset_mapping"]) if last > start and first < end]
+        if places:
+            trained[places[0] : places[-1] + 1] = [True] * (places[-1] + 1 - places[0])
+    return _demonstration(found["input_ids"], trained)
 
 
 def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any]) -> Demonstration:

@@ -117,8 +117,7 @@ def read_prompts(config: RunConfig) -> Prompts:
         ConfigError: naming file and line, or data set and row.
     """
     if config.algorithm == "sft":
-        sets = config.data.heldout_sets if config.evaluation.interval_steps is not None else {}
-        fields = {name: heldout_field(name).removeprefix("data.") for name in sets}
+        fields = {name: heldout_field(name).removeprefix("data.") for name in config.data.heldout_sets}
         heldout = {name: read_demonstrations(config.data, field) for name, field in fields.items()}
         return Prompts(read_demonstrations(config.data, "train"), heldout)
     train = read_records(config.data, "train")
@@ -191,7 +190,8 @@ def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
     Raises:
         As `without_overlong`.
     """
-    sets = {"data.train": prompts.train} | {heldout_field(name): found for name, found in prompts.heldout.items()}
+    evaluated = prompts.heldout if config.evaluation.interval_steps is not None else {}
+    sets = {"data.train": prompts.train} | {heldout_field(name): found for name, found in evaluated.items()}
     records = [record for found in sets.values() for record in found]
     with stage(f"encoding {len(records)} records", is_short=True):
         timeout_s = config.cluster.call_timeout_s
@@ -200,10 +200,10 @@ def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
     skipped: list[Skipped] = []
     fitted = {name: _fitted(config, name, found, known, skipped) for name, found in sets.items()}
     train, demonstrations = fitted["data.train"]
-    heldout = {name: fitted[heldout_field(name)] for name in prompts.heldout}
+    heldout = {name: fitted[heldout_field(name)] for name in evaluated}
     return Prompts(
         train,
-        {name: kept for name, (kept, _) in heldout.items()},
+        prompts.heldout | {name: kept for name, (kept, _) in heldout.items()},
         skipped,
         demonstrations=demonstrations,
         heldout_demonstrations={name: found for name, (_, found) in heldout.items()},

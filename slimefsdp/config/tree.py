@@ -422,7 +422,8 @@ class RunConfig(AlgorithmSettings):
         has_end = self.total_updates is not None or self.run.epochs is not None
         if self.optim.schedule != "constant" and not has_end:
             raise ValueError(
-                f"optim.schedule={self.optim.schedule} ends nowhere; set optim.total_updates, or run.steps"
+                f"optim.schedule={self.optim.schedule} ends nowhere; set optim.total_updates, run.steps or, under sft, "
+                "run.epochs"
             )
         return self
 

@@ -203,7 +203,9 @@ BAD_OVERRIDES = {
     "optim=null": ["optim", "optim.total_updates"],
     "model.path=null": ["model.path"],
     "rollout=[a]": ["rollout=['a']"],
-    "optim={}": ["optim.total_updates"],
+    "data.prompt_template=one {a": ["data.prompt_template='one {a'"],
+    "data.prompt_template=no column": ["data.prompt_template='no column'"],
+    "data.prompt_template=one {a!r}": ["data.prompt_template='one {a!r}'", "{a}"],
     # unknown names
     "mesh.dpp=3": ["mesh.dpp=3", "mesh.dp"],
     "optim.learnig_rate=3": ["optim.learnig_rate=3", "betas", "eps", "implementation"],
@@ -686,8 +688,8 @@ RULES = [
     (
         "check_sft_settings",
         {"algorithm": "sft", "loss__reduction": "sequence_mean", "loss__entropy_coefficient": 0.1, "data__train": "x"},
-        {"algorithm": "sft", "rollout__engines": 2, "loss__clip_low": 0.1, "data__heldout": "h"},
-        ["rollout.engines=2", "loss.clip_low=0.1", "data.heldout='h'", "algorithm=sft"],
+        {"algorithm": "sft", "rollout__engines": 2, "loss__clip_low": 0.1, "evaluation__greedy": True},
+        ["rollout.engines=2", "loss.clip_low=0.1", "evaluation.greedy=true", "algorithm=sft"],
     ),
     (
         "check_sft_settings",
@@ -706,6 +708,42 @@ RULES = [
         {"algorithm": "sft"},
         {"algorithm": "sft", "critic__lr": 0.1},
         ["critic.lr=0.1"],
+    ),
+    (
+        "check_demonstration_settings",
+        {"algorithm": "sft", "data__train_on": "last_turn", "data__max_tokens": 9, "data__overlong_prompts": "split"},
+        {"data__train_on": "last_turn"},
+        ["data.train_on='last_turn'", "algorithm=grpo", "algorithm=sft"],
+    ),
+    (
+        "check_demonstration_settings",
+        {"algorithm": "sft", "run__epochs": 3},
+        {"run__epochs": 3},
+        ["run.epochs=3", "algorithm=grpo"],
+    ),
+    (
+        "check_demonstration_settings",
+        {"data__overlong_prompts": "skip"},
+        {"data__overlong_prompts": "truncate"},
+        ["data.overlong_prompts='truncate'", "algorithm=grpo"],
+    ),
+    (
+        "check_prompt_template",
+        {"data__prompt_template": "{a}: {b}", "data__answer_column": "c"},
+        {"data__prompt_template": "{a}: {b}", "data__prompt_column": "c"},
+        ["data.prompt_column='c'", "data.prompt_template"],
+    ),
+    (
+        "check_schedule_end",
+        {"optim__total_updates": None, "optim__schedule": "cosine", "run__steps": 3},
+        {"optim__total_updates": None, "optim__schedule": "cosine"},
+        ["optim.schedule=cosine", "optim.total_updates", "run.steps"],
+    ),
+    (
+        "check_warmup_of_steps",
+        {"optim__total_updates": None, "optim__warmup_updates": 3, "run__steps": 4},
+        {"optim__total_updates": None, "optim__warmup_updates": 3, "run__steps": 3},
+        ["optim.warmup_updates=3", "run.steps=3"],
     ),
     (
         "check_critic_requires_ppo",

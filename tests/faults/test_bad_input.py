@@ -284,7 +284,11 @@ SETTINGS: dict[str, Case] = {
     "a negative rate": (settings(optim={"lr": -1.0}), ConfigError, "optim.lr"),
     "a rate that is no number": (settings(optim={"lr": float("nan")}), ConfigError, "optim.lr"),
     "betas over one": (settings(optim={"betas": [0.9, 1.5]}), ConfigError, "optim.betas"),
-    "no end of the schedule": (settings(optim={"total_updates": None}), ConfigError, "optim.total_updates"),
+    "no end of the schedule": (
+        settings(run={"steps": None}, optim={"total_updates": None, "schedule": "linear"}),
+        ConfigError,
+        "optim.schedule",
+    ),
     "warm-up to the end": (settings(optim={"warmup_updates": 10}), ConfigError, "optim.warmup_updates"),
     "an unknown algorithm": (settings(algorithm="dqn"), ConfigError, "algorithm"),
     "an unknown device": (settings(mesh={"device": "tpu"}), ConfigError, "mesh.device"),

@@ -121,6 +121,32 @@ def test_however_they_are_kept_the_records_are_the_same_and_know_their_places(tm
     PromptStream(found, 1).restore(PromptStream(read_jsonl(lines, field="data.train"), 1).state())
 
 
+@pytest.mark.parametrize(
+    ("rows", "taken"), [("[:1]", [0]), ("[1:]", [1]), ("[-1:]", [1]), ("[0:5]", [0, 1]), ("[:-1]", [0])]
+)
+@pytest.mark.parametrize("way", [*WAYS, "a JSONL file"])
+def test_a_slice_takes_some_of_the_records_however_they_are_kept(
+    tmp_path: Path, way: str, rows: str, taken: list[int]
+) -> None:
+    if way == "a JSONL file":
+        path, split = tmp_path / "records.jsonl", ""
+        path.write_text("\n".join(json.dumps(row) for row in ROWS))
+    else:
+        path, split = WAYS[way][0](tmp_path), WAYS[way][1].strip("[]")
+    assert records(f"{path}#{split}{rows}") == [RECORDS[index] for index in taken]
+    with pytest.raises(ConfigError) as caught:
+        records(f"{path}#{split}[7:]")
+    assert caught.value.field == "data.train"
+
+
+def test_a_slice_from_the_beginning_reads_no_further(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"prompt": "a"}\nno JSON\n')
+    assert read_records(DataSettings.model_validate({"train": f"{path}#[:1]"}), "train") == [{"prompt": "a"}]
+    with pytest.raises(ConfigError, match="records.jsonl:2"):
+        read_records(DataSettings.model_validate({"train": f"{path}#[:-1]"}), "train")
+
+
 @pytest.mark.parametrize("write", [saved_in_splits, folder_of_parquet, folder_of_jsonl])
 def test_training_takes_the_split_train_and_evaluation_test_unless_another_is_named(
     tmp_path: Path, write: Callable[[Path], Path]

@@ -11,7 +11,8 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from actors.cluster.placement import is_alive
-from actors.rollout.engine import EnginePool, SampledResponse, encode_demonstrations
+from actors.rollout.engine import EnginePool, SampledResponse
+from actors.rollout.tokenizer import encode_records
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, StateError, SyncError
 from tests.support.refusals import assert_refusal, names, refused
@@ -152,8 +153,8 @@ def test_nothing_to_sample_is_refused_and_the_engines_go_on(
 def test_prompts_are_split_over_engines_and_come_back_in_order(engines: EnginePool, group: Any, count: int) -> None:
     _, samples = engines.generate(PROMPTS[:count], samples_per_prompt=3, seed=(5,))
     assert [sample.prompt for sample in samples] == [index for index in range(count) for _ in range(3)]
-    answers = [{"prompt": prompt, "answer": "1"} for prompt in PROMPTS]
-    starts = [tokens[:-length] for tokens, length in encode_demonstrations(group.config, answers)]
+    prompts = [{"prompt": prompt} for prompt in PROMPTS]
+    starts = [tokens for tokens, _ in encode_records(str(group.config.model.path), prompts, with_answers=False)]
     for sample in samples:
         assert sample.tokens[: -sample.response_length] == starts[sample.prompt]
         assert len(sample.log_probs) == sample.response_length <= 8

@@ -1,0 +1,197 @@
+"""Supervised training by the ranks of torchrun: what it computes, how it ends, and that Ray's ranks do the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from actors import torchrun
+from actors.cli.main import main
+from actors.loop import train
+from actors.rollout.prompts import PromptStream
+from actors.torchrun import TorchrunGroup, follow
+from slimefsdp.config import RunConfig, load_config
+from slimefsdp.errors import CheckpointError
+from tests.support.float64 import KeepFloat64
+from tests.support.rank_pool import RankPool
+from tests.support.runs import bits, rows_of
+from tests.support.tiny_models import plain_model
+
+ROOT = Path(__file__).parents[2]
+RECORDS, EPOCHS, SAMPLES = 7, 2, 4  # four updates, the last with two records
+
+
+def chats(example: Path, folder: Path) -> Path:
+    """Some of the example's chats, of one to three turns."""
+    path = folder / "chats.jsonl"
+    path.write_text("".join((example / "chats.jsonl").read_text().splitlines(keepends=True)[:RECORDS]))
+    return path
+
+
+def preset(example: Path, folder: Path, *more: str) -> RunConfig:
+    overrides = [f"model.path={example / 'model'}", f"data.train={chats(example, folder)}"]
+    overrides += [f"data.heldout={example / 'heldout.jsonl'}#[:5]", f"run.dir={folder / 'run'}", "mesh.dp=auto"]
+    overrides += [f"run.export_dir={folder / 'run' / 'model'}", f"batch.samples_per_update={SAMPLES}"]
+    overrides += ["optim.schedule=constant", "optim.warmup_updates=0", "evaluation.interval_steps=3", *more]
+    tree_without_floor = (ROOT / "configs" / "sft_messages.yaml").read_text().replace("  min_lr_ratio: 0.05\n", "")
+    file = folder / "preset.yaml"
+    file.write_text(tree_without_floor)
+    return load_config(file, overrides)
+
+
+def run_as_rank(rank: int, config: RunConfig) -> str | None:
+    """The closing line, of rank 0."""
+    with KeepFloat64():
+        return follow() if rank else train(config, launch=TorchrunGroup.launch)  # type: ignore[func-returns-value]
+
+
+def trained(tokenizer: Any, tokens: list[int]) -> list[bool]:
+    """Which tokens of a chat the assistant wrote, told by the words before and behind them."""
+    opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    (end,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    found, is_inside = [], False
+    for place in range(len(tokens)):
+        is_inside = is_inside or (place >= len(opening) and tokens[place - len(opening) : place] == opening)
+        found.append(is_inside)
+        is_inside = is_inside and not (place and tokens[place - 1] == end)  # the line's end is the turn's last token
+    return found
+
+
+def plain_run(config: RunConfig, records: list[dict[str, Any]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of each update and the weights, by one plain process that takes one chat after the other."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    model = plain_model(config.model.path, torch.float64)
+    optim = config.optim
+    optimizer = torch.optim.SGD(model.parameters(), optim.lr, momentum=optim.betas[0])
+    order = PromptStream(records, config.run.seed).take(EPOCHS * RECORDS)
+    losses = []
+    with KeepFloat64():
+        for start in range(0, len(order), SAMPLES):
+            encoded = [
+                tokenizer.apply_chat_template(one["messages"], return_dict=False)
+                for one in order[start : start + SAMPLES]
+            ]
+            masks = [trained(tokenizer, tokens) for tokens in encoded]
+            count = sum(map(sum, masks))
+            for tokens, mask in zip(encoded, masks, strict=True):
+                log_probs = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+                taken = log_probs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+                (-taken[torch.tensor(mask[1:])].sum() / count).backward()
+                losses.append((start, -taken[torch.tensor(mask[1:])].sum().item() / count))
+            optimizer.step()
+            optimizer.zero_grad()
+    by_update = [sum(loss for place, loss in losses if place == start) for start in range(0, len(order), SAMPLES)]
+    return by_update, {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_losses_and_weights_on_chats_equal_plain_pytorch_in_float64(
+    example: Path, tmp_path: Path, ranks: RankPool, world: int
+) -> None:
+    sgd = ("optim.name=sgd", "optim.lr=0.01", "optim.max_grad_norm=0")
+    config = preset(example, tmp_path, "precision.compute_dtype=float64", *sgd)
+    records = [json.loads(line) for line in chats(example, tmp_path).read_text().splitlines()]
+    assert {len(one["messages"]) for one in records} > {2}, "several turns"
+    closing, *others = ranks.run(world, run_as_rank, config)
+    assert closing is not None and f"{world} FSDP2 ranks" in closing and others == [None] * (world - 1)
+    losses, weights = plain_run(config, records)
+    rows = rows_of(config)
+    assert [row["epoch"] for row in rows[1:]] == [4 / 7, 8 / 7, 12 / 7, 2]
+    assert [row["loss"] for row in rows[1:]] == pytest.approx(losses, rel=1e-12)
+    assert config.run.export_dir is not None
+    found = load_file(config.run.export_dir / "model.safetensors")
+    assert max((found[name] - weights[name]).abs().max().item() for name in found) < 1e-12
+    assert {name for name, value in found.items() if value.dtype != torch.float64} == set()
+
+
+def test_the_loss_of_held_out_records_is_logged_when_it_is_due(example: Path, tmp_path: Path, ranks: RankPool) -> None:
+    config = preset(example, tmp_path, "run.steps=4")
+    ranks.run(1, run_as_rank, config)
+    rows = rows_of(config)
+    assert ["eval/loss" in row for row in rows] == [True, False, False, True, True]
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    total, count = 0.0, 0
+    for line in (example / "heldout.jsonl").read_text().splitlines()[:5]:
+        record = json.loads(line)
+        asked = [{"role": "user", "content": record["prompt"]}]
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        answer = [*tokenizer.encode(record["answer"]), tokenizer.eos_token_id]
+        logits = plain_model(config.model.path, torch.float32)(torch.tensor([[*prompt, *answer]])).logits[0]
+        log_probs = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        total -= log_probs.gather(-1, torch.tensor(answer)[:, None]).sum().item()
+        count += len(answer)
+    assert rows[0]["eval/loss"] == pytest.approx(total / count, rel=1e-6)
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+
+
+def refused_as_rank(rank: int, config: RunConfig) -> str | None:
+    """The field of the error on this rank."""
+    with pytest.raises(CheckpointError) as caught:
+        if rank:
+            follow()
+        else:
+            group = TorchrunGroup.launch(config)
+            try:
+                group.load("latest")
+            finally:
+                group.shutdown()  # in which no other rank takes part any more
+    return caught.value.field
+
+
+def test_an_error_of_a_call_is_raised_by_every_rank_which_then_ends(
+    example: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    first, second = ranks.run(2, refused_as_rank, preset(example, tmp_path))
+    assert first == second is not None
+
+
+def test_torchrun_trains_without_engines_alone(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    common = [f"model.path={example / 'model'}", f"data.train={example / 'train.jsonl'}", f"run.dir={tmp_path / 'run'}"]
+    assert main(["train", str(ROOT / "configs/sort_digits_grpo.yaml"), *common]) == 2
+    said = capsys.readouterr().err
+    assert "algorithm=grpo" in said and "field: algorithm" in said and "torchrun" in said
+    assert main(["train", str(ROOT / "configs/sft_messages.yaml"), *common, "mesh.dp=3"]) == 2
+    assert "field: mesh.dp" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_group_makes_only_the_calls_of_supervised_training() -> None:
+    with pytest.raises(AttributeError):
+        torchrun.TorchrunGroup(trainer=None).update_weights([])  # type: ignore[arg-type]
+
+
+def test_the_command_under_torchrun_leaves_what_the_ranks_of_ray_leave(
+    cluster: None, example: Path, tmp_path: Path
+) -> None:
+    for name in ("ray", "torchrun"):
+        (tmp_path / name).mkdir()
+    of_ray = preset(example, tmp_path / "ray", "mesh.dp=2", "cluster.max_ranks_per_core=64")
+    train(of_ray)
+    under = preset(example, tmp_path / "torchrun")  # whose mesh is that of its ranks
+    overrides = [f"data.train={under.data.train}", f"data.heldout={under.data.heldout}", f"run.dir={under.run.dir}"]
+    overrides += [f"model.path={example / 'model'}", f"run.export_dir={under.run.export_dir}", "mesh.dp=auto"]
+    overrides += [f"batch.samples_per_update={SAMPLES}", "optim.schedule=constant", "optim.warmup_updates=0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "actors.cli", "train", tmp_path / "torchrun" / "preset.yaml", *overrides]
+    command += ["evaluation.interval_steps=3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "SFT on 2 FSDP2 ranks" in done.stdout and "Ray" not in done.stderr
+    assert [bits(row) for row in rows_of(under)] == [bits(row) for row in rows_of(of_ray)]
+    exported = [config.run.export_dir for config in (of_ray, under)]
+    first, second = (
+        hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() for folder in exported if folder
+    )
+    assert first == second
