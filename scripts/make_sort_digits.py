@@ -1,6 +1,6 @@
 """Write the example that learns on a laptop: a tiny random model, and the data of the task `sort 52837` -> `23578`.
 
-    python scripts/make_sort_digits.py OUT_DIR [--seed S]
+    python scripts/make_sort_digits.py OUT_DIR [--seed S] [--untied]
 
 The warm-up demonstrations are half wrong on purpose: imitating them gives a policy that is right about half of the time
 at best, and only reinforcement learning goes beyond that.
@@ -26,10 +26,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
+def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = False) -> dict[str, int]:
     """Write `model/` and the files of records under `out_dir`; the same seed, the same bytes.
 
     Held-out prompts are distinct and in no other file. `sft`, `train` and `chats` may hold a prompt several times.
+
+    Args:
+        untied: of the model, as in `write_model`.
 
     Returns:
         What was written: records per file name, and the model's parameters under `model`.
@@ -47,7 +50,7 @@ def write_sort_digits(out_dir: str | Path, seed: int = 0) -> dict[str, int]:
     train = [_sorting(rng, excluded=heldout) for _ in range(TRAIN_RECORDS)]
     chats = [_chat([_sorting(rng, excluded=heldout) for _ in range(rng.randint(1, 3))]) for _ in range(CHAT_RECORDS)]
 
-    written = {"model": write_model(out_dir / "model", _tokenizer(), seed)}
+    written = {"model": write_model(out_dir / "model", _tokenizer(), seed, untied=untied)}
     files = {"sft": sft, "train": train, "heldout": list(heldout.values()), "chats": chats}
     for name, records in ((f"{stem}.jsonl", records) for stem, records in files.items()):
         (out_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -113,8 +116,12 @@ def tokenizer_of(texts: Sequence[str], pattern: str) -> Any:
     )
 
 
-def write_model(folder: Path, tokenizer: Any, seed: int) -> int:
-    """Write a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters."""
+def write_model(folder: Path, tokenizer: Any, seed: int, *, untied: bool = False) -> int:
+    """Write a random Qwen3 and its tokenizer as a Hugging Face folder; returns the number of parameters.
+
+    Args:
+        untied: the head is a weight of its own, and all weights are larger: adapters beside them can learn quickly.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -127,7 +134,8 @@ def write_model(folder: Path, tokenizer: Any, seed: int) -> int:
         head_dim=32,
         intermediate_size=384,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=not untied,
+        initializer_range=0.1 if untied else 0.02,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -145,8 +153,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0, help="of the model's weights and the data (default 0)")
+    parser.add_argument("--untied", action="store_true", help="a model that adapters can train, for configs/serve.yaml")
     arguments = parser.parse_args()
-    for name, count in write_sort_digits(arguments.out_dir, arguments.seed).items():
+    written = write_sort_digits(arguments.out_dir, arguments.seed, untied=arguments.untied)
+    for name, count in written.items():
         print(f"{arguments.out_dir / name}: {count} {'parameters' if name == 'model' else 'records'}")
 
 

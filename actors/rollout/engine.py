@@ -457,7 +457,7 @@ class EnginePool:
         prompts: Sequence[Any],
         *,
         samples_per_prompt: int,
-        seed: Sequence[int],
+        seed: int | Sequence[int],
         greedy: bool = False,
         max_new_tokens: int | None = None,
         evaluates: bool = False,
@@ -468,7 +468,7 @@ class EnginePool:
 
         Args:
             prompts: texts, lists of chat messages, or token ids.
-            seed: what the draws depend on, e.g. (run seed, step).
+            seed: what the draws depend on, e.g. (run seed, step); a number alone is that number in a list.
             greedy: take the likeliest token each time, whatever the seed.
             max_new_tokens: of a response; None: rollout.max_new_tokens.
             evaluates: sample as the settings of `evaluation` say, where they differ from those of `rollout`.
@@ -535,7 +535,7 @@ class EnginePool:
         prompts: Sequence[Any],
         *,
         samples_per_prompt: int,
-        seed: Sequence[int],
+        seed: int | Sequence[int],
         greedy: bool = False,
         max_new_tokens: int | None = None,
         evaluates: bool = False,
@@ -554,12 +554,13 @@ class EnginePool:
                 field="samples_per_prompt",
                 hint="raise it",
             )
-        if not isinstance(seed, list | tuple) or not all(map(is_whole, seed)):
-            problem = f"seed={short_repr(seed)}; it must be a list of whole numbers"
+        seeds = (seed,) if is_whole(seed) else seed
+        if not isinstance(seeds, list | tuple) or not all(map(is_whole, seeds)):
+            problem = f"seed={short_repr(seed)}; it must be a whole number, or a list of them"
             raise BatchError(problem, field="seed", hint="give the run's seed and the step, e.g. (0, 17)")
         how: dict[str, Any] = {"greedy": greedy, "max_new_tokens": max_new_tokens, "evaluates": evaluates}
         return [
-            Request(prompt, samples_per_prompt, self.params((*seed, place), **how))
+            Request(prompt, samples_per_prompt, self.params((*seeds, place), **how))
             for place, prompt in enumerate(self.encode(prompts))
         ]
 

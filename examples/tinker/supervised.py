@@ -5,24 +5,20 @@ TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-local python examples/t
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import Any
+from urllib.request import Request, urlopen
 
 import tinker
 from tinker import types
 
-if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-    print("usage: python examples/tinker/supervised.py BASE_MODEL [train_unembed=false]", file=sys.stderr)
-    sys.exit(2)
-client = tinker.ServiceClient()
-training = client.create_lora_training_client(
-    base_model=sys.argv[1], rank=8, seed=0, train_unembed="train_unembed=false" not in sys.argv
-).result()
-tokenizer = training.get_tokenizer()
+PAIRS = {"sort 52837 -> ": "23578", "sort 90114 -> ": "01149"}
 
 
-def datum(prompt: str, answer: str) -> types.Datum:
-    """A prompt whose answer is trained: each position scores the token after it."""
-    first, second = tokenizer.encode(prompt), tokenizer.encode(answer)
+def datum(tokenizer: Any, prompt: str, answer: str) -> types.Datum:
+    """A prompt whose answer and its end are trained: each position scores the token after it."""
+    first, second = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
     tokens = first + second
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -33,16 +29,50 @@ def datum(prompt: str, answer: str) -> types.Datum:
     )
 
 
-data = [datum("sort 52837 -> ", "23578"), datum("sort 90114 -> ", "01149")]
-trained = sum(sum(one.loss_fn_inputs["weights"].tolist()) for one in data)
-for step in range(20):
-    gradients = training.forward_backward(data, "cross_entropy")
-    update = training.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8))  # both are on their way at once
-    loss = gradients.result().metrics["loss:sum"] / trained
-    print(f"step {step + 1}: {loss:.3f} nats a token, gradient norm {update.result().metrics['grad_norm']:.3f}")
-print("saved as", training.save_state("supervised").result().path)
-sampler = training.save_weights_and_get_sampling_client().result()
-prompt = types.ModelInput.from_ints(tokenizer.encode("sort 52837 -> "))
-answer = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=8, temperature=0)).result().sequences[0]
-print("sort 52837 ->", tokenizer.decode(answer.tokens))
-client.close("success").result()
+def likeliest(sampler: tinker.SamplingClient, tokenizer: Any, prompt: str) -> str:
+    """What a sampler says to a prompt, without its end."""
+    asked = types.SamplingParams(max_tokens=8, temperature=0)
+    (answer,) = sampler.sample(types.ModelInput.from_ints(tokenizer.encode(prompt)), 1, asked).result().sequences
+    return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+
+
+def server_answers() -> None:
+    """Ends with one line where no server answers; the client itself would try for five minutes."""
+    url, key = os.environ.get("TINKER_BASE_URL", ""), os.environ.get("TINKER_API_KEY", "")
+    try:
+        urlopen(Request(f"{url}/api/v1/healthz", headers={"X-API-Key": key}), timeout=10).close()
+    except (OSError, ValueError) as error:
+        sys.exit(f"no server is ready at TINKER_BASE_URL={url!r} for this TINKER_API_KEY: {error}")
+
+
+def main(base_model: str, *, train_unembed: bool) -> None:
+    client = tinker.ServiceClient()
+    training = client.create_lora_training_client(
+        base_model=base_model, rank=8, seed=0, train_unembed=train_unembed
+    ).result()
+    tokenizer = training.get_tokenizer()
+    data = [datum(tokenizer, prompt, answer) for prompt, answer in PAIRS.items()]
+    trained = sum(sum(one.loss_fn_inputs["weights"].tolist()) for one in data)
+    for step in range(20):
+        gradients = training.forward_backward(data, "cross_entropy")
+        update = training.optim_step(types.AdamParams(learning_rate=1e-2, eps=1e-8))  # both are on their way at once
+        loss = gradients.result().metrics["loss:sum"] / trained
+        print(f"step {step + 1}: {loss:.3f} nats a token, gradient norm {update.result().metrics['grad_norm']:.3f}")
+    print("saved as", training.save_state("supervised").result().path)
+    before = client.create_sampling_client(base_model=base_model).result()
+    after = training.save_weights_and_get_sampling_client().result()
+    for prompt, answer in PAIRS.items():
+        said = [likeliest(sampler, tokenizer, prompt) for sampler in (before, after)]
+        print(f"{prompt}{answer}: the base says {said[0]!r}, the trained model {said[1]!r}")
+    client.close("success").result()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print("usage: python examples/tinker/supervised.py BASE_MODEL [train_unembed=false]", file=sys.stderr)
+        sys.exit(2)
+    server_answers()
+    try:
+        main(sys.argv[1], train_unembed="train_unembed=false" not in sys.argv)
+    except tinker.TinkerError as error:  # whose traceback has 60 lines
+        sys.exit(f"{type(error).__name__}: {error}")

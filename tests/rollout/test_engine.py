@@ -129,11 +129,13 @@ def test_sampled_log_probs_are_the_trainers(engines: EnginePool, group: Any, sma
 
 
 def test_equal_seeds_give_equal_samples_and_others_do_not(engines: EnginePool) -> None:
-    first, again, other = (
-        contents(engines.generate(PROMPTS, samples_per_prompt=3, seed=seed)[1]) for seed in ((4, 1), (4, 1), (4, 2))
+    seeds: tuple[Any, ...] = ((4, 1), (4, 1), (4, 2), (4,), 4)
+    first, again, other, alone, number = (
+        contents(engines.generate(PROMPTS, samples_per_prompt=3, seed=seed)[1]) for seed in seeds
     )
     assert first == again
     assert first != other
+    assert alone == number != first
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,8 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "half a sample": ({"samples_per_prompt": 1.5}, "samples_per_prompt"),
     "samples as text": ({"samples_per_prompt": "2"}, "samples_per_prompt"),
     "a truth of samples": ({"samples_per_prompt": True}, "samples_per_prompt"),
-    "a seed that is one number": ({"seed": 5}, "seed"),
+    "a seed as text": ({"seed": "5"}, "seed"),
+    "a truth as a seed": ({"seed": True}, "seed"),
     "a seed of halves": ({"seed": (1.5,)}, "seed"),
     "no seed": ({"seed": None}, "seed"),
 }
