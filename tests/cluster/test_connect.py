@@ -391,11 +391,12 @@ def test_the_launch_script_keeps_the_token_in_a_private_file_and_off_every_comma
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
     for role in ("head", "worker"):
         done = subprocess.run(
-            ["bash", tmp_path / "scripts" / "launch_cluster.sh", role, "10.0.0.1"],
+            ["bash", tmp_path / "scripts" / "launch_cluster.sh", role, "10.0.0.1", "--min-worker-port", "20000"],
             env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True,
         )  # fmt: skip
         # what `ray start` prints is the stand-in's; before it nothing is said of the token
         assert done.stdout.removesuffix("secret").count("secret") == 0 and "secret" not in done.stderr
         assert token.stat().st_mode & 0o777 == 0o600
     calls = (tmp_path / "home" / "calls").read_text()
+    assert calls.count("--min-worker-port 20000 mode=token") == 2, "further options are those of ray start"
     assert calls.count("start --block") == 2 and calls.count("mode=token") == 4 and "secret" not in calls
