@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests/fixtures/image.json"
 PYTHON = "3.12"  # of Ubuntu 24.04
 PROJECT = "/src"  # where the Dockerfile copies the project to
+HOME = "/home/slimefsdp"
 STRANGER = 54321  # a user id that no image has
 _SKIPPED_OPTIONS = ("--no-cache-dir", "--no-deps", "--no-build-isolation")
 
@@ -193,7 +194,11 @@ def run(options: argparse.Namespace) -> int:
     for step in chain(options.target):
         if status := image.take(step):
             return status
+    home, as_built = folder / HOME.lstrip("/"), folder / "home-as-built"
+    subprocess.run(["cp", "--archive", home, as_built], check=True)
     for user in (image.user, str(STRANGER)):
+        shutil.rmtree(home)  # a container has one user, who finds the home as the image has it
+        subprocess.run(["cp", "--archive", as_built, home], check=True)
         for command in options.then:
             if status := image.shell(command, user):
                 return status

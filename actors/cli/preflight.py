@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from actors.cluster.connect import (
     compute_capabilities_here,
     gpus_of_engines,
     has_nvidia_driver,
+    require_answer,
 )
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
@@ -26,6 +28,7 @@ from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
 from actors.rollout.server_launch import is_on_cpu
+from actors.rollout.tokenizer import run_beside
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
@@ -33,7 +36,7 @@ from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.distributed.compiler import require_compiler
-from slimefsdp.errors import ConfigError, short_repr
+from slimefsdp.errors import ConfigError, ResourceError, short_repr
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
@@ -44,6 +47,7 @@ from slimefsdp.rpc import ROLES
 
 _METRICS = "metrics.jsonl"
 _PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
+_CLUSTER_S = 60.0  # for a cluster of Ray's
 
 # what belongs to the machine: files of a run do not
 _SYSTEM_FOLDERS = frozenset(
@@ -103,6 +107,36 @@ def _checked_but_lengths(config: RunConfig, *, takes_folder: bool, has_ranks: bo
     except OSError as error:
         raise _unusable(error) from None
     return prompts
+
+
+def cluster_line(config: RunConfig) -> str | None:
+    """What the cluster at cluster.address has, as a line to print; None: the settings name none.
+
+    Raises:
+        ResourceError: it does not answer, may not be joined, or has fewer GPUs than the settings take.
+    """
+    cluster, address = config.cluster, config.cluster.address
+    if address is None:
+        return None
+    require_answer(address)
+    asked = {"address": address, "allow_without_token": cluster.allow_without_token}
+    with stage(f"looking at the cluster at {address}", is_short=True):
+        try:
+            done = run_beside("actors.cluster.connect", asked, _CLUSTER_S)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(
+                f"no Ray cluster answered at {address} within {_CLUSTER_S:g} s",
+                field="cluster.address",
+                hint="look at what listens there, or name another",
+            ) from None
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        found = {"error": short_repr(done.stderr.decode(errors="replace")), "hint": "look at the cluster's logs"}
+    if "error" in found:
+        raise ResourceError(found["error"], field="cluster.address", hint=found["hint"])
+    check_gpus(config, engines=gpus_of_engines(config), of_cluster=found["gpus"])
+    return f"cluster   {found['nodes']} nodes with {found['cores']} CPUs and {found['gpus']} GPUs at {address}"
 
 
 def check_installed(config: RunConfig) -> None:

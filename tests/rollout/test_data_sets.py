@@ -310,6 +310,23 @@ def test_a_readme_that_names_files_elsewhere_is_refused(tmp_path: Path, elsewher
         records(path)
 
 
+@pytest.mark.parametrize("described", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("named", ["hf://datasets/a/b/x.jsonl", "http://127.0.0.1:1/x.jsonl"])
+def test_files_of_other_machines_are_refused_before_anything_is_asked_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: str, named: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("datasets.get_dataset_config_names", asked.append)
+    path = folder_of_jsonl(tmp_path)
+    rule = "---\n" * (described == "README.md")
+    (path / described).write_text(
+        f"{rule}configs:\n- config_name: a\n  data_files: [{{split: a, path: '{named}'}}]\n{rule}"
+    )
+    with refused(ConfigError, "data.train", path, named):
+        records(path)
+    assert asked == []
+
+
 def test_a_configuration_that_the_readme_calls_the_default_is_one(tmp_path: Path) -> None:
     write_parquet(tmp_path / "made" / "main" / "train.parquet", ROWS)
     write_parquet(tmp_path / "made" / "hard" / "train.parquet", TEST)
