@@ -23,6 +23,7 @@ from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.environment_trial import try_environment
 from actors.rollout.filters import load_filter
+from actors.rollout.import_trial import try_imports
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
@@ -329,8 +330,17 @@ def check_functions(config: RunConfig) -> None:
     """Imports every function and class that the settings name as `module:function`.
 
     Raises:
-        ConfigError: one of them cannot be imported, or is not there.
+        ConfigError: one of them cannot be imported, or is not there, or its import hangs or ends the process.
     """
+    rollout = config.rollout
+    named = {
+        "advantage.estimator": config.advantage.estimator,
+        "loss.policy": config.loss.policy,
+        "rollout.reward": rollout.reward,
+        "rollout.environment": rollout.environment,
+        "rollout.filter": rollout.filter,
+    }
+    try_imports({field: name for field, name in named.items() if name is not None}, config.cluster.launch_timeout_s)
     advantages.check_functions(config)
     if config.rollout.reward is not None:
         driver_scorer(config.rollout)

@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -445,13 +446,14 @@ def _start_once(num_cpus: int) -> None:
         # would end the ranks in the step that the driver wants to finish
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=_messages is not None,
-            logging_level=logging.ERROR,
-        )
+        with nullcontext() if _cleanup is None else _cleanup.marking():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=_messages is not None,
+                logging_level=logging.ERROR,
+            )
     except BaseException:
         _end_local()
         raise
