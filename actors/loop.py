@@ -401,7 +401,8 @@ class RolloutLoop:
         config = self._config
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         what = self._evaluator.summary(rows)
-        what = what or f"reward {rows[0].get('rollout/reward', 0.0):.3f} -> {rows[-1].get('rollout/reward', 0.0):.3f}"
+        rewards = [reward for row in rows if (reward := row.get("rollout/reward")) is not None] or [0.0]
+        what = what or f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}"
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (

@@ -6,6 +6,7 @@ Nobody hears of it in a program of one's own: `reporting` is what the command li
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
 
-HEARTBEAT_S = 10.0  # between lines about one stage, in a log file
+HEARTBEATS_S = (5.0, 15.0, 30.0, 60.0)  # after which a stage that lasts has a line in a log file; then every minute
 REFRESH_S = 1.0  # of the one line on a terminal
 WAITING_S = 30.0  # until a step says how far it is, and between its lines
 _reporter: Reporter | None = None
@@ -34,12 +35,13 @@ class Reporter:
 
     @contextmanager
     def stage(self, what: str, progress: Callable[[], str], *, is_short: bool) -> Iterator[None]:
-        """Says what is done, and again with its progress as long as the block lasts."""
-        over = threading.Event()
+        """Says what is done, and again with its progress, or for how long, as long as the block lasts."""
+        over, began = threading.Event(), time.monotonic()
 
         def tell() -> None:
-            while not over.wait(REFRESH_S if self._is_live else HEARTBEAT_S):
-                self._say(what, progress())
+            pauses = itertools.repeat(REFRESH_S) if self._is_live else _pauses()
+            while not over.wait(next(pauses)):
+                self._say(what, progress() or f"for {time.monotonic() - began:.0f} s")
 
         if self._is_live or not is_short:
             self._say(what, "")
@@ -78,6 +80,12 @@ class Reporter:
             print(line, file=self._stream, flush=True)
 
 
+def _pauses() -> Iterator[float]:
+    """Seconds between a stage's lines in a log file."""
+    yield from (later - earlier for earlier, later in itertools.pairwise((0.0, *HEARTBEATS_S)))
+    yield from itertools.repeat(60.0)
+
+
 @contextmanager
 def reporting(stream: TextIO | None = None) -> Iterator[None]:
     """Stages of this process are written inside, to the standard error of the moment if there is no other stream."""
@@ -90,11 +98,11 @@ def reporting(stream: TextIO | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def stage(what: str, progress: Callable[[], str] = lambda: "going on", *, is_short: bool = False) -> Iterator[None]:
+def stage(what: str, progress: Callable[[], str] = lambda: "", *, is_short: bool = False) -> Iterator[None]:
     """A stage of the start, where somebody reports it; else nothing.
 
     Args:
-        progress: how far it is, asked from another thread.
+        progress: how far it is, asked from another thread; empty where nothing tells.
         is_short: has no line of its own in a log file, unless it lasts.
     """
     if _reporter is None:

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Starts this machine's part of a Ray cluster that only holders of one token can use, and stays until interrupted.
 #
-#   first machine:   bash scripts/launch_cluster.sh head IP[:PORT]
-#   every other:     bash scripts/launch_cluster.sh worker HEAD_IP[:PORT]
+#   first machine:   bash scripts/launch_cluster.sh head IP[:PORT] [OPTION..]
+#   every other:     bash scripts/launch_cluster.sh worker HEAD_IP[:PORT] [OPTION..]
 #   then, anywhere:  RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=HEAD_IP:PORT
 #
 # IP is the address at which the other machines reach the first one. The token lies in ~/.ray/auth_token (or
 # RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes one where there is none, and the others need a copy of it. Ray does
-# not encrypt: use a private network.
+# not encrypt: use a private network. An OPTION is one of `ray start`, e.g. --min-worker-port 20000.
 set -euo pipefail
 
 usage() { sed -n '4,6s/^# *//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
-[ $# -eq 2 ] || usage
+[ $# -ge 2 ] || usage
 role=$1 ip=${2%%:*} port=6379
 case "$2" in *:*) port=${2##*:} ;; esac
 
@@ -34,14 +34,14 @@ case "$role" in
     "$ray" get-auth-token --generate >/dev/null
     echo "Other machines: copy the token, then  bash scripts/launch_cluster.sh worker $ip:$port"
     echo "Train:          RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=$ip:$port"
-    exec "${start[@]}" --head --node-ip-address "$ip" --port "$port" --include-dashboard false
+    exec "${start[@]}" --head --node-ip-address "$ip" --port "$port" --include-dashboard false "${@:3}"
     ;;
   worker)
     "$ray" get-auth-token >/dev/null || {
       echo "scripts/launch_cluster.sh: no token here; copy ~/.ray/auth_token from $ip, mode 600" >&2
       exit 1
     }
-    exec "${start[@]}" --address "$ip:$port"
+    exec "${start[@]}" --address "$ip:$port" "${@:3}"
     ;;
   *) usage ;;
 esac

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import reprlib
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,11 @@ class SlimeError(Exception):
         rank: int | None = None,
         call: str | None = None,
     ) -> None:
+        message = printable(message)  # it may quote an environment, a record or a file of somebody else
         super().__init__(message)
         self.message = message
         self.field = field
-        self.hint = hint
+        self.hint = None if hint is None else printable(hint)
         self.rank = rank
         self.call = call
 
@@ -60,6 +62,23 @@ class SlimeError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # __dict__ is restored over the fresh instance, so subclasses may carry more attributes
         return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+
+
+_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories of what is not shown but acts
+
+
+def printable(text: str, *, kept: str = "\n\t") -> str:
+    """The text with an escape such as \\x1b in the place of each control or format character.
+
+    Args:
+        kept: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one.encode("unicode_escape").decode() if unicodedata.category(one) in _ESCAPED and one not in kept else one
+        for one in text
+    )
 
 
 def _rebuild(cls: type[SlimeError], message: str, state: dict[str, Any]) -> SlimeError:

@@ -53,6 +53,15 @@ def test_a_copy_in_another_process_keeps_type_attributes_and_text(cls):
         assert str(twin) == str(error) and twin.exit_code == cls.exit_code and twin.code == cls.code
 
 
+def test_what_a_terminal_would_obey_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "it said \x1b]0;title\x07\x00\x9b2J\r\u202e and\tgoes on\nbelow"
+    error = SlimeError(hostile, hint=f"see {hostile}")
+    assert cli._report(error) == SlimeError.exit_code
+    for text in (str(error), capsys.readouterr().err):
+        assert "\\x1b" in text and not set("\x1b\x07\x00\x9b\r\u202e") & set(text)
+    assert "\tgoes on\nbelow" in error.message
+
+
 def test_a_subclass_with_its_own_constructor_is_rebuilt_without_calling_it():
     for twin in copies(WithOwnArguments(["a", "b"], 2)):
         assert type(twin) is WithOwnArguments and twin.missing == ["a", "b"]

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from slimefsdp.config.loader import apply_override
+from slimefsdp.config import load_config
 from slimefsdp.errors import ConfigError
 from slimefsdp.io.user_files import can_keep_files, path_argument
 
@@ -67,12 +67,13 @@ def bench_command(options: argparse.Namespace) -> int:
             raise ConfigError(f"--out={out} is no plain file in a folder", field="--out", hint="name a file")
     if not 0 <= options.seed < 2**31:
         raise ConfigError(f"--seed={options.seed} is no seed", field="--seed", hint="give a number from 0 to 2^31 - 1")
-    for setting in options.set:
-        try:
-            apply_override({}, setting)
-        except ConfigError as error:
-            error.field = "--set"
-            raise
+    try:
+        # as benchmarks/step/own.py does in the processes that are measured, which give these three
+        given = ["model.path=model", "mesh.device=cpu", "batch.max_tokens_per_rank=2048"]
+        load_config(CHECKOUT / "benchmarks/step/slimefsdp.yaml", [*given, *options.set])
+    except ConfigError as error:
+        error.field = "--set"
+        raise
     provenance = {"what": harness.WHAT, **environment(options.threads), **harness.provenance()}
 
     def save(record: dict[str, Any]) -> None:

@@ -37,13 +37,14 @@ def add_stop_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--address", default="auto", help="of the Ray cluster, as cluster.address (default: auto)")
+    parser.add_argument("--allow-without-token", action="store_true", help="as cluster.allow_without_token")
 
 
 def status_command(options: argparse.Namespace) -> int:
     """What named groups there are, how far they are, and who is attached."""
     if options.name is not None:
         require_group_name(options.name)
-    join(options.address)
+    join(options.address, allow_without_token=options.allow_without_token)
     try:
         from actors.workers.named_group import ask, host_of, named_groups
 
@@ -87,7 +88,7 @@ def _lines(status: GroupStatus) -> Iterator[str]:
 def stop_command(options: argparse.Namespace) -> int:
     """Ends a named group and its processes."""
     require_group_name(options.name)
-    join(options.address)
+    join(options.address, allow_without_token=options.allow_without_token)
     try:
         import ray
 

@@ -37,16 +37,16 @@ from actors.cli.evaluate import (
 )
 from actors.cli.groups import add_status_arguments, add_stop_arguments, status_command, stop_command
 from actors.cli.plan import add_plan_arguments, plan_command
-from actors.cli.preflight import check_before_launch, check_installed, check_models
+from actors.cli.preflight import check_before_launch, check_installed, check_models, cluster_line
 from actors.cli.serve import add_serve_arguments, checked_to_serve
 from actors.cli.torchrun import is_rank_of_torchrun, train_as_rank
-from actors.cluster.connect import check_gpus, check_machine, connect, disconnect
+from actors.cluster.connect import check_gpus, check_machine, connect, disconnect, start_progress
 from actors.cluster.ray_log import RAY_LOG
 from actors.model_folders import with_model_folders
 from actors.signals import Interrupts
 from actors.startup import reporting, stage
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError
+from slimefsdp.errors import BatchError, ConfigError, ResourceError, SlimeError, printable
 from slimefsdp.io.atomic_dir import require_free_folder
 from slimefsdp.io.user_files import path_argument
 from slimefsdp.replay import add_arguments as add_replay_arguments
@@ -129,6 +129,7 @@ def _report(error: SlimeError) -> int:
 
 def _one_line(text: str) -> str:
     """Words of other libraries may come on many lines, and values that somebody typed may have no end."""
+    text = printable(text)  # another library's may have been added to an error of ours
     line = textwrap.shorten(text, _LONGEST, placeholder=" .. (all of it: --debug)") if "\n" in text else text
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} .. {line[-_LONGEST // 4 :]}"
 
@@ -226,8 +227,10 @@ def _train(options: argparse.Namespace) -> int:
     if options.dry_run:
         with reporting():
             checked = check_before_launch(config, only_looks=True)
+            cluster = cluster_line(config)
         verdict = "once that is here" if checked.absent else "now"
-        print("\n".join([*start_lines(checked), f"these settings are fine: `slimefsdp train` would start {verdict}"]))
+        lines = [*start_lines(checked), *([] if cluster is None else [cluster])]
+        print("\n".join([*lines, f"these settings are fine: `slimefsdp train` would start {verdict}"]))
         return 0
     if is_rank_of_torchrun():
         return train_as_rank(config)
@@ -250,7 +253,7 @@ def _start_ray(config: RunConfig) -> None:
     """As `connect`; what Ray says goes into a file, which is named to whoever reads the terminal."""
     path = (config.run.dir or Path(tempfile.mkdtemp(prefix="slimefsdp-"))) / RAY_LOG
     print(f"Ray's messages, and what ranks and engines print: {path}", file=sys.stderr, flush=True)
-    with stage("starting Ray"):
+    with stage("starting Ray" if config.cluster.address is None else "joining the cluster", start_progress):
         connect(config, path)
 
 

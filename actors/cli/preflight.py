@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from actors.cluster.connect import (
     compute_capabilities_here,
     gpus_of_engines,
     has_nvidia_driver,
+    require_answer,
 )
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
 from actors.rollout.environment_trial import try_environment
 from actors.rollout.filters import load_filter
+from actors.rollout.import_trial import try_imports
 from actors.rollout.prompt_files import (
     Prompts,
     data_to_look_at,
@@ -35,6 +38,7 @@ from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_pr
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
 from actors.rollout.server_launch import is_on_cpu
+from actors.rollout.tokenizer import run_beside
 from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.attention.select import AttentionShape, check_kernel, choose_strategy
@@ -42,7 +46,7 @@ from slimefsdp.batching.hardware import read_calibration
 from slimefsdp.config import RunConfig
 from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.distributed.compiler import require_compiler
-from slimefsdp.errors import ConfigError, short_repr
+from slimefsdp.errors import ConfigError, ResourceError, short_repr
 from slimefsdp.io.file_lock import FolderLock
 from slimefsdp.io.user_files import can_keep_files, refuse_unless_plain
 from slimefsdp.model_spec import ModelSpec
@@ -54,6 +58,7 @@ from slimefsdp.rpc import ROLES
 
 _METRICS = "metrics.jsonl"
 _PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer
+_CLUSTER_S = 60.0  # for a cluster of Ray's
 
 # what belongs to the machine: files of a run do not
 _SYSTEM_FOLDERS = frozenset(
@@ -161,6 +166,36 @@ def _checked_but_lengths(
     except OSError as error:
         raise _unusable(error) from None
     return prompts
+
+
+def cluster_line(config: RunConfig) -> str | None:
+    """What the cluster at cluster.address has, as a line to print; None: the settings name none.
+
+    Raises:
+        ResourceError: it does not answer, may not be joined, or has fewer GPUs than the settings take.
+    """
+    cluster, address = config.cluster, config.cluster.address
+    if address is None:
+        return None
+    require_answer(address)
+    asked = {"address": address, "allow_without_token": cluster.allow_without_token}
+    with stage(f"looking at the cluster at {address}", is_short=True):
+        try:
+            done = run_beside("actors.cluster.connect", asked, _CLUSTER_S)
+        except subprocess.TimeoutExpired:
+            raise ResourceError(
+                f"no Ray cluster answered at {address} within {_CLUSTER_S:g} s",
+                field="cluster.address",
+                hint="look at what listens there, or name another",
+            ) from None
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        found = {"error": short_repr(done.stderr.decode(errors="replace")), "hint": "look at the cluster's logs"}
+    if "error" in found:
+        raise ResourceError(found["error"], field="cluster.address", hint=found["hint"])
+    check_gpus(config, engines=gpus_of_engines(config), of_cluster=found["gpus"])
+    return f"cluster   {found['nodes']} nodes with {found['cores']} CPUs and {found['gpus']} GPUs at {address}"
 
 
 def check_installed(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
@@ -361,8 +396,17 @@ def check_functions(config: RunConfig) -> None:
     """Imports every function and class that the settings name as `module:function`.
 
     Raises:
-        ConfigError: one of them cannot be imported, or is not there.
+        ConfigError: one of them cannot be imported, or is not there, or its import hangs or ends the process.
     """
+    rollout = config.rollout
+    named = {
+        "advantage.estimator": config.advantage.estimator,
+        "loss.policy": config.loss.policy,
+        "rollout.reward": rollout.reward,
+        "rollout.environment": rollout.environment,
+        "rollout.filter": rollout.filter,
+    }
+    try_imports({field: name for field, name in named.items() if name is not None}, config.cluster.launch_timeout_s)
     advantages.check_functions(config)
     if config.rollout.reward is not None:
         driver_scorer(config.rollout)

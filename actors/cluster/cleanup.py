@@ -4,6 +4,8 @@ Most of Ray's processes end with the driver; its agents live on for a minute. Th
 where no signal to the driver's terminal or group reaches it, and holds the other end of a pipe of the driver's. It
 knows the cluster by pid: the driver names Ray's processes, and what descends from them is looked up in /proc while it
 still has its parents. A pid stands for a process only together with its start time, since pids are used again.
+What lost its parents unseen, such as a server that an environment starts in a session of its own, is found in the end
+by a variable that it has inherited from Ray's processes.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 _LAUNCH_SCAN_S = 0.25  # how often to look while Ray starts, when a process may lose its parent soon after its birth
 _SCAN_S = 2.0
 _END = b"end\n"
+_MARK = "SLIMEFSDP_CLUSTER"  # in the environment of a cluster's processes
 _END_TIMEOUT_S = 10.0  # a process that the kernel holds outlives SIGKILL for a while
 Table = dict[int, tuple[int, int]]
 """Parent and start time of each process by pid, the time in clock ticks since the machine started."""
@@ -34,9 +38,10 @@ class CleanupProcess:
     """
 
     def __init__(self) -> None:
-        driver = os.getpid()
+        driver, self._mark = os.getpid(), uuid.uuid4().hex
         others = [pid for pid, (parent, _) in running_processes().items() if parent == driver]
-        command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(driver), *map(str, others)]
+        command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), self._mark, str(driver)]
+        command += map(str, others)
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -46,8 +51,17 @@ class CleanupProcess:
             cwd="/",
         )
 
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """What this process starts inside carries the mark of the cluster, as does whatever descends from it."""
+        os.environ[_MARK] = self._mark
+        try:
+            yield
+        finally:
+            del os.environ[_MARK]
+
     def watch(self, pids: Sequence[int]) -> None:
-        """Names the cluster's processes; with their descendants they are all that will be ended."""
+        """Names the cluster's processes; they, their descendants and what has the mark are all that will be ended."""
         self._send(" ".join(map(str, pids)).encode() + b"\n")
 
     def end(self) -> None:
@@ -124,7 +138,17 @@ def running_processes() -> Table:
     return found
 
 
-def _wait_and_clean_up(driver: int, others: Sequence[int]) -> None:
+def _marked(mark: str) -> set[int]:
+    """The processes that were started with this mark in their environment, as far as this user may look."""
+    found, wanted = set(), f"{_MARK}={mark}".encode()
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # of another user, or ended since it was listed
+            if wanted in file.read_bytes().split(b"\0"):
+                found.add(int(file.parent.name))
+    return found
+
+
+def _wait_and_clean_up(mark: str, driver: int, others: Sequence[int]) -> None:
     """What the cleanup process runs: waits for the end of the driver, or for its word."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a scheduler may send them to all processes of a job
@@ -152,8 +176,13 @@ def _wait_and_clean_up(driver: int, others: Sequence[int]) -> None:
                 table = running_processes()
                 family.adopt(started(table), table)
             break
-    family.end()
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while True:
+        family.adopt(_marked(mark), running_processes())
+        if not family or time.monotonic() > deadline:
+            break
+        family.end()
 
 
 if __name__ == "__main__":
-    _wait_and_clean_up(int(sys.argv[1]), [int(pid) for pid in sys.argv[2:]])
+    _wait_and_clean_up(sys.argv[1], int(sys.argv[2]), [int(pid) for pid in sys.argv[3:]])

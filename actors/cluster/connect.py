@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import re
@@ -11,19 +12,23 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import uuid
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from actors.cluster.cleanup import CleanupProcess
 from actors.cluster.ray_log import RayMessages
 from slimefsdp.config import RunConfig
+from slimefsdp.config.sections import ClusterSettings
 from slimefsdp.errors import ResourceError
 
 _REACH_S = 10.0  # until the machine of a cluster is taken for one that does not answer
 _DRIVER_S = 20.0  # for the driver to say which GPUs there are
-STARTS = 5  # of a local Ray, whose own deadline of 30 s a busy machine may miss, several times running
+STARTS = 5  # attempts to start a local Ray that fails for another reason than its own deadline
+_attempt = 0  # of these, under way
 _cleanup: CleanupProcess | None = None  # of the local cluster that this process started, on Linux
 _messages: RayMessages | None = None  # where this process has Ray's put
 
@@ -138,27 +143,31 @@ def _most_processes(config: RunConfig) -> int:
     return processes_needed(config)
 
 
-def check_gpus(config: RunConfig, *, engines: int) -> None:
-    """Whether this machine has a GPU for every process that takes one; asks neither Ray nor torch.
+def check_gpus(config: RunConfig, *, engines: int, of_cluster: int | None = None) -> None:
+    """Whether there is a GPU for every process that takes one; asks neither Ray nor torch.
 
-    Nothing is said where a cluster is named, where mesh.device=auto finds no GPU, or where the machine does not tell.
+    Nothing is said where mesh.device=auto finds no GPU, or where it is not known how many there are.
 
     Args:
         engines: that are started beside the worker groups of these settings.
+        of_cluster: GPUs of the cluster at cluster.address; None: not known. Without an address this machine's count.
 
     Raises:
         ResourceError: naming mesh.dp, and both numbers.
     """
-    found = None if config.cluster.address is not None or config.mesh.device == "cpu" else gpus_here()
-    if found is None or (found == 0 and config.mesh.device == "auto"):
+    address = config.cluster.address
+    found = of_cluster if address is not None else gpus_here()
+    if config.mesh.device == "cpu" or found is None or (found == 0 and config.mesh.device == "auto"):
         return
     others = _group_ranks_beside_the_actor(config) + engines
     needed = others + (config.mesh.dp_replicate * config.mesh.cp if config.mesh.dp == "auto" else config.ranks)
     if needed > found:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "is not set")
+        where = f"this machine shows {found} (CUDA_VISIBLE_DEVICES={visible})"
         raise ResourceError(
             f"mesh.dp_replicate={config.mesh.dp_replicate} x mesh.dp={config.mesh.dp} x mesh.cp={config.mesh.cp} with "
-            f"{others} more processes needs {needed} GPUs{' or more' * (config.mesh.dp == 'auto')}, and this machine "
-            f"shows {found} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'is not set')})",
+            f"{others} more processes needs {needed} GPUs{' or more' * (config.mesh.dp == 'auto')}, and "
+            + (where if address is None else f"the cluster at {address} has {found}"),
             field="mesh.dp",
             hint="use fewer ranks or engines, mesh.device=cpu, or name a cluster.address",
         )
@@ -205,7 +214,7 @@ def has_nvidia_driver() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg"))
 
 
-def _require_safe(address: str) -> None:
+def _require_safe(address: str, *, allow_without_token: bool) -> None:
     """Ray runs whatever code it is sent: who else can reach a cluster must be asked for a token."""
     named = f"cluster.address={address}"
     if address == "auto" and (address := os.environ.get("RAY_ADDRESS") or address) != "auto":  # as Ray reads it
@@ -216,13 +225,29 @@ def _require_safe(address: str) -> None:
             field="cluster.address",
             hint="leave cluster.address out: then one starts that nobody else can reach",
         )
-    host = address.rpartition("://")[2].rsplit(":", 1)[0]
-    if host not in ("auto", "localhost", "127.0.0.1", "[::1]") and os.environ.get("RAY_AUTH_MODE") != "token":
-        raise ResourceError(
-            f"{named} is not on this machine, and RAY_AUTH_MODE is not `token`",
-            field="cluster.address",
-            hint="start the cluster with scripts/launch_cluster.sh and set RAY_AUTH_MODE=token here",
-        )
+    host = address.rpartition("://")[2].rsplit(":", 1)[0].strip("[]")
+    if os.environ.get("RAY_AUTH_MODE") == "token" or host == "auto" or _is_here(host):
+        return
+    if allow_without_token:
+        warnings.warn(f"{named} asks for no token: whoever reaches its ports can run code in this run", stacklevel=3)
+        return
+    raise ResourceError(
+        f"{named} is not on this machine, and RAY_AUTH_MODE is not `token`",
+        field="cluster.address",
+        hint="start the cluster with scripts/launch_cluster.sh and set RAY_AUTH_MODE=token here; in a closed network, "
+        "such as that of KubeRay or Anyscale, set cluster.allow_without_token=true",
+    )
+
+
+def _is_here(host: str) -> bool:
+    """Whether a name or an address is one of this machine's own, to which alone a socket can be bound."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.bind(place)
+    except OSError:
+        return False
+    return True
 
 
 def keep_token_private(*, make: bool) -> None:
@@ -253,7 +278,7 @@ def keep_token_private(*, make: bool) -> None:
         if path.exists() and path.stat().st_mode & 0o077:
             path.chmod(0o600)
     except PermissionError:
-        if not path.exists():
+        if not os.path.exists(path):  # noqa: PTH110 - Path's own raises where the folder may not be entered
             raise _no_token(path, "no permission") from None
         warnings.warn(f"others can read Ray's token, and it is not yours to change: {path}", stacklevel=2)
     except OSError as error:
@@ -280,26 +305,40 @@ def connect(config: RunConfig, messages: Path | None = None) -> None:
             join. A local one needs a place to keep its token. `messages` cannot be written.
     """
     check_machine(config)
-    _connect(config.cluster.address, max(os.cpu_count() or 1, _most_processes(config) + 1), messages)
+    num_cpus = max(os.cpu_count() or 1, _most_processes(config) + 1)
+    _connect(config.cluster, num_cpus, messages)
 
 
-def join(address: str = "auto") -> None:
+def join(address: str = "auto", *, allow_without_token: bool = False) -> None:
     """Joins a cluster that is there, unless this process is connected already.
+
+    Args:
+        allow_without_token: as cluster.allow_without_token.
 
     Raises:
         ResourceError: there is none, or one that is not safe to join.
     """
+    require_answer(address)
+    _connect(ClusterSettings(address=address, allow_without_token=allow_without_token), 0, None)
+
+
+def require_answer(address: str) -> None:
+    """Whether anything answers at `address`, where it names a host and a port; Ray itself would try for minutes.
+
+    Raises:
+        ResourceError: nothing does within a few seconds.
+    """
     host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdigit():  # Ray itself would try for minutes
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-        except (OSError, OverflowError) as error:
-            raise ResourceError(
-                f"cannot reach a Ray cluster at {address}: {error}",
-                field="cluster.address",
-                hint="start one with scripts/launch_cluster.sh or `ray start --head`, or name another",
-            ) from error
-    _connect(address, 0, None)
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ResourceError(
+            f"cannot reach a Ray cluster at {address}: {error}",
+            field="cluster.address",
+            hint="start one with scripts/launch_cluster.sh or `ray start --head`, or name another",
+        ) from error
 
 
 def require_lasting_cluster() -> None:
@@ -316,14 +355,15 @@ def require_lasting_cluster() -> None:
         )
 
 
-def _connect(address: str | None, num_cpus: int, messages: Path | None) -> None:
+def _connect(cluster: ClusterSettings, num_cpus: int, messages: Path | None) -> None:
     """As `connect`; a local cluster declares `num_cpus`."""
     global _messages
+    address = cluster.address
     if address is None:
         # undocumented switch of ray's that puts a cluster's sockets on loopback; a test looks at the sockets
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     else:
-        _require_safe(address)
+        _require_safe(address, allow_without_token=cluster.allow_without_token)
     # ray would otherwise warn that a future version stops hiding accelerators from actors that ask for none
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
@@ -346,14 +386,16 @@ def _connect(address: str | None, num_cpus: int, messages: Path | None) -> None:
         if address is not None:
             ray.init(address=address, log_to_driver=messages is not None, logging_level=logging.ERROR)
         else:
-            _start_local(num_cpus)
+            _start_local(num_cpus, cluster.launch_timeout_s)
     except Exception as error:  # ray raises that very class where a node does not come up
         disconnect()
         if address is None:
             raise ResourceError(
-                f"Ray did not start on this machine in {STARTS} attempts: {error}",
+                f"Ray did not start on this machine in {_attempt} attempts, within "
+                f"cluster.launch_timeout_s={cluster.launch_timeout_s:g}: {error}",
                 field="cluster.address",
-                hint="the machine may be overloaded or out of memory: end what else runs on it, and try again",
+                hint="the machine may be overloaded or out of memory: end what else runs on it, or raise "
+                "cluster.launch_timeout_s",
             ) from error
         hint = "start one with `ray start --head`, or leave cluster.address out for a local one"
         if "InvalidAuthToken" in str(error.__cause__):
@@ -365,16 +407,28 @@ def _connect(address: str | None, num_cpus: int, messages: Path | None) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if on_sigterm is None else on_sigterm)
 
 
-def _start_local(num_cpus: int) -> None:
-    """Starts Ray, again where that fails; nothing of an attempt that failed runs on beside the next."""
-    for attempt in range(1, STARTS + 1):
+def start_progress() -> str:
+    """How far the start of a local cluster is, asked from another thread."""
+    return f"attempt {_attempt}" if _attempt > 1 else ""
+
+
+def _start_local(num_cpus: int, timeout_s: float) -> None:
+    """Starts Ray, again where that fails; nothing of an attempt that failed runs on beside the next.
+
+    A busy machine misses Ray's own deadline of 30 s, which no setting of Ray's moves, several times running: attempts
+    that end by it are repeated until `timeout_s` are over. What fails for another reason is repeated a few times.
+    """
+    global _attempt
+    deadline = time.monotonic() + timeout_s
+    for _attempt in itertools.count(1):
         try:
             return _start_once(num_cpus)
         except Exception as error:
-            if attempt == STARTS:
+            is_overdue = "timed out" in str(error)
+            if time.monotonic() > deadline or (_attempt >= STARTS and not is_overdue):
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__)
-            print(f"Ray did not start, attempt {attempt} of {STARTS}: {said}", file=sys.stderr, flush=True)
+            print(f"Ray did not start in attempt {_attempt}: {said}", file=sys.stderr, flush=True)
 
 
 def _start_once(num_cpus: int) -> None:
@@ -392,13 +446,14 @@ def _start_once(num_cpus: int) -> None:
         # would end the ranks in the step that the driver wants to finish
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=_messages is not None,
-            logging_level=logging.ERROR,
-        )
+        with nullcontext() if _cleanup is None else _cleanup.marking():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=_messages is not None,
+                logging_level=logging.ERROR,
+            )
     except BaseException:
         _end_local()
         raise
@@ -436,9 +491,36 @@ def _end_local() -> None:
         process.poll()  # no zombie stays
 
 
+def _look() -> None:
+    """What `python -m actors.cluster.connect` does: joins a cluster, and says what it has or why it cannot be joined.
+
+    Ray waits without a deadline for a cluster that does not answer; whoever starts this process can end it.
+    """
+    import json
+
+    asked, answer = json.load(sys.stdin), {}
+    stream = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # Ray prints
+    try:
+        join(asked["address"], allow_without_token=asked["allow_without_token"])
+        import ray
+
+        total = ray.cluster_resources()
+        nodes = sum(node["Alive"] for node in ray.nodes())
+        answer = {"nodes": nodes, "cores": int(total.get("CPU", 0)), "gpus": int(total.get("GPU", 0))}
+    except ResourceError as error:
+        answer = {"error": error.message, "hint": error.hint}
+    os.write(stream, json.dumps(answer).encode())
+    os._exit(0)  # Ray's own threads would take seconds to end
+
+
 def _ray_processes() -> dict[str, list[Any]]:
     """Ray's own record of what `ray.init` started here, by kind; `ray.shutdown` ends those that are in it."""
     from ray._private import worker
 
     node = getattr(worker, "_global_node", None)
     return {} if node is None else node.all_processes  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    _look()

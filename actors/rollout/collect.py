@@ -47,7 +47,7 @@ _DECIDING: Any = {
 _NOT_DECIDING = {
     *("engines", "placement", "engine_python", "engine_args", "engine_urls", "gpus_per_engine"),
     *("engine_logprob_bound", "weight_transport", "weight_checksums"),
-    *("reward_workers", "reward_timeout_s", "reward_concurrency", "show_groups"),
+    *("reward_workers", "reward_timeout_s", "reward_concurrency", "show_groups", "max_failed_steps"),
 }
 
 _LOOK_S = 1.0  # of who waits for engines: a signal to the program is handled in between
@@ -104,6 +104,7 @@ class Collector:
         self._gate = threading.Condition()
         self._drawing = 0  # calls of the engines under way
         self._closed = 0  # to more of them
+        self._failed_steps = 0  # in a row, in which every group had a failure
         self._drawn_alone = self._asked = 0  # responses that are no episodes; responses or episodes asked for; so far
         self._before = (0, 0, 0)  # as of `_counts`, when the present step began
         self.heldout = prompts.heldout
@@ -256,12 +257,13 @@ class Collector:
         drawn: list[_Group] = []
         kept: list[_Group] = []
         rounds = version = 0
+        failures: list[SlimeError] = []
         while rounds < settings.max_rounds and len(kept) < settings.prompts_per_step:
             records = self.prompts.take(settings.prompts_per_step, limits.prompt_tokens)
             # the first round is what a run without a filter draws
             purpose = (_TRAINING, step, rounds) if rounds else (_TRAINING, step)
             version, groups = self.scored_groups(
-                records, settings.samples_per_prompt, purpose, seconds, most=limits.new_tokens
+                records, settings.samples_per_prompt, purpose, seconds, most=limits.new_tokens, failures=failures
             )
             drawn += groups
             kept += [
@@ -270,10 +272,15 @@ class Collector:
                 if not group.failures and (self._filter is None or self._filter(group.record, tuple(group.samples)))
             ]
             rounds += 1
+        whole = [group for group in drawn if not group.failures]
+        self._failed_steps = 0 if whole else self._failed_steps + 1
+        if self._failed_steps >= settings.max_failed_steps:
+            raise failures[0]
         metrics = self._metrics(drawn, limits)
+        if not whole:
+            return None, metrics
         if self._filter is not None:
-            drawn = [group for group in drawn if not group.failures]
-            metrics["rollout/groups_dropped"] = 1 - len(kept) / len(drawn)
+            metrics["rollout/groups_dropped"] = 1 - len(kept) / len(whole)
             metrics["rollout/rounds"] = float(rounds)
         kept = kept[: settings.prompts_per_step]
         self._show(step, drawn, kept)
@@ -308,12 +315,14 @@ class Collector:
         greedy: bool = False,
         environment_seeds: Sequence[int] | None = None,
         most: int | None = None,
+        failures: list[SlimeError] | None = None,
     ) -> tuple[int, list[_Group]]:
         """The weight version that sampled, and scored responses to each record.
 
         Args:
             environment_seeds: one a record; None: others for each purpose.
             most: tokens of a response; None: what rollout.max_new_tokens, or evaluation's, allows.
+            failures: takes those that are skipped; every group may have one. None: one group at least has to be whole.
         """
         evaluates = purpose[0] == EVALUATION
         most = most or self._config.sampling(evaluates=evaluates).max_new_tokens
@@ -338,22 +347,25 @@ class Collector:
             how = {"max_new_tokens": most, "greedy": greedy, "evaluates": evaluates}
             version, outcomes = self._rewarded(records, per_prompt, seed, seconds, how)
         groups = [_Group(record, [], one) for record, one in zip(records, environment_seeds, strict=True)]
-        failures: list[SlimeError] = []
+        needs_whole = failures is None
+        found: list[SlimeError] = []
         for (place, _), outcome in sorted(outcomes.items()):
             group = groups[place]
             if isinstance(outcome, SlimeError):
-                failures.append(outcome)
+                found.append(outcome)
                 group.failures += 1
                 continue
             sample, scores = outcome
             reward = scores["reward"] - self._overlong_penalty(sample.response_length, most)
             group.samples.append(ScoredSample(sample, scores, reward))
-        if failures:
-            if not self._config.skips_failures or all(group.failures for group in groups):
-                raise failures[0]
+        if found:
+            if not self._config.skips_failures or (needs_whole and all(group.failures for group in groups)):
+                raise found[0]
             lost = sum(group.failures > 0 for group in groups)
-            words = f"{lost} of {len(groups)} groups are left out, since {len(failures)} rewards failed; the first"
-            warnings.warn(f"{words}: {failures[0].message}", stacklevel=2)
+            words = f"{lost} of {len(groups)} groups are left out, since {len(found)} rewards failed; the first"
+            warnings.warn(f"{words}: {found[0].message}", stacklevel=2)
+        if failures is not None:
+            failures += found
         return version, groups
 
     def _rewarded(
@@ -424,6 +436,8 @@ class Collector:
         scored = _scored(groups)
         lengths = [one.sample.response_length for one in scored]
         metrics = self.mean_scores(groups, "rollout/")
+        if not scored:  # every group had a failure
+            return metrics
         metrics["rollout/response_length"] = sum(lengths) / len(lengths)
         metrics["rollout/response_length_max"] = float(max(lengths))
         metrics["rollout/truncated"] = sum(not one.sample.finished for one in scored) / len(scored)

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import yaml
+
 from actors.startup import is_reporting, stage
 from slimefsdp.errors import ConfigError, byte_text, short_text
 from slimefsdp.io.hub import HubId, bytes_there, snapshot
@@ -173,6 +175,7 @@ def _splits_of(folder: Path, source: DataSource, name: str, field: str) -> dict[
                 found = datasets.load_from_disk(str(folder))
             else:
                 _require_few_files(folder)
+                _require_local(folder)
                 there = datasets.get_dataset_config_names(str(folder))
                 default = datasets.get_dataset_default_config_name(str(folder))
                 _check_config(source.config, there, default, name, field)
@@ -198,6 +201,26 @@ def _require_few_files(folder: Path) -> None:
     files = itertools.chain.from_iterable(names for _, _, names in os.walk(folder))
     if sum(1 for _ in itertools.islice(files, MAX_FILES + 1)) > MAX_FILES:
         raise ValueError(f"there are more than {MAX_FILES:,} files in it")
+
+
+def _require_local(folder: Path) -> None:
+    """What describes a data set can name files of other machines, which `datasets` would ask for before it says so."""
+    for name in ("README.md", ".huggingface.yaml"):
+        text = (folder / name).read_text(errors="replace") if (folder / name).is_file() else ""
+        # of a README.md, what stands between its first two lines ---
+        parts = re.split(r"^---\s*$", text, maxsplit=2, flags=re.MULTILINE) if name == "README.md" else ["", text, ""]
+        try:
+            described = yaml.safe_load(parts[1]) if len(parts) == 3 else None
+        except yaml.YAMLError:  # which `datasets` says in its own words
+            continue
+        waiting, seen = [described.get("configs") if isinstance(described, dict) else None], set[int]()
+        while waiting:
+            one = waiting.pop()
+            if isinstance(one, str) and "://" in one:
+                raise ValueError(f"its {name} names a file elsewhere, {short_text(one)}")
+            if isinstance(one, dict | list) and id(one) not in seen:  # aliases can make a little text endless
+                seen.add(id(one))
+                waiting += one.values() if isinstance(one, dict) else one
 
 
 def _require_inside(folder: Path, data_files: Mapping[str, Sequence[object]]) -> None:

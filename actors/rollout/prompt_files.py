@@ -267,7 +267,7 @@ def _longest(records: Sequence[Record], counts: _Counts) -> int:
 
 def _counts(config: RunConfig, records: Sequence[Record]) -> _Counts:
     """Of prompts alone."""
-    with stage(f"counting the tokens of {len(records)} records", is_short=True):
+    with stage(f"loading the tokenizer and counting the tokens of {len(records)} records", is_short=True):
         found = count_tokens(
             config.model.path,
             records,

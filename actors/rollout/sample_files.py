@@ -7,7 +7,6 @@ acts on a terminal, and long texts lose their middle.
 from __future__ import annotations
 
 import json
-import unicodedata
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record, place_of
+from slimefsdp.errors import printable
 from slimefsdp.io.checksummed_files import io_reported, write_synced
 
 _SHOWN_GROUPS = 50  # of an evaluation, in the file for people
@@ -22,21 +22,6 @@ _MOST_OF_VALUE = 2000  # characters of a value of a record, which stand beside e
 _SHOWN_RESPONSES = 8  # of a group of a step: those of lowest and of highest reward
 _MOST_OF_TEXT = 4000  # characters of a prompt or a response of a step
 _MOST_OF_EXAMPLE = 80  # characters of a prompt or a response in a line for a terminal
-_ESCAPED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories of what is not shown but acts
-
-
-def printable(text: str, *, kept: str = "\n\t") -> str:
-    """The text with an escape such as \\x1b in the place of each control or format character.
-
-    Args:
-        kept: characters that stay as they are.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        one.encode("unicode_escape").decode() if unicodedata.category(one) in _ESCAPED and one not in kept else one
-        for one in text
-    )
 
 
 def write_samples(folder: Path, name: str, groups: Sequence[tuple[Record, Sequence[ScoredSample]]]) -> None:

@@ -97,10 +97,18 @@ class NamedGroup(GroupCalls):
         self._membership = membership
 
     @classmethod
-    def attach(cls, name: str, *, write: bool = False, wait_s: float = 0.0, address: str = "auto") -> NamedGroup:
+    def attach(
+        cls,
+        name: str,
+        *,
+        write: bool = False,
+        wait_s: float = 0.0,
+        address: str = "auto",
+        allow_without_token: bool = False,
+    ) -> NamedGroup:
         """As `WorkerGroup.attach`."""
         require_group_name(name)
-        join(address)
+        join(address, allow_without_token=allow_without_token)
         host = host_of(name)
         client = Client.here(write)
         until = time.monotonic() + wait_s

@@ -118,19 +118,30 @@ class WorkerGroup(GroupCalls):
         return group
 
     @classmethod
-    def attach(cls, name: str, *, write: bool = False, wait_s: float = 0.0, address: str = "auto") -> NamedGroup:
+    def attach(
+        cls,
+        name: str,
+        *,
+        write: bool = False,
+        wait_s: float = 0.0,
+        address: str = "auto",
+        allow_without_token: bool = False,
+    ) -> NamedGroup:
         """A handle on a group that `actors.launch_named` launched, in this program or another.
 
         Args:
             write: make calls that change the group, too, which one program at a time may.
             wait_s: how long to wait for another writer to leave. One that ended without a word makes room after 20 s.
             address: of the Ray cluster, where this process is not connected to one; as cluster.address.
+            allow_without_token: as cluster.allow_without_token.
 
         Raises:
             StateError: there is no such group, it is being launched or ended, or another program writes.
             ResourceError: no cluster can be reached. ConfigError: nothing can have such a name.
         """
-        return NamedGroup.attach(name, write=write, wait_s=wait_s, address=address)
+        return NamedGroup.attach(
+            name, write=write, wait_s=wait_s, address=address, allow_without_token=allow_without_token
+        )
 
     @classmethod
     def _beside(

@@ -392,6 +392,11 @@ class RolloutSettings(Settings):
         description="a reward that raises, does not return in time or returns no number: error ends the run; skip "
         "leaves out the response's group and counts it in rollout/reward_failures",
     )
+    max_failed_steps: PositiveInt = Field(
+        3,
+        description="under reward_failure=skip or environment.failure=skip: a run ends after so many steps in a row in "
+        "which every group had a failure",
+    )
     filter: Annotated[str, AfterValidator(_filter_name)] | None = Field(
         None,
         description="which prompts are trained on; mixed_groups: those whose responses got different rewards (dynamic "

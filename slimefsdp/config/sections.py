@@ -733,6 +733,11 @@ class ClusterSettings(Settings):
     """Ray, and how long to wait for it."""
 
     address: str | None = Field(None, min_length=1, description="a running cluster; null: a local one, loopback only")
+    allow_without_token: bool = Field(
+        False,
+        description="join a cluster of other machines although RAY_AUTH_MODE is not `token`, as on KubeRay and "
+        "Anyscale: whoever reaches its ports can run code in the run",
+    )
     max_ranks_per_core: PositiveInt = Field(4, description="cap on worker processes per core of a CPU machine")
     launch_timeout_s: float = Field(300.0, gt=0, le=LONGEST_S, description="all ranks ready")
     call_timeout_s: float = Field(
@@ -765,3 +770,11 @@ class ClusterSettings(Settings):
         description="how often a run replaces lost ranks and goes on from its newest checkpoint, and how often lost "
         "engines, counted each for itself; 0: a loss ends it; read where checkpoint.interval_steps is set",
     )
+
+    @model_validator(mode="after")
+    def check_allow_without_token(self) -> ClusterSettings:
+        if self.allow_without_token and self.address is None:
+            raise ValueError(
+                "cluster.allow_without_token=true does nothing without cluster.address; set that, or remove it"
+            )
+        return self

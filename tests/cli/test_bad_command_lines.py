@@ -298,7 +298,7 @@ LINES: list[Case] = [
     ("replay c.yaml --batch batch.safetensors --export text.txt/x", 5, "--export"),
     ("replay c.yaml --batch batch.safetensors --export /sys/x", 5, "--export"), ("bench --out pipe", 2, "--out"),
     ("bench --out /proc/x", 2, "--out"), (f"bench --threads {HUGE}", 2, "--threads"), (f"bench --rounds {HUGE}", 2, "--rounds"),
-    ("bench --set model.compile", 2, "--set"), ("bench --out nowhere/x.json", 2, "--out"), ("bench --device gpu", 2, "--device"), ("bench c.yaml", 2, "c.yaml"),
+    ("bench --set model.compile", 2, "--set"), ("bench --set evil=1", 2, "--set"), ("bench --out nowhere/x.json", 2, "--out"), ("bench --device gpu", 2, "--device"), ("bench c.yaml", 2, "c.yaml"),
 ]  # fmt: skip
 
 

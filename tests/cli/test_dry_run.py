@@ -66,6 +66,24 @@ def test_a_dry_run_says_what_would_be_started_and_writes_and_starts_nothing(
     assert everything(config.parent) == before
 
 
+def test_a_cluster_that_is_not_there_is_no_start(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as unused:  # bound, and nobody listens
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        assert cli.main(["train", str(config), "--dry-run", f"cluster.address={address}"]) == 6
+    said = capsys.readouterr()
+    assert "would start" not in said.out and address in said.err and "cluster.address" in said.err
+
+
+def test_a_cluster_that_is_there_is_looked_at(config: Path, cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    import ray
+
+    address = f"cluster.address={ray.get_runtime_context().gcs_address}"
+    assert cli.main(["train", str(config), "--dry-run", address]) == 0
+    said = capsys.readouterr().out
+    assert "would start" in said and f"{int(ray.cluster_resources()['CPU'])} CPUs" in said
+
+
 @pytest.mark.slow
 def test_held_out_sets_are_listed_and_prompts_that_they_share_are_told(
     config: Path, example: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path

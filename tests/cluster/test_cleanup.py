@@ -20,22 +20,26 @@ from tests.support.waiting import PATIENCE_S, wait_until
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 ROOT = Path(__file__).parents[2]
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
-# a driver with a bystander from before its cleanup, a "raylet" with a child in a session of its own, and a bystander
-# from after the raylet; it prints the pids, in this order behind that of the cleanup
+# a driver with a bystander from before its cleanup, a "raylet" with a child in a session of its own and an orphan (its
+# parent has ended), and a bystander from after the raylet; it prints the pids, in this order behind that of the cleanup
 DRIVER = """
 import os, signal, subprocess, sys, time
 from actors.cluster.cleanup import CleanupProcess
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 raylet = '''
 import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
-print(child.pid, flush=True)
+sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+child = subprocess.Popen(sleep, start_new_session=True)
+start = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=2, start_new_session=True).pid)"
+orphan = subprocess.run([sys.executable, "-c", start, *sleep], stdout=subprocess.PIPE, text=True).stdout
+print(child.pid, orphan.strip(), flush=True)
 time.sleep(300)
 '''
 before = subprocess.Popen(sleep)
 cleanup = CleanupProcess()
-mother = subprocess.Popen([sys.executable, "-c", raylet], stdout=subprocess.PIPE, text=True)
-child = mother.stdout.readline().strip()
+with cleanup.marking():
+    mother = subprocess.Popen([sys.executable, "-c", raylet], stdout=subprocess.PIPE, text=True)
+children = mother.stdout.readline().strip()
 after = None
 if sys.argv[1] == "named":
     after = subprocess.Popen(sleep)
@@ -43,7 +47,7 @@ if sys.argv[1] == "named":
 if sys.argv[1:] == ["named", "forks"] and os.fork() == 0:
     time.sleep(300)  # with the pipe to the cleanup open
 time.sleep(1)  # the cleanup's next look
-print(cleanup.pid, mother.pid, child, before.pid, after.pid if after else 0, flush=True)
+print(cleanup.pid, mother.pid, children, before.pid, after.pid if after else 0, flush=True)
 command = sys.stdin.readline()
 if command.strip() == "end":
     cleanup.end()
@@ -64,8 +68,8 @@ class Driver:
             [sys.executable, "-c", DRIVER, *arguments],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True, cwd=ROOT,
         )  # fmt: skip
-        self.cleanup, self.mother, self.child, self.before, self.after = map(int, self._read().split())
-        self.cluster = [self.mother, self.child]
+        self.cleanup, mother, child, orphan, self.before, self.after = map(int, self._read().split())
+        self.cluster = [mother, child, orphan]
         table = running_processes()
         assert table.keys() >= {self.cleanup, *self.cluster, self.before}
         self.began = {pid: table[pid][1] for pid in self.cluster}

@@ -256,6 +256,66 @@ def test_no_address_leads_to_an_open_cluster(
         connect(config(cluster={"address": address}))
 
 
+@pytest.fixture
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of Ray's is started or ended, whatever cluster this process is connected to; `ray.init` is the test's."""
+    for name, stand_in in (("is_initialized", lambda: False), ("shutdown", lambda: None)):
+        monkeypatch.setattr(f"ray.{name}", stand_in)
+    monkeypatch.setattr(cluster_module, "CleanupProcess", lambda: None)
+    monkeypatch.setattr(cluster_module, "_cleanup", None)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "is_warned"),
+    [
+        ({"address": "127.0.0.2:6379"}, False),  # this machine's own, as is that of its network
+        ({"address": "10.0.0.1:6379", "allow_without_token": True}, True),
+    ],
+)
+def test_this_machines_own_addresses_and_what_is_allowed_need_no_token(
+    cluster: dict[str, Any],
+    is_warned: bool,
+    no_ray: None,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def asked(**options: Any) -> None:
+        raise ConnectionError(f"asked for {options['address']}")
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr("ray.init", asked)
+    with refused(ResourceError, "cluster.address", f"asked for {cluster['address']}"):
+        connect(config(cluster=cluster))
+    assert any(cluster["address"] in str(one.message) for one in recwarn) is is_warned
+
+
+def test_a_cluster_is_allowed_without_a_token_only_where_one_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.allow_without_token"):
+        config(cluster={"allow_without_token": True})
+
+
+def test_ray_is_started_again_until_the_launchs_deadline(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def failing(problem: str) -> Any:
+        def start(**_: Any) -> None:
+            begun.append(problem)
+            raise Exception(problem)
+
+        return start
+
+    local = config(mesh={"device": "cpu"}, cluster={"launch_timeout_s": 0.2})
+    monkeypatch.setattr("ray.init", failing("The current node timed out during startup."))
+    with refused(ResourceError, "cluster.address", "cluster.launch_timeout_s=0.2"):
+        connect(local)
+    assert len(begun) > cluster_module.STARTS, "Ray's own deadline is no reason to give up before ours"
+    begun.clear()
+    monkeypatch.setattr("ray.init", failing("no room in /tmp"))
+    with refused(ResourceError, "cluster.address", "no room in /tmp"):
+        connect(config(mesh={"device": "cpu"}, cluster={"launch_timeout_s": 600.0}))
+    assert len(begun) == cluster_module.STARTS
+
+
 def test_more_processes_than_the_machine_may_run_are_refused_with_both_numbers() -> None:
     cap = 4 * (os.cpu_count() or 1)
     many = config(mesh={"dp": cap, "device": "cpu"}, cluster={"max_ranks_per_core": 4})
@@ -391,11 +451,12 @@ def test_the_launch_script_keeps_the_token_in_a_private_file_and_off_every_comma
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
     for role in ("head", "worker"):
         done = subprocess.run(
-            ["bash", tmp_path / "scripts" / "launch_cluster.sh", role, "10.0.0.1"],
+            ["bash", tmp_path / "scripts" / "launch_cluster.sh", role, "10.0.0.1", "--min-worker-port", "20000"],
             env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=True,
         )  # fmt: skip
         # what `ray start` prints is the stand-in's; before it nothing is said of the token
         assert done.stdout.removesuffix("secret").count("secret") == 0 and "secret" not in done.stderr
         assert token.stat().st_mode & 0o777 == 0o600
     calls = (tmp_path / "home" / "calls").read_text()
+    assert calls.count("--min-worker-port 20000 mode=token") == 2, "further options are those of ray start"
     assert calls.count("start --block") == 2 and calls.count("mode=token") == 4 and "secret" not in calls

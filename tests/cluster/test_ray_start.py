@@ -15,9 +15,9 @@ from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 # the processes of the first attempt are there when its node "times out", by the exception of Ray's own; then an actor
-# prints, and dies of a signal
+# prints, starts a process in a session of its own whose parent ends, and dies of a signal
 DRIVER = """
-import json, os, signal, sys
+import json, os, signal, subprocess, sys
 from pathlib import Path
 import ray
 from ray._private.node import Node
@@ -43,10 +43,14 @@ there = running_processes()
 class Talker:
     def talk(self):
         print("said by an actor", flush=True)
-        return os.getpid()
+        start = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=2, start_new_session=True).pid)"
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        orphan = subprocess.run([sys.executable, "-c", start, *sleep], stdout=subprocess.PIPE, text=True).stdout
+        return os.getpid(), int(orphan)
 
 talker = Talker.remote()
-pid = ray.get(talker.talk.remote())
+pid, orphan = ray.get(talker.talk.remote())
+lives = orphan in running_processes()
 spoken = wait_until(lambda: "said by an actor" in log.read_text())
 os.kill(pid, signal.SIGKILL)
 died = wait_until(lambda: "(raylet)" in log.read_text())
@@ -54,6 +58,7 @@ disconnect()
 print(json.dumps({
     "attempts": attempts, "of_first": sorted(set(attempts[0]) & there.keys()), "of_second": sorted(set(attempts[1]) & there.keys()),
     "after": sorted({pid for pids in attempts for pid in pids} & running_processes().keys()), "spoken": spoken, "died": died,
+    "orphan": [lives, orphan in running_processes()],
 }))
 """  # noqa: E501
 
@@ -72,4 +77,5 @@ def test_ray_is_started_again_after_a_failure_and_its_messages_go_into_a_file(tm
     assert len(found["attempts"]) == 2 and len(found["attempts"][0]) >= 2
     assert found["of_first"] == [] and found["of_second"] == sorted(found["attempts"][1]) and found["after"] == []
     assert found["spoken"] and found["died"]
+    assert found["orphan"] == [True, False], "what an actor leaves behind ends with the cluster"
     assert "\x1b[" not in done.stderr + log.read_text() and "(raylet)" not in done.stderr

@@ -443,12 +443,29 @@ def test_groups_whose_reward_failed_are_left_out_and_counted_if_asked_for(make: 
     assert caught.value.message.endswith(f"train.jsonl:{lost[0] + 1}") and caught.value.call == "step 6"
 
 
-@pytest.mark.parametrize("sections", [{}, {"advantage": {"estimator": "remax"}}])
-def test_where_every_group_failed_the_run_ends_all_the_same(make: Any, sections: dict[str, Any]) -> None:
-    config = make(rollout={"reward_failure": "skip"}, **sections)
+@pytest.mark.parametrize("sections", [{}, {"advantage": {"estimator": "remax"}}, {"filter": "mixed_groups"}])
+def test_steps_in_which_every_group_failed_train_nothing_and_several_in_a_row_end_the_run(
+    make: Any, sections: dict[str, Any]
+) -> None:
+    rollout = {"reward_failure": "skip", "max_failed_steps": 2} | ({} if "advantage" in sections else sections)
+    config = make(rollout=rollout, **({"advantage": sections["advantage"]} if "advantage" in sections else {}))
+    rewards = Failing(range(NUM_PROMPTS))
+    collector = Collector(config, Engines(), rewards=rewards)  # type: ignore[arg-type]
+
+    def collected(step: int) -> Any:
+        with pytest.warns(UserWarning):
+            return collector.collect(step, VERSION, {})
+
+    assert collected(0) == (None, {"rollout/reward_failures": 1 / GROUP})
+    rewards.numbers = []
+    collector.collect(1, VERSION, {})  # the count begins anew
+    rewards.numbers = range(NUM_PROMPTS)
+    assert collected(2)[0] is None
     with pytest.raises(BatchError) as caught:
-        Collector(config, Engines(), rewards=Failing(range(NUM_PROMPTS))).collect(0, VERSION, {})  # type: ignore[arg-type]
-    assert caught.value.field == "rollout.reward"
+        collected(3)
+    assert caught.value.field == "rollout.reward" and caught.value.call == "step 4"
+    with pytest.raises(BatchError):  # an evaluation without a single score tells nothing
+        Evaluator(config, collector).evaluate(5)
 
 
 def test_a_greedy_response_whose_reward_failed_takes_its_group_along(make: Any) -> None:

@@ -143,7 +143,7 @@ def test_a_slice_from_the_beginning_reads_no_further(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text('{"prompt": "a"}\nno JSON\n')
     assert read_records(DataSettings.model_validate({"train": f"{path}#[:1]"}), "train") == [{"prompt": "a"}]
-    with pytest.raises(ConfigError, match="records.jsonl:2"):
+    with pytest.raises(ConfigError, match=r"records\.jsonl:2"):
         read_records(DataSettings.model_validate({"train": f"{path}#[:-1]"}), "train")
 
 
@@ -334,6 +334,23 @@ def test_a_readme_that_names_files_elsewhere_is_refused(tmp_path: Path, elsewher
     (path / "README.md").write_text(f"---\nconfigs:\n- {{config_name: a, data_files: '{named}'}}\n---\n")
     with refused(ConfigError, "data.train", path):
         records(path)
+
+
+@pytest.mark.parametrize("described", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize("named", ["hf://datasets/a/b/x.jsonl", "http://127.0.0.1:1/x.jsonl"])
+def test_files_of_other_machines_are_refused_before_anything_is_asked_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: str, named: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("datasets.get_dataset_config_names", asked.append)
+    path = folder_of_jsonl(tmp_path)
+    rule = "---\n" * (described == "README.md")
+    (path / described).write_text(
+        f"{rule}configs:\n- config_name: a\n  data_files: [{{split: a, path: '{named}'}}]\n{rule}"
+    )
+    with refused(ConfigError, "data.train", path, named):
+        records(path)
+    assert asked == []
 
 
 def test_a_configuration_that_the_readme_calls_the_default_is_one(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from actors.rollout.engine import SampledResponse
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
-from actors.rollout.sample_files import example_line, printable, write_samples, write_step_samples
-from slimefsdp.errors import CheckpointError
+from actors.rollout.sample_files import example_line, write_samples, write_step_samples
+from slimefsdp.errors import CheckpointError, printable
 from tests.support.refusals import refused
 
 NASTY = "a\x1b[2Jb\0c\x85\u202ed\u2028e\ud800"

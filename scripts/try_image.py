@@ -1,0 +1,291 @@
+"""Tries the Dockerfile where there is no Docker: resolves its pip lines, and runs its steps in a folder.
+
+    python scripts/try_image.py resolve
+    debootstrap --variant=minbase bookworm FOLDER && python scripts/try_image.py run FOLDER --then 'slimefsdp check'
+
+`resolve` asks the package index what pip would install for each line, without downloading it, and writes that to
+tests/fixtures/image.json; tests/test_image.py holds the Dockerfile against this record.
+
+`run` executes the steps of a target as root in FOLDER, which holds a freshly installed Debian or Ubuntu, by chroot. It
+then runs the commands of `--then` as the image's user and, again, as a user whom the image does not know. FOLDER is
+deleted by hand afterwards; mounts end with the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "tests/fixtures/image.json"
+PYTHON = "3.12"  # of Ubuntu 24.04
+PROJECT = "/src"  # where the Dockerfile copies the project to
+HOME = "/home/slimefsdp"
+STRANGER = 54321  # a user id that no image has
+_SKIPPED_OPTIONS = ("--no-cache-dir", "--no-deps", "--no-build-isolation")
+
+
+@dataclass(frozen=True)
+class PipLine:
+    """One call of pip in the Dockerfile.
+
+    Args:
+        stage: the stage's name.
+        pip: the program, e.g. pip or /venv-vllm/bin/pip.
+        wanted: what it is asked for, as written.
+        is_constrained: by constraints.txt.
+        has_wheels: it also installs wheels that an earlier stage compiled.
+        compiles: it compiles these packages and installs nothing that they need.
+    """
+
+    stage: str
+    pip: str
+    wanted: tuple[str, ...]
+    is_constrained: bool
+    has_wheels: bool
+    compiles: bool
+
+    def requirements(self) -> list[str]:
+        """What pip has to find on the index: the project is replaced by what it requires."""
+        found: list[str] = []
+        for one in self.wanted:
+            if not one.startswith(PROJECT):
+                found.append(one)
+                continue
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            extras = re.findall(r"[\w-]+", one.removeprefix(PROJECT))
+            needed = [*project["dependencies"], *(name for e in extras for name in project["optional-dependencies"][e])]
+            compiled = {name for line in pip_lines() if line.compiles for name in map(_name, line.wanted)}
+            found += [name for name in needed if not (self.has_wheels and _name(name) in compiled)]
+        return found
+
+
+@dataclass
+class Step:
+    """One instruction of the Dockerfile, e.g. RUN, without its continuation lines and comments."""
+
+    stage: str
+    word: str
+    rest: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+def _name(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")  # type: ignore[index]
+
+
+def steps() -> Iterator[Step]:
+    """All instructions of the Dockerfile, in order."""
+    text = "\n".join(line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#"))
+    stage = ""
+    for line in filter(None, map(str.strip, text.replace("\\\n", " ").splitlines())):
+        word, rest = line.split(maxsplit=1)
+        options: dict[str, str] = {}
+        while found := re.match(r"--(\w+)=(\S+)\s+", rest):
+            options[found[1]], rest = found[2], rest[found.end() :]
+        if word == "FROM":
+            stage = rest.split(" AS ")[1]
+        yield Step(stage, word, " ".join(rest.split()), options)
+
+
+def chain(target: str) -> list[Step]:
+    """The instructions that make a target, those of the stages it is based on first.
+
+    Raises:
+        SystemExit: the Dockerfile has no such target.
+    """
+    own = [step for step in steps() if step.stage == target]
+    if not own:
+        raise SystemExit(f"the Dockerfile has no target {target}")
+    base = own[0].rest.split()[0]
+    return [*(chain(base) if any(step.stage == base for step in steps()) else []), *own]
+
+
+def pip_lines() -> list[PipLine]:
+    """Every `pip install` and `pip wheel` of the Dockerfile."""
+    found = []
+    for step in steps():
+        commands = re.split(r"&&|;(?=\s)", step.rest) if step.word == "RUN" else []
+        for words in map(shlex.split, commands):
+            place = next((index for index, word in enumerate(words) if re.fullmatch(r"(.*/)?pip", word)), None)
+            if place is None:
+                continue
+            verb, *rest = words[place + 1 :]
+            for option in ("-c", "--wheel-dir"):
+                if option in rest:
+                    del rest[rest.index(option) : rest.index(option) + 2]
+            found.append(
+                PipLine(
+                    step.stage,
+                    words[place],
+                    tuple(word for word in rest if word not in _SKIPPED_OPTIONS and not word.endswith(".whl")),
+                    is_constrained="-c" in words,
+                    has_wheels=any(word.endswith(".whl") for word in rest),
+                    compiles=verb == "wheel",
+                )
+            )
+    return found
+
+
+def resolve(_: argparse.Namespace) -> int:
+    """Writes the record of what pip would install for each line; 1 where it finds no versions that fit together."""
+    record = []
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", f"{folder}/venv"], check=True)
+        pip = [f"{folder}/venv/bin/python", "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", "--upgrade", "pip"], check=True)  # older ones download what they only look at
+        # the index alone: other sources of this machine may have builds that the image does not get
+        alone = {name: value for name, value in os.environ.items() if not re.match(r"PIP_(FIND|EXTRA|CONSTR)", name)}
+        for line in pip_lines():
+            print(f"{line.stage}: {line.pip} {' '.join(line.wanted)}", file=sys.stderr, flush=True)
+            installs = _resolved(pip, line, alone | {"PIP_CONFIG_FILE": os.devnull}, Path(folder))
+            if installs is None:
+                return 1
+            record.append({"stage": line.stage, "pip": line.pip, "wanted": line.wanted, "installs": installs})
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def _resolved(pip: list[str], line: PipLine, environment: Mapping[str, str], folder: Path) -> str | None:
+    """name==version of every package, with spaces between; None: pip found no versions that fit together."""
+    if line.compiles:  # what they need is said by their code; whether the index has them is all that can be looked up
+        for one in line.wanted:
+            name, _, version = one.partition("==")
+            looks = [*pip[:3], "index", "versions", name]
+            said = subprocess.run(looks, env=environment, capture_output=True, text=True)
+            if version not in re.findall(r"[^\s,()]+", said.stdout):
+                print(f"the index has no {one}: {said.stderr}", file=sys.stderr)
+                return None
+        return " ".join(line.wanted)
+    report = folder / "report.json"
+    command = [*pip, "install", "--dry-run", "--ignore-installed", "--report", str(report), *line.requirements()]
+    command += ["--python-version", PYTHON, "--only-binary", ":all:", "--target", str(folder / "none")]
+    command += ["-c", str(ROOT / "constraints.txt")] if line.is_constrained else []
+    if subprocess.run(command, env=environment).returncode:
+        return None
+    found = [one["metadata"] for one in json.loads(report.read_text())["install"]]
+    return " ".join(sorted(f"{one['name']}=={one['version']}" for one in found))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Executes the steps of a target in the folder, then the commands; the status of what failed, or 0."""
+    if os.environ.get("TRY_IMAGE_NAMESPACE") != "own":
+        # mounts and processes of its own: all of them end with it, and installers find no process of this machine
+        command = ["unshare", "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child"]
+        command += [sys.executable, *sys.argv]
+        return subprocess.run(command, env={**os.environ, "TRY_IMAGE_NAMESPACE": "own"}).returncode
+    folder = options.folder.resolve()
+    if not (folder / "etc/os-release").is_file():
+        raise SystemExit(f"{folder} holds no installed distribution: debootstrap makes one")
+    _mount(folder, options.bind)
+    shutil.copy("/etc/resolv.conf", folder / "etc/resolv.conf")
+    image = _Image(folder, {name: os.environ[name] for name in options.env if name in os.environ})
+    for step in chain(options.target):
+        if status := image.take(step):
+            return status
+    home, as_built = folder / HOME.lstrip("/"), folder / "home-as-built"
+    subprocess.run(["cp", "--archive", home, as_built], check=True)
+    for user in (image.user, str(STRANGER)):
+        shutil.rmtree(home)  # a container has one user, who finds the home as the image has it
+        subprocess.run(["cp", "--archive", as_built, home], check=True)
+        for command in options.then:
+            if status := image.shell(command, user):
+                return status
+    print(f"{options.target}: all steps ran, and the commands as users {image.user} and {STRANGER}", file=sys.stderr)
+    return 0
+
+
+def _mount(folder: Path, shared: list[str]) -> None:
+    """What programs need of a machine. Nothing of this one can be written to: installers rewrite whole folders."""
+    for kind, name in (("proc", "proc"), ("tmpfs", "dev")):
+        subprocess.run(["mount", "-t", kind, kind, folder / name], check=True)
+    (folder / "dev/shm").mkdir(mode=0o1777)
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder / "dev/shm"], check=True)
+    for device in ("null", "zero", "full", "random", "urandom", "tty"):
+        (folder / "dev" / device).touch()
+        subprocess.run(["mount", "--bind", f"/dev/{device}", folder / "dev" / device], check=True)
+    (folder / "dev/fd").symlink_to("/proc/self/fd")
+    for name in shared:
+        place = folder / name.lstrip("/")
+        place.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "--bind", name, place], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+
+
+class _Image:
+    """What the instructions have made so far of a folder."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        self._folder, self._work = folder, "/"
+        self._environment = {"PATH": path, "HOME": "/root", "DEBIAN_FRONTEND": "noninteractive", **environment}
+        self.user = "0"
+
+    def take(self, step: Step) -> int:
+        """Executes one instruction; returns the exit status of a RUN, else 0."""
+        if step.word == "RUN":
+            return self.shell(step.rest, self.user)
+        if step.word in ("ENV", "ARG"):
+            for pair in shlex.split(step.rest):
+                name, _, value = pair.partition("=")
+                self._environment[name] = re.sub(r"\$(\w+)", lambda found: self._environment[found[1]], value)
+        elif step.word == "COPY":
+            self._copy(step)
+        elif step.word == "USER":
+            self.user = step.rest
+        elif step.word == "WORKDIR":
+            self._work = step.rest
+            (self._folder / step.rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        elif step.word not in ("FROM", "ENTRYPOINT"):
+            raise SystemExit(f"the Dockerfile has {step.word}, which this program does not know")
+        return 0
+
+    def _copy(self, step: Step) -> None:
+        *sources, target = step.rest.split()
+        into = self._folder / os.path.join(self._work, target).lstrip("/")  # noqa: PTH118 - of two absolute paths
+        for source in sources:
+            place = into / source if target.endswith("/") else into
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copy(ROOT / source, place)
+            owner = step.options.get("chown", "0")
+            subprocess.run(["chown", "--recursive", owner, place], check=True)
+
+    def shell(self, command: str, user: str) -> int:
+        """Runs a command in the folder as this user; returns its exit status."""
+        print(f"[{user}] {command}", file=sys.stderr, flush=True)
+        inside = f"cd {shlex.quote(self._work)} && {command}"
+        chroot = ["chroot", f"--userspec={user}:{user}", self._folder, "/bin/sh", "-c", inside]
+        return subprocess.run(chroot, env=self._environment, stdin=subprocess.DEVNULL).returncode
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    verbs = parser.add_subparsers(required=True)
+    verbs.add_parser("resolve", help="record what pip would install").set_defaults(run=resolve)
+    of_run = verbs.add_parser("run", help="run the steps in a folder that holds a distribution")
+    of_run.add_argument("folder", type=Path)
+    of_run.add_argument("--target", default="trainer", help="of the Dockerfile (default trainer)")
+    of_run.add_argument("--then", action="append", default=[], help="a command that is run afterwards; repeatable")
+    of_run.add_argument("--bind", action="append", default=[], help="a folder of this machine, read-only")
+    of_run.add_argument("--env", action="append", default=[], help="a variable of this shell that steps are given")
+    of_run.set_defaults(run=run)
+    options = parser.parse_args()
+    return int(options.run(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
