@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.rollout.data_sets import DataSource, Row, read_rows
-from slimefsdp.config.rollout import template_columns
 from slimefsdp.errors import CheckpointError, ConfigError, short_repr, short_text
 from slimefsdp.io.user_files import is_deeper, open_plain, parse_json
 from slimefsdp.models.named_shapes import made_by
@@ -149,6 +148,8 @@ def prompt_of_template(template: str, row: Mapping[str, Any], place: str, field:
         ConfigError: the row lacks a column of the template, or has no text and no number there.
     """
     values: dict[str, str] = {}
+    from slimefsdp.config.rollout import template_columns  # pydantic: who only names a reward does not wait for it
+
     for column in template_columns(template):
         value = row.get(column)
         if column not in row or not isinstance(value, str | int | float | None):

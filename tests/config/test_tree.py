@@ -200,7 +200,6 @@ BAD_OVERRIDES = {
     "rollout.curriculum=[{from_step: 1, until: 3}]": ["rollout.curriculum.0.until=3"],
     # sections
     "model=3": ["model=3"],
-    "optim=null": ["optim", "optim.total_updates"],
     "model.path=null": ["model.path"],
     "rollout=[a]": ["rollout=['a']"],
     "data.prompt_template=one {a": ["data.prompt_template='one {a'"],
@@ -744,6 +743,12 @@ RULES = [
         {"optim__total_updates": None, "optim__warmup_updates": 3, "run__steps": 4},
         {"optim__total_updates": None, "optim__warmup_updates": 3, "run__steps": 3},
         ["optim.warmup_updates=3", "run.steps=3"],
+    ),
+    (
+        "check_allow_without_token",
+        {"cluster__allow_without_token": True, "cluster__address": "10.0.0.1:6379"},
+        {"cluster__allow_without_token": True},
+        ["cluster.allow_without_token=true", "cluster.address"],
     ),
     (
         "check_critic_requires_ppo",
