@@ -20,6 +20,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from slimefsdp.config.loader import IN_A_FILE
 from slimefsdp.errors import short_text
 from slimefsdp.io.hub import reads_like_id
 from slimefsdp.io.user_files import NoPath, path_of, possible
@@ -77,16 +78,23 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def function_name(value: str) -> str:
-    """The value, if it has the form `module:function`. Raises the error of `broken_rule` otherwise."""
-    if not _NAMED.fullmatch(value):
-        raise broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
-    return value
+    """The value, if it has the form `module:function` or `file.py:function`, whose path becomes absolute.
+
+    Raises the error of `broken_rule` otherwise.
+    """
+    return _named(value, "must be module:function or file.py:function", "actors.rollout.rewards:exact_match")
 
 
 def class_name(value: str) -> str:
-    """The value, if it has the form `module:Class`. Raises the error of `broken_rule` otherwise."""
+    """As `function_name`, of a class."""
+    return _named(value, "must be module:Class or file.py:Class", "actors.environments.tools:ToolUse")
+
+
+def _named(value: str, rule: str, example: str) -> str:
+    if found := IN_A_FILE.fullmatch(value):
+        return f"{_path_from_text(found['file']).absolute()}:{found['name']}"
     if not _NAMED.fullmatch(value):
-        raise broken_rule("must be module:Class", "write it like actors.environments.tools:ToolUse")
+        raise broken_rule(rule, f"write it like {example}")
     return value
 
 

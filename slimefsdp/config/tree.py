@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
-from slimefsdp.config.loader import apply_override, read_settings, with_base
+from slimefsdp.config.loader import apply_override, find_code_beside, read_settings, with_base
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import (
     ENGINES,
@@ -714,6 +714,9 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
     for override in overrides:
         apply_override(tree, override)
+    find_code_beside(tree, Path())
+    if not isinstance(path, Mapping):
+        find_code_beside(tree, Path(path).parent)
     return config_from_dict(tree)
 
 

@@ -159,7 +159,7 @@ BAD_OVERRIDES = {
     "advantage.estimator=3": ["advantage.estimator=3"],
     "loss.policy=gsop": ["loss.policy='gsop'", "gspo", "module:function"],
     "loss.policy=importance": ["loss.policy='importance'", "importance_sampling", "module:function"],
-    "loss.policy=a/b.py:f": ["loss.policy='a/b.py:f'", "module:function"],
+    "loss.policy='a/b.py:'": ["loss.policy='a/b.py:'", "module:function"],
     "loss.policy=": ["loss.policy=null"],
     "mesh.device=tpu": ["mesh.device='tpu'", "'auto'", "'cpu'", "'cuda'"],
     "precision.compute_dtype=fp16": ["precision.compute_dtype='fp16'", "'bfloat16'", "'float16'", "'float32'"],
@@ -183,7 +183,8 @@ BAD_OVERRIDES = {
     # the form of a reward's name
     **{
         f"rollout.reward='{value}'": [f"rollout.reward='{value}'", "module:function", "actors.rollout.rewards:"]
-        for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g", "a/b.py:f")
+        for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g",
+                      "a/b.py:", "a/b.py:f:g", "a/b.txt:f")
     },
     "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
     "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
@@ -321,6 +322,23 @@ def test_files_that_build_on_others_are_read_as_one(tmp_path):
     dictionary = {"base": str(tmp_path / "own.yaml"), "optim": {"total_updates": 7}}
     assert load_config(dictionary) == config and dictionary["optim"] == {"total_updates": 7}
     assert load_config(dictionary, ["optim.total_updates=8"]).optim.total_updates == 8
+
+
+def test_functions_are_found_in_files_beside_the_settings_that_name_them(tmp_path, monkeypatch):
+    for name in ("own/mine.py", "shared/theirs.py", "here/here.py", "here/mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("def f(record, response, finished): return 1.0")
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "shared" / "base.yaml").write_text(yaml.safe_dump({**LEAST, "loss": {"policy": "theirs.py:f"}}))
+    file = tmp_path / "own" / "own.yaml"
+    file.write_text("base: ../shared/base.yaml\nrollout: {reward: mine.py:f, filter: here.py:f}\n")
+    config = load_config(file)
+    assert config.rollout.reward == f"{tmp_path / 'own' / 'mine.py'}:f"  # not the one in the present folder
+    assert config.rollout.filter == f"{tmp_path / 'here' / 'here.py'}:f"
+    assert Path(config.loss.policy.partition(":")[0]).samefile(tmp_path / "shared" / "theirs.py")
+    again = load_config(file, ["rollout.reward=mine.py:f", "loss.policy=null", "rollout.filter=null"])
+    assert again.rollout.reward == f"{tmp_path / 'here' / 'mine.py'}:f"  # which an override names
+    assert load_config({**LEAST, "rollout": {"reward": "mine.py:f"}}).rollout == again.rollout
 
 
 @pytest.mark.parametrize(
