@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from slimefsdp.config.loader import IN_A_FILE
-from slimefsdp.errors import short_text
+from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.hub import reads_like_id
 from slimefsdp.io.user_files import NoPath, path_of, possible
 
@@ -186,6 +186,21 @@ class Settings(BaseModel):
     """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self._frozen(name)
+
+    def __delattr__(self, name: str) -> None:
+        raise self._frozen(name)
+
+    def _frozen(self, name: str) -> ConfigError:
+        section = type(self).__name__.removesuffix("Settings").lower()
+        field = f"{section}.{name}" if type(self).__name__.endswith("Settings") else name
+        return ConfigError(
+            f"{field} cannot be changed: settings are read once, and what was launched with them would not know",
+            field=field,
+            hint=f"read them anew with an override: load_config(path, ['{field}=...'])",
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -72,6 +72,17 @@ class RunConfig(AlgorithmSettings):
     profile: ProfileSettings = ProfileSettings()
     service: ServiceSettings = ServiceSettings()
 
+    def __repr__(self) -> str:
+        """Short: the choices that a run is known by, and how many settings were given; `model_dump` has them all."""
+        mesh = f"mesh={self.mesh.dp_replicate} x {self.mesh.dp} x {self.mesh.cp}"
+        known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
+        shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
+        sections = [getattr(self, name) for name in self.model_fields_set]
+        given = sum(len(one.model_fields_set) if isinstance(one, BaseModel) else 1 for one in sections)
+        return f"RunConfig({self.algorithm}, {', '.join([*shown, mesh])}; {given} settings given)"
+
+    __str__ = __repr__
+
     @model_validator(mode="after")
     def check_sft_settings(self) -> RunConfig:
         if self.algorithm != "sft":
