@@ -187,8 +187,10 @@ def _name(part: str) -> str:
 def _elsewhere(name: str, value: Any, known: Mapping[str, bool]) -> str:
     """What a name of another trainer, or the names in a section of one, are here; empty where none is known."""
     name = name.replace("-", "_")
-    if name in NAMES_ELSEWHERE and name not in known:
-        return NAMES_ELSEWHERE[name]
+    # misspelt too, unless a name of ours is as near
+    near = difflib.get_close_matches(name, [*NAMES_ELSEWHERE, *known], n=1, cutoff=0.9)
+    if near and near[0] in NAMES_ELSEWHERE and name not in known:
+        return NAMES_ELSEWHERE[near[0]]
     if name.startswith("fsdp_") and not isinstance(value, Mapping):
         return "look at the section fsdp, such as fsdp.sharding and fsdp.wrap_layers"
     inner = {

@@ -604,6 +604,9 @@ class OptimSettings(Settings):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
+    warmup_ratio: float | None = Field(
+        None, ge=0, lt=1, description="instead: the warm-up as a share of total_updates, rounded up to whole updates"
+    )
     total_updates: PositiveInt | None = Field(
         None, description="where the schedule ends; null: with the last update of run.steps or run.epochs"
     )
@@ -614,6 +617,11 @@ class OptimSettings(Settings):
 
     @model_validator(mode="after")
     def check_warmup(self) -> OptimSettings:
+        if self.warmup_ratio is not None and self.warmup_updates:
+            raise ValueError(
+                f"optim.warmup_ratio={self.warmup_ratio:g} and optim.warmup_updates={self.warmup_updates} both say how "
+                "long the warm-up is; remove one"
+            )
         if self.total_updates is not None and self.warmup_updates >= self.total_updates:
             raise ValueError(
                 f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "

@@ -209,7 +209,8 @@ BAD_OVERRIDES = {
     "data.prompt_template=one {a!r}": ["data.prompt_template='one {a!r}'", "{a}"],
     # unknown names
     "mesh.dpp=3": ["mesh.dpp=3", "mesh.dp"],
-    "optim.learnig_rate=3": ["optim.learnig_rate=3", "betas", "eps", "implementation"],
+    "optim.learnig_rate=3": ["optim.learnig_rate=3", "optim.lr"],
+    "optim.zzz=3": ["optim.zzz=3", "betas", "eps", "implementation"],
     "optim.max_grad_nrm=1": ["optim.max_grad_norm"],
     "lr=3": ["lr=3", "critic.lr", "optim.lr"],
     "loss.estimator=grpo": ["loss.estimator='grpo'", "advantage.estimator"],
@@ -445,6 +446,18 @@ _REFERENCE_GROUP = {
     "loss__kl_coefficient": 0.1,
 }
 RULES = [
+    (
+        "check_warmup_of_steps",
+        {"optim__warmup_ratio": 0.9},
+        {"optim__warmup_ratio": 0.91},
+        ["optim.warmup_ratio=0.91", "optim.total_updates=10"],
+    ),
+    (
+        "check_warmup",
+        {"optim__warmup_ratio": 0.5, "optim__warmup_updates": 0},
+        {"optim__warmup_ratio": 0.5, "optim__warmup_updates": 3},
+        ["optim.warmup_ratio=0.5", "optim.warmup_updates=3"],
+    ),
     (
         "check_limits_of_sampling",
         {"rollout__top_p": 0.9, "rollout__top_k": 5, "rollout__min_p": 0.1, "rollout__stop": ["</a>"]},
@@ -750,6 +763,12 @@ RULES = [
         {"data__prompt_template": "{a}: {b}", "data__answer_column": "c"},
         {"data__prompt_template": "{a}: {b}", "data__prompt_column": "c"},
         ["data.prompt_column='c'", "data.prompt_template"],
+    ),
+    (
+        "check_schedule_end",
+        {"optim__total_updates": None, "optim__warmup_ratio": 0.5, "run__steps": 3},
+        {"optim__total_updates": None, "optim__warmup_ratio": 0.5},
+        ["optim.warmup_ratio=0.5", "optim.total_updates", "run.steps"],
     ),
     (
         "check_schedule_end",
@@ -1345,6 +1364,12 @@ def test_settings_are_frozen_and_plain_json_gives_them_back():
         assert refusal(delattr, section, setting).field == f"{name}.{setting}"
     assert refusal(setattr, config, "algorithm", "sft").field == "algorithm" and config.algorithm == "grpo"
     assert config_from_dict(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(("ratio", "total", "updates"), [(0.07, 100, 7), (0.1, 25, 3), (0.0, 10, 0), (0.001, 10, 1)])
+def test_a_warm_up_is_a_number_of_updates_or_a_share_of_all(ratio, total, updates):
+    assert settings(optim__warmup_ratio=ratio, optim__total_updates=total).warmup_updates == updates
+    assert settings(optim__warmup_updates=updates, optim__total_updates=total).warmup_updates == updates
 
 
 def test_settings_are_shown_on_a_short_line():
