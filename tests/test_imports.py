@@ -59,7 +59,7 @@ PARTS: dict[str, tuple[str, set[str]]] = {
         "from actors.rollout.prompts import read_jsonl; read_jsonl(prompts, field='x')",
         {*RAY, "numpy"},
     ),
-    "help of every command": (HELP, RAY),
+    "help of every command": (HELP, {*RAY, "requests"}),
     "finding an environment": (
         "from actors.rollout.environment import load_environment\n"
         "load_environment('actors.environments.tools:ToolUse', {'tools': ['python']})(['calculator', 'python'])",
