@@ -36,3 +36,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'actors' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """With the names that are not resolved yet, for completion."""
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import actors
+import slimefsdp
+
 ROOT = Path(__file__).resolve().parents[1]
 RAY = {"torch", "ray", "transformers"}
 ANY = {*RAY, "numpy", "pydantic"}
@@ -56,7 +59,7 @@ PARTS: dict[str, tuple[str, set[str]]] = {
         "from actors.rollout.prompts import read_jsonl; read_jsonl(prompts, field='x')",
         {*RAY, "numpy"},
     ),
-    "help of every command": (HELP, RAY),
+    "help of every command": (HELP, {*RAY, "requests"}),
     "finding an environment": (
         "from actors.rollout.environment import load_environment\n"
         "load_environment('actors.environments.tools:ToolUse', {'tools': ['python']})(['calculator', 'python'])",
@@ -103,3 +106,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, li
 def test_a_part_that_starts_fast_imports_nothing_heavy(part: str, imported: dict[str, dict[str, list[str]]]) -> None:
     assert "error" not in imported[part], imported[part]["error"]
     assert not PARTS[part][1] & set(imported[part]["imported"])
+
+
+def test_names_that_are_imported_on_use_are_offered_for_completion() -> None:
+    for module in (slimefsdp, actors):
+        assert set(module.__all__) <= set(dir(module))

@@ -13,7 +13,7 @@ from actors.cli.preflight import check_functions, check_installed, check_models,
 from actors.cluster.connect import check_gpus, check_machine, gpus_of_engines
 from actors.model_folders import with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
-from actors.rollout.environment_trial import try_environment
+from actors.rollout.environment_trial import try_environment, try_reward
 from actors.rollout.prompt_files import Prompts, read_heldout
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.startup import stage
@@ -137,6 +137,7 @@ def check_before_evaluation(config: RunConfig) -> tuple[RunConfig, Prompts]:
         check_gpus(config, engines=gpus_of_engines(config))
     prompts = read_heldout(config)
     try_environment(config, prompts)
+    try_reward(config, prompts)
     warn_of_shared_prompts(record_sets(config.data, prompts.heldout))
     if config.run.dir is not None:
         require_free_folder(config.run.dir, field="--output")

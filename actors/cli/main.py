@@ -135,7 +135,7 @@ def _one_line(text: str) -> str:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     options, rest = _parser(next((word for word in words if not word.startswith("-")), None)).parse_known_args(words)
     # argparse ends a list of plain arguments at the first option: settings behind `--batch FILE` come back as unknown
     takes_settings = hasattr(options, "overrides")

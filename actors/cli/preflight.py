@@ -23,7 +23,7 @@ from actors.cluster.connect import (
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
-from actors.rollout.environment_trial import try_environment
+from actors.rollout.environment_trial import try_environment, try_reward
 from actors.rollout.filters import load_filter
 from actors.rollout.import_trial import try_imports
 from actors.rollout.prompt_files import (
@@ -117,6 +117,7 @@ def check_before_launch(config: RunConfig, *, only_looks: bool = False, has_rank
             prompts = without_overlong(config, prompts)  # last: it takes seconds
             config = config.with_steps_of(len(prompts.demonstrations))
             try_environment(config, prompts)
+        try_reward(config, prompts)
         sets = record_sets(config.data, prompts.heldout, prompts.train)
         warn_of_shared_prompts(sets)
     if only_looks:

@@ -20,8 +20,8 @@ from actors.cluster.placement import PlacementGroups
 from actors.cluster.ray_errors import fetch, store
 from actors.fault_tolerance.call_log import TRAINING, Call, CallLog, SpilledBatch, SpilledBatches
 from actors.fault_tolerance.recovery import LOST, Recovery, Restarts, differences_of
-from actors.workers.futures import Dispatcher, QueuedCall
-from actors.workers.group_calls import GroupCalls, RankRequest
+from actors.workers.futures import Awaitable, Dispatcher, QueuedCall
+from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
 from actors.workers.worker_group import SAVE_GRACE_S, WorkerGroup
 from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig
@@ -41,12 +41,15 @@ KEPT_IN_STORE = 4
 """Of the calls in the call log that have a batch, how many of the newest have it in Ray's object store."""
 
 
-class SupervisedCall:
+class SupervisedCall(Awaitable):
     """A future whose `result` outlives the ranks that began to work on it."""
 
     def __init__(self, supervisor: Supervisor, call: Call) -> None:
         self._supervisor = supervisor
         self._call = call
+
+    def __repr__(self) -> str:
+        return f"SupervisedCall({self._call.request.name})"
 
     def result(self) -> Any:
         """As `CallFuture.result`; raises WorkerDied, WorkerHung or PeerFailed when the budget of restarts is spent."""
@@ -58,7 +61,7 @@ class SupervisedCall:
         return self._call.is_done or running is None or running.has_ended()
 
 
-class SupervisedGroup(GroupCalls):
+class SupervisedGroup(EndsWithBlock, GroupCalls):
     """The methods of `WorkerGroup`, on ranks that are replaced when they are lost. Make one with `launch`."""
 
     def __init__(self, supervisor: Supervisor, role: Role) -> None:

@@ -26,6 +26,7 @@ from actors.rollout.handshake import means_apart, require_fit
 from actors.rollout.protocol import Engine, EngineTag, Request, Sample, VersionSpan, check_sample, is_info, is_whole
 from actors.startup import answered, stage
 from actors.workers.futures import SLICE_S, CallFuture, meaning_of
+from actors.workers.group_calls import EndsWithBlock
 from actors.workers.watchdog import Limits, Waiting, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import load_function
@@ -73,8 +74,8 @@ class SampledResponse:
     turns: int = 1  # responses of an episode
 
 
-class EnginePool:
-    """The driver's handle on the rollout engines of a run.
+class EnginePool(EndsWithBlock):
+    """The driver's handle on the rollout engines of a run; `with` ends them.
 
     With rollout.placement=colocated the engines sleep unless they have a turn. It begins with `update_from` or
     `take_turn` and ends with `sleep`; the trainer's group sleeps from the first to the second.
@@ -99,6 +100,12 @@ class EnginePool:
         self._aborts = 0  # of all samples, so far
         self._may_ask = threading.Event()  # not, while what was aborted is to wait for new weights
         self._may_ask.set()
+
+    def __repr__(self) -> str:
+        rollout = self._config.rollout
+        state = ", ended" if self._is_shut_down else ""
+        count = f"{rollout.engines} engine{'s' * (rollout.engines != 1)}"
+        return f"{type(self).__name__}({rollout.engine}, {count}, {self._config.model.path}{state})"
 
     @classmethod
     def launch(cls, config: RunConfig, beside: Any = None) -> EnginePool:

@@ -6,7 +6,6 @@ imports the module afterwards says it.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from actors.rollout.tokenizer import end_with_parent, run_beside, stream_of_answer
+from slimefsdp.config.callables import imported
 from slimefsdp.errors import ConfigError, short_repr
 
 _OURS = ("actors", "slimefsdp")
@@ -66,7 +66,7 @@ def _main() -> None:
     for name in asked["modules"]:
         os.write(stream, b"begun\n")
         with suppress(Exception, SystemExit):
-            importlib.import_module(name)
+            imported(name)
     os.write(stream, _DONE)
     os._exit(0)  # whatever threads the modules have left
 

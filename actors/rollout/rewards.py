@@ -1,6 +1,7 @@
 """Rewards: the contract of a reward function, how one is found by name, and three that come with the project.
 
-A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async. `record` is the
+A reward function is `reward(record, response, finished) -> {"reward": float, ...}`, plain or async; it may also return
+the reward alone, as a number. `record` is the
 prompt's JSONL object; `response` is the sampled text decoded with `skip_special_tokens=True` and stripped, so that end
 tokens and padding never take part in a comparison; `finished` is False where the response was cut before an end token.
 Every other key it returns is logged as a metric of that name.
@@ -201,7 +202,25 @@ def load_reward(
         return _checked(_asking(name, timeout_s, concurrency), name)
     example, takes = "actors.rollout.rewards:exact_match", ("record", "response", "finished")
     function = load_function(name, field=field, example=example, takes=takes, may_be_async=True)
+    _refuse_form_of_verl(function, name, field)
     return _checked(function, name)
+
+
+def _refuse_form_of_verl(function: Callable[..., Any], name: str, field: str) -> None:
+    """It can be called with three arguments, and would take them for others."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError):  # some builtins have none
+        return
+    if {"solution_str", "ground_truth"} & parameters.keys():
+        called = name.rpartition(":")[2]
+        raise ConfigError(
+            f"{name!r} takes ({', '.join(parameters)}), as verl calls a reward, and is called with (record, response, "
+            "finished)",
+            field=field,
+            hint=f"define it as {called}(record, response, finished); the record has the columns of its row, such as "
+            "answer",
+        )
 
 
 def _checked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -243,8 +262,10 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 
 def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores:
+    if not isinstance(scores, dict) and (number := _finite(scores)) is not None:
+        return {"reward": number}
     if not isinstance(scores, dict) or "reward" not in scores:
-        hint = "return a dictionary of numbers with the key 'reward'"
+        hint = "return the reward as a number, or a dictionary of numbers with the key 'reward'"
         raise failed_reward(f"{name} returned {short_repr(scores)}", record, hint)
     numbers: Scores = {}
     for key, value in dict(scores).items():  # a class of the user's own may have methods that raise

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
-
-import requests
-import urllib3
+from typing import TYPE_CHECKING, Any
 
 from actors.rollout.child_server import ChildServer
 from slimefsdp.errors import SlimeError, WorkerDied, WorkerHung
+
+if TYPE_CHECKING:  # a command line that asks no server costs no requests
+    import requests
 
 _CONNECT_S = 10.0
 _ENDING_S = 5.0  # a server whose engine has died says so first, and ends then
@@ -90,6 +90,9 @@ class ServerClient:
         return not self.answers(_ENDING_S)
 
     def _ask(self, method: str, route: str, body: Any, timeout_s: float, *, is_json: bool = True) -> Any:
+        import requests
+        import urllib3
+
         # a connection for each question: one that was kept may be closed by the server at any moment
         with requests.Session() as session:
             session.trust_env = False  # no proxy stands between an engine and its server
@@ -133,6 +136,8 @@ def _whole(answer: requests.Response, deadline: float) -> bytes:
     Raises:
         requests.exceptions.Timeout: it takes longer. requests.exceptions.RequestException: it is cut, or too much.
     """
+    import requests
+
     parts, size = [], 0
     for part in answer.iter_content(_PIECE):
         parts.append(part)

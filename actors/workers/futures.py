@@ -5,11 +5,12 @@ Every wait has a deadline, and the first failure ends it with its root cause.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future as Begun
 from typing import Any
 
@@ -31,7 +32,21 @@ _GET_S = 5.0  # for an answer that Ray says is here
 _ONE_IN = 8
 
 
-class CallFuture:
+class Awaitable:
+    """A call whose `result()` waits for it; a coroutine may `await` it instead, while its event loop goes on.
+
+    Who stops awaiting does not stop the call.
+    """
+
+    def result(self) -> Any:
+        """Waits for the call, and returns its result or raises its error."""
+        raise NotImplementedError
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.get_running_loop().run_in_executor(None, self.result).__await__()
+
+
+class CallFuture(Awaitable):
     """One call running on several actors.
 
     Args:
@@ -60,6 +75,9 @@ class CallFuture:
         self._ranks = {ref: rank for rank, ref in enumerate(self._refs, first_rank)}
         self._first_only = first_only
         self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind, setting)
+
+    def __repr__(self) -> str:
+        return f"CallFuture({self.running.name} on {len(self._refs)} rank{'s' * (len(self._refs) != 1)})"
 
     def has_ended(self) -> bool:
         """Whether all ranks have answered, whatever they said; waits for none."""
@@ -253,11 +271,17 @@ class Running:
         return self.hung
 
 
-class QueuedCall:
+class QueuedCall(Awaitable):
     """A call that a `Dispatcher` begins when it is its turn."""
 
     def __init__(self, begun: Begun[Any]) -> None:
         self._begun = begun
+
+    def __repr__(self) -> str:
+        if not self._begun.done():
+            return "QueuedCall(it waits for its turn)"
+        error = self._begun.exception()
+        return f"QueuedCall({repr(self._begun.result()) if error is None else f'not begun: {error}'})"
 
     def result(self) -> Any:
         """As that of what was begun.

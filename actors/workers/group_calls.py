@@ -8,11 +8,12 @@ becomes of it in the meantime, and calls run in the order in which they were mad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, Self, TypeVar, overload
 
 import numpy as np
 
@@ -20,7 +21,9 @@ from slimefsdp.algorithms.registry import LossName
 from slimefsdp.batching.plan import Plan
 from slimefsdp.checkpoint.compatibility import check_loop_state
 from slimefsdp.checkpoint.store import require_name
+from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import SlimeError
 from slimefsdp.preparation.prepared import BatchPlanner, Planning
 from slimefsdp.results import (
     TAGS,
@@ -62,6 +65,24 @@ class Future(Protocol[Result]):
         """
         ...
 
+    def __await__(self) -> Generator[Any, None, Result]:
+        """As `result`, in a coroutine, while its event loop goes on."""
+        ...
+
+
+class EndsWithBlock:
+    """A handle that a `with` block ends by its `shutdown`, whatever is raised there."""
+
+    def shutdown(self) -> None:
+        """Ends what the handle launched."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
@@ -89,6 +110,16 @@ class GroupCalls:
 
     def _start(self, request: RankRequest) -> Future[Any]:
         raise NotImplementedError
+
+    def __repr__(self) -> str:
+        parts: list[str] = [self.role]
+        with suppress(SlimeError):  # of a job that has ended
+            config: RunConfig | None = getattr(self, "config", None)
+            if config is not None:
+                dp_replicate, dp = config.mesh_of(self.role)
+                ranks = dp_replicate * dp * config.mesh.cp
+                parts += [f"{ranks} rank{'s' * (ranks != 1)}", str(config.folder_of(self.role)[0])]
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     # ------------------------------------------------------------------ log-probs and training
 
@@ -535,6 +566,9 @@ class AdapterCalls(GroupCalls):
         require_adapter_name(name)
         self.name, self.role = name, group.role
         self._group = group
+
+    def __repr__(self) -> str:
+        return f"AdapterCalls({self.name} of {self._group!r})"
 
     def _start(self, request: RankRequest) -> Future[Any]:
         # None where it is the run's own: one adapter has one name, and one place in the order of calls

@@ -24,6 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from actors.cluster.connect import join
 from actors.cluster.ray_errors import cluster_is_gone, require_cluster
+from actors.workers.futures import Awaitable
 from actors.workers.group_calls import GroupCalls, RankRequest
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import SlimeError, StateError, WorkerDied
@@ -71,11 +72,14 @@ class GroupStatus:
     readers: tuple[str, ...] = ()
 
 
-class HostCall:
+class HostCall(Awaitable):
     """A call that the group's process has taken."""
 
     def __init__(self, group: str, call: str, reference: Any) -> None:
         self._group, self._call, self._reference = group, call, reference
+
+    def __repr__(self) -> str:
+        return f"HostCall({self._call} of {self._group})"
 
     def result(self) -> Any:
         """As that of the same call on a group of this program.

@@ -19,7 +19,7 @@ from actors.cluster.ray_errors import end_processes, require_cluster, store
 from actors.model_folders import with_model_folders
 from actors.startup import answered, stage
 from actors.workers.futures import CallFuture, CallQueue, QueuedCall
-from actors.workers.group_calls import GroupCalls, RankRequest
+from actors.workers.group_calls import EndsWithBlock, GroupCalls, RankRequest
 from actors.workers.named_group import NamedGroup
 from actors.workers.train_worker import Loaded, TrainWorker
 from actors.workers.watchdog import Limits, Watchdog, remote_class
@@ -34,8 +34,8 @@ from slimefsdp.rpc import Role, require_role
 SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 
 
-class WorkerGroup(GroupCalls):
-    """All ranks of one role. Make one with `launch`."""
+class WorkerGroup(EndsWithBlock, GroupCalls):
+    """All ranks of one role. Make one with `launch`; `with` ends it."""
 
     def __init__(
         self,

@@ -1,12 +1,17 @@
-"""Functions of the user's own, named in the settings as `module:function`."""
+"""Functions of the user's own, named in the settings as `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from slimefsdp.errors import ConfigError
@@ -21,7 +26,9 @@ def load_function(
     may_be_async: bool = False,
     is_class: bool = False,
 ) -> Callable[..., Any]:
-    """The function `module:function`, or the class `module:Class`, imported.
+    """The function `module:function` or `file.py:function`, or a class of such a name, imported.
+
+    A file is looked for from the present folder; its own folder is then searched for the modules that it imports.
 
     Args:
         field: the setting that names it.
@@ -34,7 +41,7 @@ def load_function(
         ConfigError: the name has another form, the module cannot be imported, it has no such callable, or that cannot
             be called with these arguments.
     """
-    module_name, colon, function_name = name.partition(":")
+    module_name, colon, function_name = name.rpartition(":") if ".py:" in name else name.partition(":")
     what = "class" if is_class else "function"
     if not (module_name and colon and function_name):
         raise ConfigError(
@@ -43,12 +50,12 @@ def load_function(
             hint=f"write it as module:{'Class' if is_class else 'function'}, e.g. {example}",
         )
     try:
-        module = importlib.import_module(module_name)
+        module = imported(module_name)
     except (Exception, SystemExit) as error:  # the user's module may raise anything, or be a script that ends
         raise ConfigError(
             f"module {module_name!r} of {name!r} cannot be imported: {type(error).__name__}: {error}",
             field=field,
-            hint="install the module, or put its folder on PYTHONPATH",
+            hint=_way_to(module_name, function_name),
         ) from error
     try:
         function: Callable[..., Any] = getattr(module, function_name)
@@ -65,6 +72,43 @@ def load_function(
     if takes is not None:
         _check_arguments(function, name, field, takes, may_be_async)
     return function
+
+
+def imported(name: str) -> ModuleType:
+    """The module of that name, or of the file at that path, which processes with the file know by the same name."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name).resolve()
+    known_as = f"slimefsdp_file_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}_{path.stem}"
+    if known_as in sys.modules:
+        return sys.modules[known_as]
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(known_as, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[known_as] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[known_as]
+        raise
+    return module
+
+
+def _way_to(module_name: str, function_name: str) -> str:
+    if module_name.endswith(".py"):
+        return (
+            "name a file by its path from the settings file's folder or from the present one, and correct what it says"
+        )
+    file = f"{module_name.replace('.', '/')}.py"
+    here = (
+        f"write {file}:{function_name} for the file here"
+        if Path(file).is_file()
+        else "write file.py:function for a file"
+    )
+    return f"install the module, or put its folder on PYTHONPATH (the present folder is not searched), or {here}"
 
 
 def _near_names(module: Any, name: str, *, is_class: bool) -> str:

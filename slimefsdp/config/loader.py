@@ -31,6 +31,12 @@ _FLOAT = re.compile(
     r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
 )
 _OWN_NAME = r"[A-Za-z0-9_-]+"  # that users give below a setting, as data.heldout.NAME
+IN_A_FILE = re.compile(r"(?P<file>.+\.py):(?P<name>[^\W\d]\w*)")
+# settings that name a function or class, which may be in a file beside the settings
+_NAMES_OF_CODE = (
+    ("advantage", "estimator"), ("loss", "policy"), ("rollout", "reward"), ("rollout", "environment"),
+    ("rollout", "filter"), ("rollout", "engine"),
+)  # fmt: skip
 _NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
 _SURPRISE = re.compile(
     r"^[-+]?(?:0[0-9_]+|0[oO][0-7_]+|0[xX][0-9a-fA-F_]+|0[bB][01_]+|[0-9]+(?::[0-5]?[0-9])+(?:\.[0-9]*)?)$"
@@ -223,6 +229,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The settings `tree` of the file `path`, on top of those of its base, as `read_settings` says."""
     files, trees = [path], [dict(tree)]
+    find_code_beside(trees[0], path.parent)
     while (base := trees[-1].pop("base", None)) is not None:
         try:
             file = files[-1].parent / path_of(base)
@@ -233,10 +240,21 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
             raise ConfigError(f"base={short_text(base)} leads in a circle: {circle}", field="base", hint="remove one")
         files.append(file)
         trees.append(read_yaml_mapping(file))
+        find_code_beside(trees[-1], file.parent)
     settings = trees.pop()
     while trees:
         settings = _merged(settings, trees.pop())
     return settings
+
+
+def find_code_beside(tree: dict[str, Any], folder: Path) -> None:
+    """Where a setting names code as `file.py:name` and the file is in the folder, puts the file's path there."""
+    for section, name in _NAMES_OF_CODE:
+        values = tree.get(section)
+        value = values.get(name) if isinstance(values, dict) else None
+        found = IN_A_FILE.fullmatch(value) if isinstance(value, str) else None
+        if found and (file := folder / found["file"]).is_file():
+            values[name] = f"{file.absolute()}:{found['name']}"  # type: ignore[index]
 
 
 def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

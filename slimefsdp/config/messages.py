@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from slimefsdp.errors import ConfigError, short_text
@@ -166,7 +166,8 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
         return field, f"{field} is required and not set", f"add {' and '.join(required) or 'it'}"
     if kind == "extra_forbidden":
         *section, name = map(str, finding["loc"])
-        hint = _elsewhere(name, finding["input"], sections.get(".".join(section), {}))
+        ours = {own for names in sections.values() for own in names}
+        hint = _elsewhere(name, finding["input"], sections.get(".".join(section), {}), ours)
         return field, f"{field}={value} is not a setting", hint or _near_names(".".join(section), name, sections)
     if kind == "invalid_key":
         return field, f"{field} is not the name of a setting", "use text as the name"
@@ -184,11 +185,19 @@ def _name(part: str) -> str:
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 
-def _elsewhere(name: str, value: Any, known: Mapping[str, bool]) -> str:
-    """What a name of another trainer, or the names in a section of one, are here; empty where none is known."""
+def _elsewhere(name: str, value: Any, known: Collection[str], ours: Collection[str]) -> str:
+    """What a name of another trainer, or the names in a section of one, are here; empty where none is known.
+
+    Args:
+        known: names of the section. ours: names of all sections.
+    """
     name = name.replace("-", "_")
-    if name in NAMES_ELSEWHERE and name not in known:
-        return NAMES_ELSEWHERE[name]
+    # misspelt too, unless a name of ours is as near
+    near = difflib.get_close_matches(
+        name, [name, *ours] if name in ours else [*NAMES_ELSEWHERE, *ours], n=1, cutoff=0.9
+    )
+    if near and near[0] in NAMES_ELSEWHERE and name not in known:
+        return NAMES_ELSEWHERE[near[0]]
     if name.startswith("fsdp_") and not isinstance(value, Mapping):
         return "look at the section fsdp, such as fsdp.sharding and fsdp.wrap_layers"
     inner = {

@@ -20,7 +20,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from slimefsdp.errors import short_text
+from slimefsdp.config.loader import IN_A_FILE
+from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.hub import reads_like_id
 from slimefsdp.io.user_files import NoPath, path_of, possible
 
@@ -77,16 +78,23 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def function_name(value: str) -> str:
-    """The value, if it has the form `module:function`. Raises the error of `broken_rule` otherwise."""
-    if not _NAMED.fullmatch(value):
-        raise broken_rule("must be module:function", "write it like actors.rollout.rewards:exact_match")
-    return value
+    """The value, if it has the form `module:function` or `file.py:function`, whose path becomes absolute.
+
+    Raises the error of `broken_rule` otherwise.
+    """
+    return _named(value, "must be module:function or file.py:function", "actors.rollout.rewards:exact_match")
 
 
 def class_name(value: str) -> str:
-    """The value, if it has the form `module:Class`. Raises the error of `broken_rule` otherwise."""
+    """As `function_name`, of a class."""
+    return _named(value, "must be module:Class or file.py:Class", "actors.environments.tools:ToolUse")
+
+
+def _named(value: str, rule: str, example: str) -> str:
+    if found := IN_A_FILE.fullmatch(value):
+        return f"{_path_from_text(found['file']).absolute()}:{found['name']}"
     if not _NAMED.fullmatch(value):
-        raise broken_rule("must be module:Class", "write it like actors.environments.tools:ToolUse")
+        raise broken_rule(rule, f"write it like {example}")
     return value
 
 
@@ -178,6 +186,21 @@ class Settings(BaseModel):
     """Base of all sections: unknown keys refused, values frozen, no silent conversion."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise self._frozen(name)
+
+    def __delattr__(self, name: str) -> None:
+        raise self._frozen(name)
+
+    def _frozen(self, name: str) -> ConfigError:
+        section = type(self).__name__.removesuffix("Settings").lower()
+        field = f"{section}.{name}" if type(self).__name__.endswith("Settings") else name
+        return ConfigError(
+            f"{field} cannot be changed: settings are read once, and what was launched with them would not know",
+            field=field,
+            hint=f"read them anew with an override: load_config(path, ['{field}=...'])",
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -581,6 +604,9 @@ class OptimSettings(Settings):
     )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after the warm-up")
     warmup_updates: int = Field(0, ge=0, description="linear from 0 to lr")
+    warmup_ratio: float | None = Field(
+        None, ge=0, lt=1, description="instead: the warm-up as a share of total_updates, rounded up to whole updates"
+    )
     total_updates: PositiveInt | None = Field(
         None, description="where the schedule ends; null: with the last update of run.steps or run.epochs"
     )
@@ -591,6 +617,11 @@ class OptimSettings(Settings):
 
     @model_validator(mode="after")
     def check_warmup(self) -> OptimSettings:
+        if self.warmup_ratio is not None and self.warmup_updates:
+            raise ValueError(
+                f"optim.warmup_ratio={self.warmup_ratio:g} and optim.warmup_updates={self.warmup_updates} both say how "
+                "long the warm-up is; remove one"
+            )
         if self.total_updates is not None and self.warmup_updates >= self.total_updates:
             raise ValueError(
                 f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of "

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from slimefsdp.algorithms.registry import PAIRWISE, POLICY_LOSSES
 from slimefsdp.config.algorithm import AlgorithmSettings
-from slimefsdp.config.loader import apply_override, read_settings, with_base
+from slimefsdp.config.loader import apply_override, find_code_beside, read_settings, with_base
 from slimefsdp.config.messages import config_error
 from slimefsdp.config.rollout import (
     ENGINES,
@@ -71,6 +71,17 @@ class RunConfig(AlgorithmSettings):
     cluster: ClusterSettings = ClusterSettings()
     profile: ProfileSettings = ProfileSettings()
     service: ServiceSettings = ServiceSettings()
+
+    def __repr__(self) -> str:
+        """Short: the choices that a run is known by, and how many settings were given; `model_dump` has them all."""
+        mesh = f"mesh={self.mesh.dp_replicate} x {self.mesh.dp} x {self.mesh.cp}"
+        known_by = {"model.path": self.model.path, "run.dir": self.run.dir, "optim.lr": self.optim.lr}
+        shown = [f"{field}={short_text(value)}" for field, value in known_by.items() if value is not None]
+        sections = [getattr(self, name) for name in self.model_fields_set]
+        given = sum(len(one.model_fields_set) if isinstance(one, BaseModel) else 1 for one in sections)
+        return f"RunConfig({self.algorithm}, {', '.join([*shown, mesh])}; {given} settings given)"
+
+    __str__ = __repr__
 
     @model_validator(mode="after")
     def check_sft_settings(self) -> RunConfig:
@@ -420,20 +431,24 @@ class RunConfig(AlgorithmSettings):
     @model_validator(mode="after")
     def check_schedule_end(self) -> RunConfig:
         has_end = self.total_updates is not None or self.run.epochs is not None
-        if self.optim.schedule != "constant" and not has_end:
+        ratio = self.optim.warmup_ratio
+        if (self.optim.schedule != "constant" or ratio) and not has_end:
+            given = f"optim.warmup_ratio={ratio:g}" if ratio else f"optim.schedule={self.optim.schedule}"
             raise ValueError(
-                f"optim.schedule={self.optim.schedule} ends nowhere; set optim.total_updates, run.steps or, under sft, "
+                f"{given} is of a schedule that ends nowhere; set optim.total_updates, run.steps or, under sft, "
                 "run.epochs"
             )
         return self
 
     @model_validator(mode="after")
     def check_warmup_of_steps(self) -> RunConfig:
-        total, warmup = self.total_updates, self.optim.warmup_updates
-        if self.optim.total_updates is None and total is not None and warmup >= total:
+        total, ratio = self.total_updates, self.optim.warmup_ratio
+        if total is not None and self.warmup_updates >= total:
+            given = f"warmup_updates={self.warmup_updates}" if ratio is None else f"warmup_ratio={ratio:g}"
+            of = "optim.total_updates" if self.optim.total_updates is not None else f"run.steps={self.run.steps}"
             raise ValueError(
-                f"optim.warmup_updates={warmup} leaves no update at the full rate out of the {total} of run.steps="
-                f"{self.run.steps}; lower the first or raise the second"
+                f"optim.{given} leaves no update at the full rate out of the {total} of {of}; lower the first or raise "
+                "the second"
             )
         return self
 
@@ -502,6 +517,14 @@ class RunConfig(AlgorithmSettings):
         if self.optim.total_updates is not None or self.run.steps is None:
             return self.optim.total_updates
         return self.run.steps * self.updates_per_step
+
+    @property
+    def warmup_updates(self) -> int:
+        """Updates in which the rate rises, however they are given; of a share, once `total_updates` is known."""
+        ratio = self.optim.warmup_ratio
+        if ratio is None:
+            return self.optim.warmup_updates
+        return math.ceil(round(ratio * (self.total_updates or 0), 6))  # 0.07 x 100 is 7, and a bit more in floats
 
     def with_steps_of(self, num_records: int) -> RunConfig:
         """These settings for so many demonstrations: where run.epochs is set, run.steps becomes a number.
@@ -714,6 +737,9 @@ def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] =
     tree = with_base(copy.deepcopy(path), Path()) if isinstance(path, Mapping) else read_settings(Path(path))
     for override in overrides:
         apply_override(tree, override)
+    find_code_beside(tree, Path())
+    if not isinstance(path, Mapping):
+        find_code_beside(tree, Path(path).parent)
     return config_from_dict(tree)
 
 

@@ -100,6 +100,14 @@ class RolloutBatch:
                 refuse(name, f"{name} is missing", "give tokens, lengths and response_lengths")
         return object.__new__(cls)
 
+    def __repr__(self) -> str:
+        named = [field.name for field in dataclasses.fields(self) if field.name not in (*REQUIRED, *SCALARS)]
+        given = [name for name in named if getattr(self, name) is not None]
+        scalars = [f"{name}={value}" for name in SCALARS if (value := getattr(self, name)) is not None]
+        samples = f"{self.num_samples} sample{'s' * (self.num_samples != 1)}"
+        tokens = f"{len(self.tokens)} tokens, {self.num_response_tokens} of them responses'"
+        return f"RolloutBatch({', '.join([samples, tokens, *given, *scalars])})"
+
     def __post_init__(self) -> None:
         self._normalise("lengths", None)
         if self.num_samples == 0:

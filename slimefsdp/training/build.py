@@ -416,7 +416,7 @@ def updater_for(config: RunConfig, role: Role, model: DecoderModel) -> Optimizer
         learning_rate,
         peak=peak,
         schedule=settings.schedule,
-        warmup_updates=settings.warmup_updates,
+        warmup_updates=config.warmup_updates,
         total_updates=config.total_updates or 1,  # none where the rate is constant, which reads none
         min_ratio=settings.min_lr_ratio,
     )

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from actors.cli.main import main
 from actors.environments import Environment, StepResult
 from actors.environments.tools import ToolUse
-from actors.rollout.environment_trial import begin_episodes, try_environment
+from actors.rollout.environment_trial import begin_episodes, score_first, try_environment, try_reward
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import Record, encode_prompt
 from slimefsdp.config import RunConfig, config_from_dict
@@ -106,6 +106,51 @@ def config(example: Path, tmp_path: Path) -> Any:
         return config_from_dict(tree)
 
     return made
+
+
+def score(record: Any, response: str, finished: bool) -> Any:
+    """As the record's prompt says."""
+    assert finished and response == record.get("answer", "")
+    if record["prompt"] == "hangs":
+        time.sleep(3600)
+    if record["prompt"] == "ends":
+        os._exit(0)
+    return [1.0] if record["prompt"] == "list" else 1 / record.get("by", 1)
+
+
+def test_what_a_reward_function_does_wrong_is_found_before_a_run_starts() -> None:
+    def scored(**record: Any) -> None:
+        score_first(f"{HERE}:score", Record(record, "train.jsonl:1"), lambda _: Timer())  # type: ignore[arg-type,return-value]
+
+    scored(prompt="1", answer="42")
+    scored(prompt="1")
+    for record, words in (({"by": 0}, "ZeroDivisionError"), ({"prompt": "list"}, "[1.0]")):
+        with refused(ConfigError, "rollout.reward", f"{HERE}:score", "train.jsonl:1", words):
+            scored(**{"prompt": "1", **record})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("hangs", "did not return within 1 s for train.jsonl:1"),
+        ("ends", "ended its process with status 0"),
+        ("x", None),
+    ],
+)
+def test_a_reward_function_that_hangs_or_ends_its_process_is_found_before_a_run_starts(
+    example: Path, tmp_path: Path, prompt: str, words: str | None
+) -> None:
+    tree = startable(example, tmp_path)
+    tree["rollout"] |= {"reward": f"{HERE}:score", "reward_timeout_s": 1.0}
+    prompts = Prompts([Record({"prompt": prompt}, "train.jsonl:1")], {})
+    if words is None:
+        try_reward(config_from_dict(tree), prompts)
+        return
+    with refused(ConfigError, "rollout.reward", words):
+        try_reward(config_from_dict(tree), prompts)
+    tree["rollout"]["reward_failure"] = "skip"
+    try_reward(config_from_dict(tree), prompts)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import yaml
 from safetensors.numpy import save_file
 from transformers import AutoModelForCausalLM
 
+from actors.cli import main as cli
 from slimefsdp.batching.hardware import Rates, write_calibration
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError
@@ -229,7 +230,13 @@ def test_debug_shows_the_traceback(config: Path) -> None:
     assert "Traceback" in done.stderr and "ResourceError" in done.stderr and "mesh.dp=1000" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["replay", "x.yaml"], ["train", "x.yaml", "--fast"]])
+def test_without_a_command_the_help_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 0 and {"train", "check", "serve"} <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["trian"], ["train"], ["replay", "x.yaml"], ["train", "x.yaml", "--fast"]])
 def test_a_command_that_is_none_is_answered_with_the_usage(arguments: list[str]) -> None:
     done = run(*arguments, watched=True)
     assert done.returncode == 2 and done.stderr.startswith("error [config]: ") and "Traceback" not in done.stderr

@@ -85,6 +85,30 @@ def test_what_cannot_be_had_is_told_with_the_setting_the_name_and_a_way_out(
     assert hint in str(caught.value.hint)
 
 
+def test_a_function_in_a_file_is_found_with_the_modules_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "beside_own_file.py").write_text("factor = 3")
+    (tmp_path / "elsewhere" / "own-file.py").write_text(
+        "import beside_own_file\ndef triple(x): return beside_own_file.factor * x\n"
+    )
+    name = f"{tmp_path / 'elsewhere' / 'own-file.py'}"
+    assert load_function(f"{name}:triple", field="a.b", example="m:f")(4) == 12
+    with refused(ConfigError, "a.b", "own-file.py", "tripel") as caught:
+        load_function(f"{name}:tripel", field="a.b", example="m:f")
+    assert "triple" in str(caught.value.hint)
+
+
+def test_a_module_that_is_a_file_here_is_told_how_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file_of_here.py").write_text("def f(): ...")
+    with refused(ConfigError, "a.b", "file_of_here") as caught:
+        monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(tmp_path))])
+        load_function("file_of_here:f", field="a.b", example="m:f")
+    assert "file_of_here.py:f" in str(caught.value.hint)
+    with refused(ConfigError, "a.b", "none.py", "FileNotFoundError"):
+        load_function("none.py:f", field="a.b", example="m:f")
+
+
 TAKES = ("tokens", "options")
 
 

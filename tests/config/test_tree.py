@@ -16,7 +16,7 @@ from typing import Annotated, Literal, get_args
 import pytest
 import yaml
 from annotated_types import Gt, Le
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from actors.run_dir import settings_text
 from slimefsdp.algorithms import advantages, rollout_correction
@@ -159,7 +159,7 @@ BAD_OVERRIDES = {
     "advantage.estimator=3": ["advantage.estimator=3"],
     "loss.policy=gsop": ["loss.policy='gsop'", "gspo", "module:function"],
     "loss.policy=importance": ["loss.policy='importance'", "importance_sampling", "module:function"],
-    "loss.policy=a/b.py:f": ["loss.policy='a/b.py:f'", "module:function"],
+    "loss.policy='a/b.py:'": ["loss.policy='a/b.py:'", "module:function"],
     "loss.policy=": ["loss.policy=null"],
     "mesh.device=tpu": ["mesh.device='tpu'", "'auto'", "'cpu'", "'cuda'"],
     "precision.compute_dtype=fp16": ["precision.compute_dtype='fp16'", "'bfloat16'", "'float16'", "'float32'"],
@@ -183,7 +183,8 @@ BAD_OVERRIDES = {
     # the form of a reward's name
     **{
         f"rollout.reward='{value}'": [f"rollout.reward='{value}'", "module:function", "actors.rollout.rewards:"]
-        for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g", "a/b.py:f")
+        for value in ("f", ":f", "m:", "m:f:g", "..:f", "m.:f", "m f:g", "3m:f", "m:f.g",
+                      "a/b.py:", "a/b.py:f:g", "a/b.txt:f")
     },
     "rollout.filter=mixed": ["rollout.filter='mixed'", "mixed_groups", "module:function"],
     "rollout.filter='m:f:g'": ["rollout.filter='m:f:g'", "module:function"],
@@ -207,7 +208,8 @@ BAD_OVERRIDES = {
     "data.prompt_template=one {a!r}": ["data.prompt_template='one {a!r}'", "{a}"],
     # unknown names
     "mesh.dpp=3": ["mesh.dpp=3", "mesh.dp"],
-    "optim.learnig_rate=3": ["optim.learnig_rate=3", "betas", "eps", "implementation"],
+    "optim.learnig_rate=3": ["optim.learnig_rate=3", "optim.lr"],
+    "optim.zzz=3": ["optim.zzz=3", "betas", "eps", "implementation"],
     "optim.max_grad_nrm=1": ["optim.max_grad_norm"],
     "lr=3": ["lr=3", "critic.lr", "optim.lr"],
     "loss.estimator=grpo": ["loss.estimator='grpo'", "advantage.estimator"],
@@ -322,6 +324,23 @@ def test_files_that_build_on_others_are_read_as_one(tmp_path):
     assert load_config(dictionary, ["optim.total_updates=8"]).optim.total_updates == 8
 
 
+def test_functions_are_found_in_files_beside_the_settings_that_name_them(tmp_path, monkeypatch):
+    for name in ("own/mine.py", "shared/theirs.py", "here/here.py", "here/mine.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("def f(record, response, finished): return 1.0")
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "shared" / "base.yaml").write_text(yaml.safe_dump({**LEAST, "loss": {"policy": "theirs.py:f"}}))
+    file = tmp_path / "own" / "own.yaml"
+    file.write_text("base: ../shared/base.yaml\nrollout: {reward: mine.py:f, filter: here.py:f}\n")
+    config = load_config(file)
+    assert config.rollout.reward == f"{tmp_path / 'own' / 'mine.py'}:f"  # not the one in the present folder
+    assert config.rollout.filter == f"{tmp_path / 'here' / 'here.py'}:f"
+    assert Path(config.loss.policy.partition(":")[0]).samefile(tmp_path / "shared" / "theirs.py")
+    again = load_config(file, ["rollout.reward=mine.py:f", "loss.policy=null", "rollout.filter=null"])
+    assert again.rollout.reward == f"{tmp_path / 'here' / 'mine.py'}:f"  # which an override names
+    assert load_config({**LEAST, "rollout": {"reward": "mine.py:f"}}).rollout == again.rollout
+
+
 @pytest.mark.parametrize(
     ("base", "named"),
     [
@@ -426,6 +445,18 @@ _REFERENCE_GROUP = {
     "loss__kl_coefficient": 0.1,
 }
 RULES = [
+    (
+        "check_warmup_of_steps",
+        {"optim__warmup_ratio": 0.9},
+        {"optim__warmup_ratio": 0.91},
+        ["optim.warmup_ratio=0.91", "optim.total_updates=10"],
+    ),
+    (
+        "check_warmup",
+        {"optim__warmup_ratio": 0.5, "optim__warmup_updates": 0},
+        {"optim__warmup_ratio": 0.5, "optim__warmup_updates": 3},
+        ["optim.warmup_ratio=0.5", "optim.warmup_updates=3"],
+    ),
     (
         "check_limits_of_sampling",
         {"rollout__top_p": 0.9, "rollout__top_k": 5, "rollout__min_p": 0.1, "rollout__stop": ["</a>"]},
@@ -731,6 +762,12 @@ RULES = [
         {"data__prompt_template": "{a}: {b}", "data__answer_column": "c"},
         {"data__prompt_template": "{a}: {b}", "data__prompt_column": "c"},
         ["data.prompt_column='c'", "data.prompt_template"],
+    ),
+    (
+        "check_schedule_end",
+        {"optim__total_updates": None, "optim__warmup_ratio": 0.5, "run__steps": 3},
+        {"optim__total_updates": None, "optim__warmup_ratio": 0.5},
+        ["optim.warmup_ratio=0.5", "optim.total_updates", "run.steps"],
     ),
     (
         "check_schedule_end",
@@ -1325,10 +1362,25 @@ def test_settings_are_frozen_and_plain_json_gives_them_back():
         optim__schedule="cosine", optim__min_lr_ratio=0.1, rollout__reward="m:f", run__dir="d",
         rollout__curriculum=[{"from_step": 1, "max_prompt_tokens": 9}, {"from_step": 5, "max_new_tokens": 3}],
     )  # fmt: skip
-    with pytest.raises(ValidationError) as caught:
-        config.optim.lr = 1.0
-    assert [(one["type"], one["loc"]) for one in caught.value.errors()] == [("frozen_instance", ("lr",))]
+    for name in SECTIONS:
+        section = getattr(config, name)
+        setting = next(iter(type(section).model_fields))
+        assert refusal(setattr, section, setting, 1.0).field == f"{name}.{setting}"
+        assert refusal(delattr, section, setting).field == f"{name}.{setting}"
+    assert refusal(setattr, config, "algorithm", "sft").field == "algorithm" and config.algorithm == "grpo"
     assert config_from_dict(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(("ratio", "total", "updates"), [(0.07, 100, 7), (0.1, 25, 3), (0.0, 10, 0), (0.001, 10, 1)])
+def test_a_warm_up_is_a_number_of_updates_or_a_share_of_all(ratio, total, updates):
+    assert settings(optim__warmup_ratio=ratio, optim__total_updates=total).warmup_updates == updates
+    assert settings(optim__warmup_updates=updates, optim__total_updates=total).warmup_updates == updates
+
+
+def test_settings_are_shown_on_a_short_line():
+    config = settings(run__dir="runs/x", mesh__dp=4, rollout__reward="m:f")
+    for text in (repr(config), str(config)):
+        assert len(text) < 200 and names(text, "runs/x") and names(text, 4) and names(text, "grpo") and names(text, 5)
 
 
 def test_auto_becomes_what_the_ranks_leave_and_the_settings_stay_frozen():

@@ -51,6 +51,12 @@ def test_other_keys_and_numpy_numbers_come_back_as_floats(user_module):
     assert all(type(value) is float for value in scores.values())
 
 
+@pytest.mark.parametrize("returned", ["0.5", "numpy.float32(0.5)", "{'reward': 0.5}"])
+def test_a_reward_may_be_a_number_alone(user_module, returned):
+    name = user_module(f"import numpy\ndef f(record, response, finished):\n    return {returned}\n")
+    assert load_reward(f"{name}:f")({"prompt": "p"}, "r", True) == {"reward": 0.5}
+
+
 @pytest.mark.parametrize("name", ["no_colon", ":function", "module:", ""])
 def test_a_name_of_another_form_is_refused(name):
     with refused(ConfigError, "rollout.reward", repr(name)) as caught:
@@ -83,7 +89,16 @@ def test_a_module_that_fails_to_import_is_named_with_its_own_error(user_module, 
 @pytest.mark.parametrize(
     "result",
     [
-        *("1.0", "{'score': 1.0}", "None", "{'reward': float('nan')}", "{'reward': '1'}", "{'reward': 1, 'n': None}"),
+        *(
+            "'1.0'",
+            "[1.0]",
+            "float('nan')",
+            "{'score': 1.0}",
+            "None",
+            "{'reward': float('nan')}",
+            "{'reward': '1'}",
+            "{'reward': 1, 'n': None}",
+        ),
         *("{'reward': 10**400}", "{'reward': 10**6000}", "[10**6000]", "{'reward': b'1'}", "{'reward': 1j}"),
         *(
             "{'reward': numpy.array([1.0])}",
@@ -120,6 +135,7 @@ def test_what_a_reward_raises_is_an_error_about_the_record_with_it_as_its_cause(
         "def f(record, response, finished, more): ...",
         "def f(*, record, response, finished): ...",
         "f = lambda: 0",
+        "def f(data_source, solution_str, ground_truth, extra_info=None): ...",
         "async def f(record, response): ...",
         "async def f(record, response, finished): yield",
     ],

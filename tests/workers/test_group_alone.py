@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 
 from actors.cluster import ray_errors
+from actors.fault_tolerance.supervisor import SupervisedGroup
+from actors.rollout.engine import EnginePool
 from actors.workers import futures, worker_group
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch
@@ -281,3 +284,49 @@ def test_a_dispatcher_begins_calls_in_the_order_in_which_threads_made_them_and_r
         dispatcher.drain(0.01)
     may_go.set()
     dispatcher.drain(PATIENCE_S)
+
+
+def test_a_handle_says_what_it_is_on_a_short_line(make_config: Any, group: Any, small_batch: RolloutBatch) -> None:
+    model = str(group.config.model.path)
+    for shown, words in (
+        (group, ("actor", f"{group.config.ranks} rank", model)),
+        (group.adapter("mine"), ("mine", model)),
+        (EnginePool(make_config()), ("embedded", model)),
+        (small_batch, (f"{small_batch.num_samples} samples", f"{small_batch.num_tokens} tokens", "rewards")),
+    ):
+        text = repr(shown)
+        assert [word for word in words if word not in text] == [] and "\n" not in text, text
+        assert len(text) - len(model) < 300
+
+
+def test_a_block_ends_what_was_launched_whatever_is_raised_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (WorkerGroup, SupervisedGroup, EnginePool):
+        handle, ended = object.__new__(kind), list[Any]()
+        monkeypatch.setattr(kind, "shutdown", lambda own, ended=ended: ended.append(own))
+        with pytest.raises(KeyError), handle as inside:
+            assert inside is handle and not ended
+            raise KeyError
+        assert len(ended) == 1 and ended[0] is handle
+
+
+def test_a_coroutine_awaits_a_call_while_its_event_loop_goes_on() -> None:
+    dispatcher, may_end = futures.Dispatcher(), threading.Event()
+
+    class Held:
+        def __init__(self, error: Exception | None) -> None:
+            self.error = error
+
+        def result(self) -> str:
+            assert may_end.wait(PATIENCE_S)
+            if self.error is not None:
+                raise self.error
+            return "done"
+
+    async def awaited() -> None:
+        good, bad = (dispatcher.submit(lambda error=error: Held(error)) for error in (None, StateError("no")))
+        asyncio.get_running_loop().call_later(0, may_end.set)  # which a loop that waits would never do
+        assert await good == "done"
+        with pytest.raises(StateError):
+            await bad
+
+    asyncio.run(awaited())
