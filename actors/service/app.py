@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import sys
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -90,6 +91,7 @@ class _Api:
         self._bodies = Shares(limits.max_waiting_bytes)  # bytes that have come, and are not handed on yet
         self._receive_s = limits.receive_timeout_s
         self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")  # one: it holds the interpreter's lock
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of users: each has one body parsed
         self._receiving: set[asyncio.Timeout] = set()
         self._polling: set[asyncio.Timeout] = set()
         self._has_ended = False
@@ -261,15 +263,17 @@ class _Api:
         data = b"".join(parts)
         encoding = request.headers.get("content-encoding", "identity")
         if encoding == "zstd":
-            data = await self._off_loop(_decompressed, data, most)
+            data = await self._off_loop(request, _decompressed, data, most)
             self._hold(request, len(data))
         elif encoding != "identity":
             raise Refused(415, f"content-encoding {encoding!r} is not supported: send zstd, or none")
         self._check_not_ending(request)
         return data
 
-    async def _off_loop(self, function: Callable[..., Any], *given: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._parsing, function, *given)
+    async def _off_loop(self, request: Request, function: Callable[..., Any], *given: Any) -> Any:
+        """Runs beside the event loop, one call at a time, by turns of users who have something to run."""
+        async with self._turns[_user(request).id]:
+            return await asyncio.get_running_loop().run_in_executor(self._parsing, function, *given)
 
     def _hold(self, request: Request, size: int) -> None:
         """Counts bytes of a body until it is answered: all together, and those of one user, may have so many.
@@ -391,7 +395,7 @@ class _Api:
         if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
             raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
         data = await self._bytes(request)
-        message, size = await self._off_loop(schema.read_request, data)
+        message, size = await self._off_loop(request, schema.read_request, data)
         self._hold(request, size - len(data))
         self._check_not_ending(request)
         request.state.ids |= {"model_id": message.model_id[:200]}

@@ -28,7 +28,7 @@ from actors.service.serve import keys_of
 from actors.service.service import Service
 from actors.service.users import User, Users
 from slimefsdp.config import config_from_dict
-from slimefsdp.errors import CheckpointError, ConfigError, ResourceError, StateError
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.sampling.params import SamplingParams
 from slimefsdp.sampling.requests import SampleRequest
 from tests.support.refusals import refused
@@ -176,9 +176,10 @@ class Sender:
             if event["type"] == "http.response.start":
                 self.statuses[name] = event["status"]
 
+        kind = (PROTOBUF if path == "forward_backward" else JSON)["content-type"]
         scope = {
             "type": "http", "method": "POST", "path": f"/api/v1/{path}", "query_string": b"",
-            "headers": [(b"x-api-key", key.encode()), *((one.encode(), two.encode()) for one, two in JSON.items())],
+            "headers": [(b"x-api-key", key.encode()), (b"content-type", kind.encode())],
         }  # fmt: skip
         await self.app(scope, receive, send)
 
@@ -270,6 +271,24 @@ def test_a_request_of_more_parts_than_there_may_be_is_refused_before_it_is_parse
         found = http.post("/api/v1/forward_backward", content=sent, headers={"content-encoding": "zstd"})
         assert (found.status_code, found.headers["x-should-retry"]) == (400, "false")
         assert str(2**20) in found.json()["error"]
+
+
+def test_users_take_turns_where_bodies_are_parsed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+
+    def read(data: bytes) -> Any:
+        parsed.append(data)
+        raise BatchError("no request", field="body")
+
+    monkeypatch.setattr(schema, "read_request", read)
+    sender = Sender(limited(service, monkeypatch))
+
+    async def all_at_once() -> None:
+        sent = [("a1", "tml-a"), ("a2", "tml-a"), ("a3", "tml-a"), ("b1", "tml-b")]
+        await asyncio.gather(*(sender.post(one, key, one.encode(), path="forward_backward") for one, key in sent))
+
+    asyncio.run(all_at_once())
+    assert parsed == [b"a1", b"b1", b"a2", b"a3"] and set(sender.statuses.values()) == {400}
 
 
 def test_zstd_that_is_cut_off_or_goes_on_behind_its_frame_is_refused(service: Service) -> None:
@@ -387,13 +406,13 @@ def test_a_response_without_a_length_has_what_the_models_positions_leave_behind_
     batch = {"max_tokens_per_rank": 4 * positions}
     config = config_from_dict(service_tree(untied, tmp_path, service={"model_name": "m"}, batch=batch))
     engine, asked = Engine(2), list[SampleRequest]()
-    sample = engine._sample
+    sample = engine.sample
 
     async def sampled(request: SampleRequest) -> Any:
         asked.append(request)
         return await sample(request)
 
-    monkeypatch.setattr(engine, "sample", SimpleNamespace(remote=sampled))
+    monkeypatch.setattr(engine, "sample", sampled)
     with TestClient(make_app(Service(config, cast(Any, Group(tmp_path)), engine)), LOCAL) as http:
         (model,) = http.get("/api/v1/get_server_capabilities").json()["supported_models"]
         session = http.post("/api/v1/create_session", json={}).json()["session_id"]

@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -124,6 +125,18 @@ def test_a_server_of_all_weights_needs_room_for_one_more_model(
     assert "service.max_version_bytes=100000 holds no version" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["supervised", "dense_reward"])
+def test_an_example_without_a_server_ends_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = str(ROOT / f"examples/tinker/{name}.py")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.setenv("TINKER_BASE_URL", url)
+    monkeypatch.setattr(sys, "argv", [script, "a/model"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(script, run_name="__main__")
+    assert isinstance(end.value.code, str) and url in end.value.code and "\n" not in end.value.code
+
+
 @pytest.mark.slow  # starts Ray, ranks and an engine twice, and two clients
 def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_one_had(
     untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +156,7 @@ def test_it_serves_the_examples_and_a_second_start_goes_on_with_what_the_first_o
             printed[name] = done.stdout
         losses = [float(found) for found in re.findall(r": (\S+) nats", printed["supervised"])]
         assert losses[-1] < losses[0] / 2 and "saved as tinker://" in printed["supervised"]
+        assert "the trained model '23578'" in printed["supervised"]
         rewards = [float(found) for found in re.findall(r"reward (\S+),", printed["dense_reward"])]
         assert rewards[-1] >= 0.95 > 0.7 > rewards[0]
 
