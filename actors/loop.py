@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.dpo import DpoLoop
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
@@ -38,7 +39,7 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError, Interrupted
 from slimefsdp.monitoring.curves import CURVES, RunCurves
 from slimefsdp.monitoring.metrics_log import MetricsLog, read_metrics
-from slimefsdp.monitoring.progress_table import Column, ProgressTable, grpo_columns
+from slimefsdp.monitoring.progress_table import GRPO_COLUMNS, Column, ProgressTable, with_held_out
 from slimefsdp.results import Health
 
 Group = WorkerGroup | SupervisedGroup | TorchrunGroup
@@ -115,8 +116,8 @@ class Run:
         self._folder.write_settings(launched)
         self._folder.write_skipped([asdict(one) for one in prompts.skipped])
         self._loop: RolloutLoop | SftLoop
-        if config.algorithm == "sft":
-            self._loop = SftLoop(launched, self._group, prompts)
+        if not config.has_rollouts:
+            self._loop = (SftLoop if config.algorithm == "sft" else DpoLoop)(launched, self._group, prompts)
         else:
             assert not isinstance(self._group, TorchrunGroup)
             beside = self._group if config.rollout.placement == "colocated" else None
@@ -227,7 +228,7 @@ class RolloutLoop:
     @property
     def columns(self) -> tuple[Column, ...]:
         """Of the table of progress, with one for each held-out set."""
-        return grpo_columns(self._evaluator.columns())
+        return with_held_out(GRPO_COLUMNS, self._evaluator.columns())
 
     @property
     def prompts(self) -> PromptStream:
@@ -546,7 +547,7 @@ def _can_go_on_from(step: int, config: RunConfig) -> bool:
     updates = config.reference.update_interval_steps if config.reference.placement == "group" else None
     if updates is not None and step >= updates and step % updates:
         return False
-    return config.algorithm == "sft" or step % config.rollout.sync_interval_steps == 0
+    return not config.has_rollouts or step % config.rollout.sync_interval_steps == 0
 
 
 def _next_end(step: int, config: RunConfig) -> int | None:

@@ -12,22 +12,29 @@ from actors.rollout.demonstrations import Demonstration, batch_of
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import PromptStream, digest_of
 from slimefsdp.config import RunConfig
+from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.monitoring.progress_table import SFT_COLUMNS, Column
 
 
 class SftLoop:
     """One step: one update on demonstrations, the same loop without rollouts.
 
+    `actors.dpo.DpoLoop` is this loop on pairs: it replaces `columns`, `_batch`, `_evaluated` and `summary`.
+
     Args:
         group: of the ranks, of whatever kind: `train_step` and `compute_log_probs` are called.
     """
+
+    _samples_of_record = 1
 
     def __init__(self, config: RunConfig, group: Any, prompts: Prompts) -> None:
         self._config = config
         self._group = group
         self._heldout = prompts.heldout_demonstrations
-        self._num_records = len(prompts.demonstrations)
-        self.prompts = PromptStream(prompts.demonstrations, config.run.seed, digest=digest_of(prompts.train))
+        each, samples = self._samples_of_record, prompts.demonstrations
+        records = [samples[start : start + each] for start in range(0, len(samples), each)]
+        self._num_records = len(records)
+        self.prompts = PromptStream(records, config.run.seed, digest=digest_of(prompts.train))
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -43,30 +50,38 @@ class SftLoop:
         """Nothing: no batch is made beside the training of another."""
 
     def before_training(self, *, evaluates: bool) -> Metrics:
-        """The loss on the held-out sets of the model as it is, if asked for."""
-        return self._losses() if evaluates else {}
+        """Metrics of the held-out sets of the model as it is, if asked for."""
+        return self._evaluated() if evaluates else {}
 
     def step(self, step: int) -> Metrics:
-        """One update on the next `batch.samples_per_update` demonstrations; the held-out losses where they are due.
+        """One update on the next `batch.samples_per_update` samples; metrics of the held-out sets where they are due.
 
-        Under run.epochs the last update takes the demonstrations that are left.
+        Under run.epochs the last update takes the records that are left.
         """
         seconds: Metrics = {}
-        count = self._config.samples_per_step
+        count = self._config.samples_per_step // self._samples_of_record
         if self._config.run.epochs is not None:
             left = self._config.run.epochs * self._num_records - self.prompts.records_passed
             count = left if 0 < left < count else count  # other records than the run began with may be fewer
-        batch = batch_of(self.prompts.take(count))
+        batch = self._batch([one for record in self.prompts.take(count) for one in record])
         with timed(seconds, "train"):
-            metrics: Metrics = self._group.train_step(batch)
+            metrics: Metrics = self._trained(batch)
         metrics["epoch"] = self.prompts.records_passed / self._num_records
         interval = self._config.evaluation.interval_steps
         if interval is not None and ((step + 1) % interval == 0 or step + 1 == self._config.run.steps):
             with timed(seconds, "evaluate"):
-                metrics |= self._losses()
+                metrics |= self._evaluated()
         return metrics | {f"seconds/{name}": value for name, value in seconds.items()}
 
-    def _losses(self) -> Metrics:
+    def _batch(self, samples: Sequence[Demonstration]) -> RolloutBatch:
+        return batch_of(samples)
+
+    def _trained(self, batch: RolloutBatch) -> Metrics:
+        metrics: Metrics = self._group.train_step(batch)
+        return metrics
+
+    def _evaluated(self) -> Metrics:
+        """The loss on each held-out set."""
         return {_loss_name(name): self._mean_loss(found) for name, found in self._heldout.items()}
 
     def _mean_loss(self, demonstrations: Sequence[Demonstration]) -> float:

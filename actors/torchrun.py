@@ -17,14 +17,24 @@ if TYPE_CHECKING:
     from slimefsdp.trainer import Trainer
 
 _CALLS = frozenset(
-    ("train_step", "compute_log_probs", "save", "finish_save", "load", "restored", "export_hf", "export_adapter")
+    (
+        "train_step",
+        "compute_log_probs",
+        "update_ref",
+        "save",
+        "finish_save",
+        "load",
+        "restored",
+        "export_hf",
+        "export_adapter",
+    )
 )
 
 
 class TorchrunGroup:
     """What the loop has of all ranks, on rank 0. The others are in `follow` until `shutdown`.
 
-    Its calls are those of `Trainer` that supervised training makes; they return, and raise, what rank 0's trainer does.
+    Its calls are those of `Trainer` that training from files makes; they return, and raise, what rank 0's trainer does.
     """
 
     critic = None
@@ -56,9 +66,6 @@ class TorchrunGroup:
         except BaseException:
             self._has_failed = True  # on the others, too, or they will never hear of it
             raise
-
-    def update_ref(self) -> None:
-        """Nothing: supervised training has no reference model."""
 
     def health(self) -> list[Health]:
         """That of rank 0 alone."""

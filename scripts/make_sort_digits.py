@@ -19,6 +19,7 @@ SFT_RECORDS = 6400  # 100 updates of 64
 TRAIN_RECORDS = 8000
 HELDOUT_RECORDS = 256
 CHAT_RECORDS = 640  # of one to three sortings each, all of them right
+PAIR_RECORDS = 3200  # of preferences, 100 updates of 32
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
@@ -29,7 +30,8 @@ CHAT_TEMPLATE = (
 def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = False) -> dict[str, int]:
     """Write `model/` and the files of records under `out_dir`; the same seed, the same bytes.
 
-    Held-out prompts are distinct and in no other file. `sft`, `train` and `chats` may hold a prompt several times.
+    Held-out prompts are distinct and in no other file. `sft`, `train`, `chats` and `pairs` may hold a prompt several
+    times. `pairs` and `heldout_pairs` prefer right answers to wrong ones.
 
     Args:
         untied: of the model, as in `write_model`.
@@ -49,9 +51,12 @@ def write_sort_digits(out_dir: str | Path, seed: int = 0, *, untied: bool = Fals
         sft[index]["answer"] = "".join(rng.sample(sft[index]["answer"], len(sft[index]["answer"])))
     train = [_sorting(rng, excluded=heldout) for _ in range(TRAIN_RECORDS)]
     chats = [_chat([_sorting(rng, excluded=heldout) for _ in range(rng.randint(1, 3))]) for _ in range(CHAT_RECORDS)]
+    pairs = [_preference(rng, _sorting(rng, excluded=heldout)) for _ in range(PAIR_RECORDS)]
+    heldout_pairs = [_preference(rng, record) for record in heldout.values()]
 
     written = {"model": write_model(out_dir / "model", _tokenizer(), seed, untied=untied)}
     files = {"sft": sft, "train": train, "heldout": list(heldout.values()), "chats": chats}
+    files |= {"pairs": pairs, "heldout_pairs": heldout_pairs}
     for name, records in ((f"{stem}.jsonl", records) for stem, records in files.items()):
         (out_dir / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         written[name] = len(records)
@@ -74,6 +79,21 @@ def _chat(sortings: Sequence[dict[str, str]]) -> dict[str, Any]:
         for one in sortings
     ]
     return {"messages": [message for turn in turns for message in turn]}
+
+
+def _preference(rng: random.Random, record: dict[str, str]) -> dict[str, Any]:
+    """The right answer, preferred to its digits in another order or, every other time, to one with another digit."""
+    chosen = rejected = record["answer"]
+    replaces = rng.random() < 0.5 or len(set(chosen)) == 1
+    while rejected == chosen:
+        digits = list(chosen)
+        if replaces:
+            digits[rng.randrange(len(digits))] = rng.choice("0123456789")
+        else:
+            rng.shuffle(digits)
+        rejected = "".join(digits)
+    prompt = [{"role": "user", "content": record["prompt"]}]
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _tokenizer() -> Any:

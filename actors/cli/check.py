@@ -137,8 +137,9 @@ def chosen_functions(config: RunConfig) -> _Choices:
     """
     names: dict[str, str] = {"loss.reduction": config.loss.reduction}
     if config.algorithm != "sft":
-        names["advantage.estimator"] = config.estimator
         names["loss.policy"] = config.loss.policy
+    if config.has_rollouts:
+        names["advantage.estimator"] = config.estimator
         if config.loss.kl_coefficient > 0:
             names["loss.kl_estimator"] = config.kl_estimator
         if config.correction.method != "none":

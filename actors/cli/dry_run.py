@@ -56,7 +56,7 @@ def start_lines(checked: Checked) -> list[str]:
         *([f"attention {choice}"] if config.mesh.cp > 1 else []),
         f"updates   {per_step} a step of {config.samples_per_step:,} samples{_last_update(config)}{in_all}",
     ]
-    if config.algorithm != "sft":
+    if config.has_rollouts:
         where = " in the places of ranks, in turns with them" if config.rollout.placement == "colocated" else ""
         lines.append(
             f"engines   {config.rollout.engines} {_engine(config)}{where}; "

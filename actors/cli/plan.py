@@ -222,7 +222,7 @@ def _with_ranks(config: RunConfig, ranks: int | None) -> RunConfig:
 
 
 def _check_size(config: RunConfig, ranks_field: str) -> None:
-    samples_field = "batch.samples_per_update" if config.algorithm == "sft" else "rollout.prompts_per_step"
+    samples_field = "rollout.prompts_per_step" if config.has_rollouts else "batch.samples_per_update"
     for field, what, number, most in (
         (ranks_field, "ranks", config.ranks, _MOST_RANKS),
         (samples_field, "samples", config.samples_per_step, _MOST_SAMPLES),
@@ -238,6 +238,8 @@ def _guessed_lengths(config: RunConfig) -> str:
         mean, longest = config.rollout.max_new_tokens / 2, 2 * config.rollout.max_new_tokens
     else:
         mean, longest = config.batch.max_tokens_per_rank / 8, config.max_pack_tokens
+    if config.loss.policy == "dpo":  # the two samples of a pair are in one pack
+        longest = min(longest, config.max_pack_tokens // 2)
     return f"lognormal({max(2, round(mean))}, 0.8, 2, {min(longest, config.max_pack_tokens)})"
 
 

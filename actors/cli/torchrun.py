@@ -1,4 +1,4 @@
-"""`torchrun -m actors.cli train FILE`: supervised training in the processes that torchrun started, without Ray."""
+"""`torchrun -m actors.cli train FILE`: training from files in the processes that torchrun started, without Ray."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ def train_as_rank(config: RunConfig) -> int:
     """Runs as one of the ranks; returns the exit status. Rank 0 checks, runs the loop and prints.
 
     Raises:
-        ConfigError: the algorithm is not sft, or the mesh is not that of the ranks.
+        ConfigError: the algorithm samples from engines, the reference is a group of its own, or the mesh is not that
+            of the ranks.
         SlimeError: as `actors.loop.train`, on rank 0; another rank raises what happened there alone.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank:
         return _follow(config, rank)
-    if config.algorithm != "sft":
+    if config.has_rollouts:
         raise ConfigError(
             f"algorithm={config.algorithm} samples from engines, which Ray starts, and torchrun started this process",
             field="algorithm",
-            hint="run `slimefsdp train` without torchrun, which starts the ranks itself; or set algorithm=sft",
+            hint="run `slimefsdp train` without torchrun, which starts the ranks itself; or set algorithm=sft or dpo",
+        )
+    if config.reference.placement == "group":
+        raise ConfigError(
+            "reference.placement=group is a group of processes of its own, which torchrun did not start",
+            field="reference.placement",
+            hint="remove it, or run `slimefsdp train` without torchrun",
         )
     config = config.with_ranks(ranks)
     if config.ranks != ranks:

@@ -39,9 +39,7 @@ def processes_needed(config: RunConfig) -> int:
 
 
 def _processes_beside_the_actor(config: RunConfig) -> int:
-    if config.algorithm == "sft":
-        return 0
-    return config.rollout.engines + _group_ranks_beside_the_actor(config)
+    return (config.rollout.engines if config.has_rollouts else 0) + _group_ranks_beside_the_actor(config)
 
 
 def gpus_of_engines(config: RunConfig) -> int:
@@ -50,14 +48,12 @@ def gpus_of_engines(config: RunConfig) -> int:
     Engines in the places of ranks share theirs, and servers that are there already have whatever they have.
     """
     rollout = config.rollout
-    if config.algorithm == "sft" or rollout.placement == "colocated" or rollout.engine_urls is not None:
+    if not config.has_rollouts or rollout.placement == "colocated" or rollout.engine_urls is not None:
         return 0
     return rollout.engines * rollout.gpus_per_engine
 
 
 def _group_ranks_beside_the_actor(config: RunConfig) -> int:
-    if config.algorithm == "sft":
-        return 0
     reference = config.reference_ranks if config.reference.placement == "group" else 0
     critic = config.critic_ranks if config.critic.placement == "group" else 0
     return reference + critic

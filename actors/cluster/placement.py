@@ -95,7 +95,7 @@ class PlacementGroups:
         for one half of the GPU each.
         """
         ranks = {"actor": config.ranks, "ref": config.reference_ranks, "critic": config.critic_ranks}[role]
-        is_shared = role == "actor" and config.algorithm != "sft" and config.rollout.placement == "colocated"
+        is_shared = role == "actor" and config.has_rollouts and config.rollout.placement == "colocated"
         gpus, timeout_s = gpus_per_rank(config.mesh.device), config.cluster.launch_timeout_s
         guests = config.rollout.engines if is_shared else 0
         placement = self.reserve(role, ranks, gpus_per_rank=gpus, timeout_s=timeout_s, guests=guests)

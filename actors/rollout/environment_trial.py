@@ -42,7 +42,7 @@ def try_environment(config: RunConfig, prompts: Prompts) -> None:
             tokenizer encodes; the message names the record.
     """
     name = config.rollout.environment
-    if name is None or config.algorithm == "sft" or config.cluster.address is not None:
+    if name is None or not config.has_rollouts or config.cluster.address is not None:
         return
     sets = prompts.heldout.values() if config.evaluation.interval_steps is not None else ()
     first = {id(records[0]): records[0] for records in (prompts.train, *sets)}

@@ -15,6 +15,7 @@ from actors.model_folders import DOWNLOADED, NotHere, recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
 from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of, read_demonstrations
 from actors.rollout.environment import TOOL_USE
+from actors.rollout.preferences import demonstrations, read_pairs
 from actors.rollout.prompts import Record, check_answers, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
 from actors.rollout.tokenizer import count_tokens
@@ -47,7 +48,8 @@ class Prompts:
     longest: int = 0
     longest_heldout: int = 0
     train_lengths: list[int] = field(default_factory=list)  # tokens of each prompt of train, where they were counted
-    # under sft: what the records of train, and of each held-out set, come to in tokens; one record may make several
+    # under sft and dpo: what the records of train, and of each held-out set, come to in tokens; one record may make
+    # several, and a pair makes two, the chosen response first
     demonstrations: list[Demonstration] = field(default_factory=list)
     heldout_demonstrations: dict[str, list[Demonstration]] = field(default_factory=dict)
 
@@ -116,10 +118,11 @@ def read_prompts(config: RunConfig) -> Prompts:
     Raises:
         ConfigError: naming file and line, or data set and row.
     """
-    if config.algorithm == "sft":
+    if not config.has_rollouts:
+        read = read_demonstrations if config.algorithm == "sft" else read_pairs
         fields = {name: heldout_field(name).removeprefix("data.") for name in config.data.heldout_sets}
-        heldout = {name: read_demonstrations(config.data, field) for name, field in fields.items()}
-        return Prompts(read_demonstrations(config.data, "train"), heldout)
+        heldout = {name: read(config.data, field) for name, field in fields.items()}
+        return Prompts(read(config.data, "train"), heldout)
     train = read_records(config.data, "train")
     if _reads_answers(config):
         check_answers(train, field="data.train")
@@ -169,7 +172,7 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
             stage of rollout.curriculum admits none.
         ModelError: the model folder has no tokenizer that can be used. ResourceError: counting took too long.
     """
-    if config.algorithm == "sft":
+    if not config.has_rollouts:
         return _demonstrations_of(config, prompts)
     evaluates = config.evaluation.interval_steps is not None
     evaluated = _all(prompts.heldout) if evaluates else []
@@ -194,35 +197,64 @@ def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:
     sets = {"data.train": prompts.train} | {heldout_field(name): found for name, found in evaluated.items()}
     records = [record for found in sets.values() for record in found]
     with stage(f"encoding {len(records)} records", is_short=True):
+        shown = demonstrations(records) if config.algorithm == "dpo" else records
         timeout_s = config.cluster.call_timeout_s
-        encoded = encoded_demonstrations(config.model.path, records, data=config.data, timeout_s=timeout_s)
-    known = dict(zip(map(id, records), encoded, strict=True))
+        encoded = encoded_demonstrations(config.model.path, shown, data=config.data, timeout_s=timeout_s)
+    each = len(shown) // len(records)
+    known = {id(record): encoded[each * place : each * (place + 1)] for place, record in enumerate(records)}
     skipped: list[Skipped] = []
-    fitted = {name: _fitted(config, name, found, known, skipped) for name, found in sets.items()}
-    train, demonstrations = fitted["data.train"]
+    fit = _fitted if config.algorithm == "sft" else _fitted_pairs
+    fitted = {name: fit(config, name, found, known, skipped) for name, found in sets.items()}
+    train, trained = fitted["data.train"]
     heldout = {name: fitted[heldout_field(name)] for name in evaluated}
     return Prompts(
         train,
         prompts.heldout | {name: kept for name, (kept, _) in heldout.items()},
         skipped,
-        demonstrations=demonstrations,
+        demonstrations=trained,
         heldout_demonstrations={name: found for name, (_, found) in heldout.items()},
     )
 
 
 def _fitted(
-    config: RunConfig, name: str, records: Sequence[Record], known: Mapping[int, Demonstration], skipped: list[Skipped]
+    config: RunConfig,
+    name: str,
+    records: Sequence[Record],
+    known: Mapping[int, Sequence[Demonstration]],
+    skipped: list[Skipped],
 ) -> tuple[list[Record], list[Demonstration]]:
     """The records that are kept of a set, and the demonstrations that they make, none longer than it may be."""
     limits = _limits_of_demonstrations(config)
     most = min(limit.tokens for limit in limits)
     pieces = {
-        id(record): _cut(known[id(record)], most, config.data.overlong_prompts, form_of(record)) for record in records
+        id(record): _cut(known[id(record)][0], most, config.data.overlong_prompts, form_of(record))
+        for record in records
     }
     longest = {key: max(found, key=lambda one: len(one.tokens)) for key, found in pieces.items()}
     counts = {key: (one.prompt_length, one.response_length) for key, one in longest.items()}
     kept = _short_enough(config, name, records, counts, limits, skipped)
     return kept, [piece for record in kept for piece in pieces[id(record)]]
+
+
+def _fitted_pairs(
+    config: RunConfig,
+    name: str,
+    records: Sequence[Record],
+    known: Mapping[int, Sequence[Demonstration]],
+    skipped: list[Skipped],
+) -> tuple[list[Record], list[Demonstration]]:
+    """As `_fitted`, of pairs: each sample keeps within what a sample may have, and both together fit into a pack."""
+    limits = _limits_of_demonstrations(config)
+    kept = list(records)
+    for is_of_packs in (False, True):
+        counts = {}
+        for record in kept:
+            longest, other = sorted(known[id(record)], key=lambda one: len(one.tokens), reverse=True)
+            beside = len(other.tokens) if is_of_packs else 0
+            counts[id(record)] = (longest.prompt_length, longest.response_length + beside)
+        here = [limit for limit in limits if limit.is_of_packs == is_of_packs]
+        kept = _short_enough(config, name, kept, counts, here, skipped)
+    return kept, [one for record in kept for one in known[id(record)]]
 
 
 def _cut(one: Demonstration, most: int, how: str, form: str | None) -> list[Demonstration]:
@@ -304,7 +336,7 @@ def most_sample_tokens(config: RunConfig) -> int:
 def _limits(config: RunConfig) -> list[_Limit]:
     most, cp = config.max_pack_tokens, config.mesh.cp
     source = f"batch.max_tokens_per_rank={config.batch.max_tokens_per_rank}" + (f" x mesh.cp={cp}" if cp > 1 else "")
-    if config.algorithm != "sft" and config.loss.policy == "dpo":
+    if config.has_rollouts and config.loss.policy == "dpo":
         most, source = most // 2, f"half of {source}, as loss.policy=dpo packs pairs"
     limits = [_Limit(most, source, "raise batch.max_tokens_per_rank", is_of_packs=True)]
     for path, name in dict.fromkeys(config.folder_of(role) for role in ROLES):
@@ -394,7 +426,8 @@ def _fault(
     tightest = min(limits, key=lambda limit: limit.tokens, default=None)
     if tightest is None or prompt + response <= tightest.tokens:
         return None
-    is_sft = config.algorithm == "sft"
-    what = f"{response} of answer" if is_sft else f"{setting}={response}"
-    hint = tightest.hint + ("" if is_sft else f" or lower {setting}")
+    what = f"{setting}={response}" if config.has_rollouts else f"{response} of answer"
+    if config.algorithm == "dpo":
+        what = f"{response} of " + ("a response and the other sample" if tightest.is_of_packs else "a response")
+    hint = tightest.hint + (f" or lower {setting}" if config.has_rollouts else "")
     return f"{prompt} tokens of prompt and {what} are more than {tightest.tokens}, {tightest.source}", hint

@@ -20,6 +20,7 @@ from slimefsdp.algorithms.policy_losses import (
     PolicyTokens,
     Sequences,
     cross_entropy_loss,
+    pair_metrics,
 )
 from slimefsdp.algorithms.rollout_correction import (
     CORRECTIONS,
@@ -150,6 +151,10 @@ class Objective:
             sums.add_mean("kl_old", kl_estimate(old, current, "k3"))
             if inputs.ref_log_probs is not None or len(outputs) > 2:
                 sums.add_mean("kl_ref", kl)
+            if inputs.groups is not None:
+                of_pairs, occurs = pair_metrics(tokens, self.options.dpo_beta)
+                for name, values in of_pairs.items():
+                    sums.add_mean(name, values, occurs)
         return per_token
 
     def _kl(self, outputs: torch.Tensor, old: torch.Tensor, ref_log_probs: torch.Tensor | None) -> torch.Tensor:

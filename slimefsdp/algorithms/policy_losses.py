@@ -197,6 +197,23 @@ def dpo_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     return _never_clipped(tokens.groups.spread(loss), tokens)
 
 
+def pair_metrics(tokens: PolicyTokens, beta: float) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """What DPO says of each pair, by the field's names, and which pairs have tokens here; all [pairs], no graph.
+
+    The implicit reward of a sample is beta * log(policy / reference), summed over its trained tokens.
+    """
+    assert tokens.groups is not None and tokens.ref_log_probs is not None
+    log_probs, groups = tokens.log_probs.detach(), tokens.groups
+    rewards = beta * (log_probs - tokens.ref_log_probs)
+    found: dict[str, torch.Tensor] = {}
+    for name, is_of in (("chosen", tokens.advantages > 0), ("rejected", tokens.advantages < 0)):
+        found[f"rewards/{name}"] = groups.sum(rewards.masked_fill(~is_of, 0.0))
+        found[f"logps/{name}"] = groups.sum(log_probs.masked_fill(~is_of, 0.0))
+    found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+    found["rewards/accuracies"] = (found["rewards/margins"] > 0).to(log_probs.dtype)
+    return found, groups.occurs()
+
+
 def dro_loss(tokens: PolicyTokens, options: PolicyOptions) -> PolicyLoss:
     """DRO: -(A * log-prob - dro_beta / 2 * (log-prob - old log-prob)^2).
 

@@ -324,16 +324,42 @@ def _refuse_unread(
             )
 
 
+DPO_LOSS = {"policy": "dpo", "reduction": "sequence_mean"}
+"""The settings of `loss` that algorithm=dpo stands for."""
+
+
 class AlgorithmSettings(Settings):
     """The choices that make an algorithm; `slimefsdp.config.RunConfig` adds everything else."""
 
-    algorithm: Literal["grpo", "ppo", "sft"] = Field(
-        "grpo", description="grpo: reinforcement learning without a critic; ppo: with one; sft: supervised"
+    algorithm: Literal["grpo", "ppo", "sft", "dpo"] = Field(
+        "grpo",
+        description="grpo: reinforcement learning without a critic; ppo: with one; sft: supervised; dpo: direct "
+        "preference optimisation on pairs of responses from a file (docs/dpo.md)",
     )
     advantage: AdvantageSettings = AdvantageSettings()
     loss: LossSettings = LossSettings()
     correction: CorrectionSettings = CorrectionSettings()
     critic: CriticSettings = CriticSettings()
+
+    @model_validator(mode="before")
+    @classmethod
+    def fill_dpo_loss(cls, tree: Any) -> Any:
+        """Gives algorithm=dpo its loss: the mean over pairs, which is sequence_mean of loss.policy=dpo."""
+        given = tree.get("loss") or {} if isinstance(tree, dict) else None
+        if not isinstance(given, dict) or tree.get("algorithm") != "dpo":
+            return tree
+        return {**tree, "loss": {**DPO_LOSS, **{name: value for name, value in given.items() if value is not None}}}
+
+    @model_validator(mode="after")
+    def check_dpo_loss(self) -> Self:
+        for name, value in DPO_LOSS.items():
+            found = getattr(self.loss, name)
+            if self.algorithm == "dpo" and found != value:
+                raise ValueError(
+                    f"loss.{name}={found} does not fit algorithm=dpo, whose loss is loss.{name}={value}; remove it, "
+                    "or set another algorithm"
+                )
+        return self
 
     @model_validator(mode="after")
     def check_critic_requires_ppo(self) -> Self:
@@ -404,6 +430,11 @@ class AlgorithmSettings(Settings):
                 f"loss.policy=dpo takes it from the sign; choose {' or '.join(PAIRED_ESTIMATORS)}"
             )
         return self
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether `slimefsdp train` samples responses from engines; else the files have them."""
+        return self.algorithm not in ("sft", "dpo")
 
     @property
     def loss_name(self) -> Literal["policy", "sft"]:

@@ -20,20 +20,20 @@ def check_ready_to_train(config: RunConfig) -> None:
         ConfigError: naming the first setting that is missing, or that cannot be served.
     """
     needed = ["run.dir", *([] if config.run.epochs is not None else ["run.steps"]), "data.train"]
-    needed += ["batch.samples_per_update"] if config.algorithm == "sft" else [config.rewards_by]
+    needed += [config.rewards_by] if config.has_rollouts else ["batch.samples_per_update"]
     needed += ["data.heldout"] if config.evaluation.interval_steps is not None else []
     for field in needed:
         if config.value_of(field) is None:
             raise ConfigError(f"{field} is not set, and `train` needs it", field=field, hint=f"add {field} to the YAML")
     if config.samples_per_step > MOST_SAMPLES:
-        field = "batch.samples_per_update" if config.algorithm == "sft" else "rollout.prompts_per_step"
+        field = "rollout.prompts_per_step" if config.has_rollouts else "batch.samples_per_update"
         raise ConfigError(
             f"{field}={config.value_of(field)} makes a step of more than {MOST_SAMPLES:,} samples, which are in one "
             "batch",
             field=field,
             hint="lower it",
         )
-    if config.algorithm == "sft":
+    if not config.has_rollouts:
         _check_demonstrations(config)
         return
     if config.rollout.max_new_tokens >= config.max_pack_tokens:

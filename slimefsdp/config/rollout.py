@@ -216,7 +216,7 @@ class DataSettings(Settings):
     max_tokens: int | None = Field(
         None,
         ge=2,
-        description="under sft: longest record, prompt and answer together; null: what a pack holds "
+        description="under sft and dpo: longest sample, prompt and answer together; null: what a pack holds "
         "(batch.max_tokens_per_rank x mesh.cp), and the model's learned positions",
     )
     overlong_prompts: Literal["error", "skip", "truncate", "split"] = Field(

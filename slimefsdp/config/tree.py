@@ -84,33 +84,21 @@ class RunConfig(AlgorithmSettings):
     __str__ = __repr__
 
     @model_validator(mode="after")
-    def check_sft_settings(self) -> RunConfig:
-        if self.algorithm != "sft":
+    def check_settings_without_rollouts(self) -> RunConfig:
+        if self.has_rollouts:
             return self
-        given = [
-            f"{section}.{name}"
-            for section in (
-                "rollout",
-                "environment",
-                "evaluation",
-                "reference",
-                "advantage",
-                "loss",
-                "correction",
-                "critic",
-                "data",
-            )
+        read = _READ_WITHOUT_ROLLOUTS[self.algorithm]
+        unread = [
+            f"{section}.{name}={short_text(self.value_of(f'{section}.{name}'))}"
+            for section in _OF_ROLLOUTS
             for name in sorted(getattr(self, section).model_fields_set)
+            if f"{section}.{name}" not in read and f"{section}.*" not in read
         ]
-        kept = {f"loss.{name}" for name in ("reduction", "constant_length", "entropy_coefficient")}
-        kept |= {f"data.{name}" for name in type(self.data).model_fields}
-        kept |= {"evaluation.interval_steps"}
-        unread = [f"{field}={short_text(self.value_of(field))}" for field in given if field not in kept]
         if unread:
             verb, what = ("is", "it") if len(unread) == 1 else ("are", "them")
             raise ValueError(
-                f"{', '.join(unread)} {verb} not read under algorithm=sft; remove {what} or set {what} to null, or set "
-                "algorithm=grpo"
+                f"{', '.join(unread)} {verb} not read under algorithm={self.algorithm}; remove {what} or set {what} to "
+                "null, or set algorithm=grpo"
             )
         return self
 
@@ -408,14 +396,16 @@ class RunConfig(AlgorithmSettings):
     def check_demonstration_settings(self) -> RunConfig:
         if self.algorithm == "sft":
             return self
-        of_sft = _changed(self.data, ("train_on", "max_tokens"))
-        fields = [f"data.{name}" for name in of_sft] + (["run.epochs"] if self.run.epochs is not None else [])
+        of_files = [f"data.{name}" for name in _changed(self.data, ("max_tokens",))]
+        of_files += ["run.epochs"] if self.run.epochs is not None else []
+        fields = [f"data.{name}" for name in _changed(self.data, ("train_on",))]
         if self.data.overlong_prompts in ("truncate", "split"):
             fields.append("data.overlong_prompts")
-        for field in fields:
+        for field in fields + (of_files if self.has_rollouts else []):
+            readers = "algorithm=sft or dpo" if field in of_files else "algorithm=sft"
             raise ValueError(
-                f"{field}={short_text(self.value_of(field))} is of algorithm=sft, and algorithm={self.algorithm}; "
-                "remove it, or set algorithm=sft"
+                f"{field}={short_text(self.value_of(field))} is of {readers}, and algorithm={self.algorithm}; "
+                f"remove it, or set {readers}"
             )
         return self
 
@@ -494,14 +484,14 @@ class RunConfig(AlgorithmSettings):
     @property
     def algorithm_title(self) -> str:
         """The algorithm by its name, where it has one, else by its estimator and loss."""
-        if self.algorithm == "sft" or (self.estimator, self.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
+        if not self.has_rollouts or (self.estimator, self.loss.policy) in (("grpo", "ppo"), ("gae", "ppo")):
             return self.algorithm.upper()
         return f"{self.estimator} with {self.loss.policy} loss"
 
     @property
     def samples_per_step(self) -> int:
-        """Samples in one step of the loop: prompts x responses, or one update's under sft."""
-        if self.algorithm == "sft":
+        """Samples in one step of the loop: prompts x responses, or one update's under sft and dpo (two of a pair)."""
+        if not self.has_rollouts:
             return self.batch.samples_per_update or 1
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
@@ -704,6 +694,17 @@ class RunConfig(AlgorithmSettings):
         return path, "reference.path" if role == "ref" else "critic.path"
 
 
+_OF_ROLLOUTS = (
+    "rollout", "environment", "evaluation", "reference", "advantage", "loss", "correction", "critic", "data",
+)  # fmt: skip
+_OF_RECORDS = frozenset(
+    ("evaluation.interval_steps", *(f"data.{name}" for name in DataSettings.model_fields if name != "answer_column"))
+)
+_READ_WITHOUT_ROLLOUTS: dict[str, frozenset[str]] = {
+    "sft": _OF_RECORDS | {"data.answer_column", "loss.reduction", "loss.constant_length", "loss.entropy_coefficient"},
+    "dpo": _OF_RECORDS | {"loss.policy", "loss.reduction", "loss.dpo_beta", "reference.*"},
+}
+"""Algorithm -> the settings of these sections that it reads."""
 _OF_POLICY = (
     "clip_low", "clip_high", "dual_clip", "dro_beta", "sapo_temperature_positive", "sapo_temperature_negative",
 )  # fmt: skip

@@ -52,12 +52,21 @@ SFT_COLUMNS = (
     Column("lr", "lr", ".1e"),
     Column("tokens/s", "tokens_per_second", ",.0f"),
 )
+DPO_COLUMNS = (
+    Column("loss", "loss", ".4f"),
+    Column("accuracy", "rewards/accuracies"),
+    Column("margin", "rewards/margins"),
+    Column("held-out", "eval/rewards/accuracies"),
+    Column("grad norm", "grad_norm"),
+    Column("lr", "lr", ".1e"),
+    Column("tokens/s", "tokens_per_second", ",.0f"),
+)
 
 
-def grpo_columns(held_out: Sequence[Column]) -> tuple[Column, ...]:
-    """`GRPO_COLUMNS` with these in the place of the one of held-out prompts."""
-    place = next(index for index, column in enumerate(GRPO_COLUMNS) if column.metric.startswith("eval/"))
-    return (*GRPO_COLUMNS[:place], *held_out, *GRPO_COLUMNS[place + 1 :])
+def with_held_out(columns: Sequence[Column], held_out: Sequence[Column]) -> tuple[Column, ...]:
+    """The columns with these in the place of the one of held-out records."""
+    place = next(index for index, column in enumerate(columns) if column.metric.startswith("eval/"))
+    return (*columns[:place], *held_out, *columns[place + 1 :])
 
 
 class ProgressTable:

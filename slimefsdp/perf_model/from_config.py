@@ -142,6 +142,7 @@ def simulate_settings(
             mesh,
             max_tokens_per_rank=config.batch.max_tokens_per_rank,
             samples_per_update=config.batch.samples_per_update,
+            are_pairs=config.loss.policy == "dpo",
             computing=computing,
             counted_share=1.0 if counted_share is None else counted_share,
             cost=cost,

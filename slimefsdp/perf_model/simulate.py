@@ -133,6 +133,7 @@ def simulate(
     *,
     max_tokens_per_rank: int,
     samples_per_update: int | None = None,
+    are_pairs: bool = False,
     strategy: Strategy = "ring",
     sharding: Sharding = "full",
     sizes: ByteSizes | None = None,
@@ -146,6 +147,7 @@ def simulate(
         lengths: int64 [B], tokens per sample.
         max_tokens_per_rank: hard cap on the tokens of a micro-batch on one rank.
         samples_per_update: None: all samples in one update.
+        are_pairs: samples 0 and 1 stay in one pack, and so do 2 and 3, and so on.
         sizes: bytes per element; default: bfloat16 over float32 masters and AdamW.
         computing: what is recomputed, and so sent again in backward, and what else memory depends on.
         counted_share: of the tokens, those whose log-probs are asked for.
@@ -162,6 +164,7 @@ def simulate(
         dp=mesh.data_ranks,
         max_pack_tokens=max_tokens_per_rank * mesh.cp,
         samples_per_update=samples_per_update,
+        together=np.arange(len(lengths)) // 2 if are_pairs else None,
         cost_model=cost,
         cp=mesh.cp,
     )

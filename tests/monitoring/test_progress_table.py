@@ -16,8 +16,8 @@ from slimefsdp.monitoring.progress_table import (
     Column,
     ProgressTable,
     duration_text,
-    grpo_columns,
     number_text,
+    with_held_out,
 )
 
 SPECS = sorted({column.spec for column in (*GRPO_COLUMNS, *SFT_COLUMNS)})
@@ -34,7 +34,7 @@ def printed(columns, rows, total_steps):
 
 def test_columns_of_held_out_sets_stand_where_the_one_of_one_set_does():
     held_out = [Column("eval/a", "eval/a/exact"), Column("eval/b", "eval/b/exact")]
-    titles = [column.title for column in grpo_columns(held_out)]
+    titles = [column.title for column in with_held_out(GRPO_COLUMNS, held_out)]
     assert titles == ["reward", "exact", "eval/a", "eval/b", "loss", "entropy", "grad norm", "mismatch", "s/step"]
 
 
