@@ -181,10 +181,10 @@ class DataSettings(Settings):
 
     train: PathOrIdSetting | None = Field(
         None,
-        description="records with `prompt` (under sft demonstrations: docs/sft.md), needed by `train`: a JSONL or "
-        "Parquet file, a folder of such files or of `save_to_disk`, or an id of the Hugging Face hub like "
-        "`openai/gsm8k:main#train` (docs/rollouts.md); `#[:1000]` at the end, as in `train.jsonl#[:1000]` or "
-        "`owner/name#train[:1000]`, takes these records alone",
+        description="records with `prompt` (under sft demonstrations: docs/sft.md; under dpo pairs: docs/dpo.md), "
+        "needed by `train`: a JSONL or Parquet file, a folder of such files or of `save_to_disk`, or an id of the "
+        "Hugging Face hub like `openai/gsm8k:main#train` (docs/rollouts.md); `#[:1000]` at the end, as in "
+        "`train.jsonl#[:1000]` or `owner/name#train[:1000]`, takes these records alone",
     )
     heldout: HeldoutSetting | None = Field(
         None,

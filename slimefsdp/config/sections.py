@@ -226,12 +226,13 @@ class RunSettings(Settings):
     dir: PathSetting | None = Field(None, description="folder for metrics, curves, checkpoints; needed by `train`")
     steps: PositiveInt | None = Field(
         None,
-        description="steps of the loop: rollout batches, or updates under sft and dpo; needed by `train`, or else run.epochs",
+        description="steps of the loop: rollout batches, or updates under sft and dpo; needed by `train`, or else "
+        "run.epochs",
     )
     epochs: PositiveInt | None = Field(
         None,
-        description="under sft and dpo: how often each record is trained on; the steps follow from it, the last update takes "
-        "the records that are left, and run.steps beside it ends the run earlier",
+        description="under sft and dpo: how often each record is trained on; the steps follow from it, the last update "
+        "takes the records that are left, and run.steps beside it ends the run earlier",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seeds sampling, shuffling and every rank's generator")
     deterministic: bool = Field(

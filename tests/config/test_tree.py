@@ -141,7 +141,7 @@ BAD_OVERRIDES = {
     "model.path='  '": ["model.path='  '"],
     "model.path=[a]": ["model.path=['a']"],
     "run.dir=~no_such_user_/x": ["run.dir='~no_such_user_/x'"],
-    "algorithm=dpo": ["algorithm='dpo'", "'grpo'", "'ppo'", "'sft'", "ppo"],
+    "algorithm=kto": ["algorithm='kto'", "'grpo'", "'ppo'", "'sft'", "'dpo'"],
     "loss.reduction=mean": ["loss.reduction='mean'", "'token_mean'", "'sequence_mean'", "'constant'", "'prompt_mean'"],
     "loss.reduction=token-mean": ["loss.reduction='token-mean'", "token_mean"],
     "loss.kl_estimator=3": ["loss.kl_estimator=3", "'k1'", "'k2'", "'k3'", "'abs'", "'full'"],
@@ -229,7 +229,7 @@ BAD_OVERRIDES = {
     "run.seed=" + "9" * 5000: ["override 'run.seed=999", "5000"],
     "run.seed=010": ["override 'run.seed=010'", "'010'"],
     "optim.lr=1e999": ["override 'optim.lr=1e999'"],
-    "algorithm.x=3": ["algorithm={'x': 3}", "'grpo'", "'ppo'", "'sft'"],
+    "algorithm.x=3": ["algorithm={'x': 3}", "'grpo'", "'ppo'", "'sft'", "'dpo'"],
 }  # fmt: skip
 
 
@@ -716,25 +716,25 @@ RULES = [
         ["optim.min_lr_ratio=0.1", "optim.schedule=constant"],
     ),
     (
-        "check_sft_settings",
+        "check_settings_without_rollouts",
         {"algorithm": "sft", "loss__reduction": "sequence_mean", "loss__entropy_coefficient": 0.1, "data__train": "x"},
         {"algorithm": "sft", "rollout__engines": 2, "loss__clip_low": 0.1, "evaluation__greedy": True},
         ["rollout.engines=2", "loss.clip_low=0.1", "evaluation.greedy=true", "algorithm=sft"],
     ),
     (
-        "check_sft_settings",
+        "check_settings_without_rollouts",
         {"algorithm": "sft", "batch__samples_per_update": 4},
         {"algorithm": "sft", "reference__path": "r"},
         ["reference.path='r'", "algorithm=grpo"],
     ),
     (
-        "check_sft_settings",
+        "check_settings_without_rollouts",
         {"algorithm": "sft", "loss__reduction": "constant", "loss__constant_length": 5},
         {"algorithm": "sft", "advantage__gamma": 0.9, "loss__kl_coefficient": 0.1, "correction__veto_below": 0.1},
         ["advantage.gamma=0.9", "loss.kl_coefficient=0.1", "correction.veto_below=0.1"],
     ),
     (
-        "check_sft_settings",
+        "check_settings_without_rollouts",
         {"algorithm": "sft"},
         {"algorithm": "sft", "critic__lr": 0.1},
         ["critic.lr=0.1"],
@@ -786,6 +786,30 @@ RULES = [
         {"cluster__allow_without_token": True, "cluster__address": "10.0.0.1:6379"},
         {"cluster__allow_without_token": True},
         ["cluster.allow_without_token=true", "cluster.address"],
+    ),
+    (
+        "check_settings_without_rollouts",
+        {"algorithm": "dpo", "reference__path": "r", "data__heldout": "h", "evaluation__interval_steps": 5},
+        {"algorithm": "dpo", "rollout__engines": 2, "evaluation__greedy": True, "data__answer_column": "a"},
+        ["rollout.engines=2", "evaluation.greedy=true", "data.answer_column='a'", "algorithm=dpo"],
+    ),
+    (
+        "check_demonstration_settings",
+        {"algorithm": "dpo", "run__epochs": 2, "data__max_tokens": 9},
+        {"algorithm": "dpo", "data__overlong_prompts": "truncate"},
+        ["data.overlong_prompts='truncate'", "algorithm=dpo"],
+    ),
+    (
+        "check_dpo_loss",
+        {"algorithm": "dpo", "loss__dpo_beta": 0.5, "loss__policy": "dpo"},
+        {"algorithm": "dpo", "loss__reduction": "token_mean"},
+        ["loss.reduction=token_mean", "algorithm=dpo", "sequence_mean"],
+    ),
+    (
+        "check_dpo_update_size",
+        {"algorithm": "dpo", "batch__samples_per_update": 4},
+        {"algorithm": "dpo", "batch__samples_per_update": 5},
+        ["batch.samples_per_update=5"],
     ),
     (
         "check_critic_requires_ppo",
@@ -1425,6 +1449,12 @@ def test_the_estimator_is_what_the_algorithm_is_known_by_or_the_one_that_is_name
     assert settings(advantage__estimator="opo").estimator == "opo"
 
 
+def test_dpo_is_the_mean_over_pairs_against_a_reference():
+    config = settings(algorithm="dpo", loss__dpo_beta=0.5)
+    assert (config.loss.policy, config.loss.reduction, config.loss.dpo_beta) == ("dpo", "sequence_mean", 0.5)
+    assert config.needs_reference and not config.has_rollouts
+
+
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_estimator_can_be_named(name):
     k = {"advantage__pass_k": 2} if name == "pass_at_k" else {}
@@ -1457,9 +1487,10 @@ def test_every_name_of_a_kl_and_of_a_reduction_can_be_chosen():
 READY = {"run__dir": "d", "run__steps": 1, "data__train": "t"}
 READY_GRPO = {**READY, "rollout__reward": "m:f"}
 READY_SFT = {**READY, "algorithm": "sft", "batch__samples_per_update": 4}
+READY_PAIRS = {**READY_SFT, "algorithm": "dpo"}
 
 
-@pytest.mark.parametrize("ready", [READY_GRPO, READY_SFT], ids=["grpo", "sft"])
+@pytest.mark.parametrize("ready", [READY_GRPO, READY_SFT, READY_PAIRS], ids=["grpo", "sft", "dpo"])
 def test_training_names_each_setting_it_needs(ready):
     check_ready_to_train(settings(**ready))
     for key in set(ready) - {"algorithm"}:
