@@ -44,7 +44,8 @@ def test_one_seed_writes_the_same_bytes_and_another_seed_other_data_and_weights(
     make.write_sort_digits(tmp_path / "other", seed=1)
     first, other = contents(folder), contents(tmp_path / "other")
     changed = {name for name in first if first[name] != other[name]}
-    assert changed == {"model/model.safetensors", "sft.jsonl", "train.jsonl", "heldout.jsonl", "chats.jsonl"}
+    files = {f"{name}.jsonl" for name in ("sft", "train", "heldout", "chats", "pairs", "heldout_pairs")}
+    assert changed == {"model/model.safetensors", *files}
 
 
 def test_writing_leaves_the_callers_random_state_alone(make, tmp_path):
@@ -83,6 +84,19 @@ def test_every_answer_is_sorted_but_about_half_of_the_demonstrations(example):
     # 3200 are shuffled; a shuffle of 3 to 5 digits that repeat at times leaves less than a fifth of them sorted
     wrong = sum(list(record["answer"]) != sorted(record["answer"]) for record in read(folder, "sft"))
     assert 0.8 * 3200 < wrong <= 3200
+
+
+def test_pairs_prefer_the_right_answer_to_a_wrong_one_and_hold_out_the_prompts_that_are_held_out(example):
+    folder, written = example
+    prompts = {}
+    for name in ("pairs", "heldout_pairs"):
+        pairs = read(folder, name)
+        prompts[name] = [pair["prompt"][0]["content"] for pair in pairs]
+        for pair, prompt in zip(pairs, prompts[name], strict=True):
+            assert pair["chosen"] == "".join(sorted(prompt.removeprefix("sort "))) != pair["rejected"]
+            assert len(pair["chosen"]) == len(pair["rejected"])
+    assert prompts["heldout_pairs"] == [record["prompt"] for record in read(folder, "heldout")]
+    assert len(prompts["pairs"]) == written["pairs.jsonl"] and not {*prompts["pairs"]} & {*prompts["heldout_pairs"]}
 
 
 def test_the_model_folder_loads_as_a_tied_float32_model_of_the_tokenizers_size(example):
