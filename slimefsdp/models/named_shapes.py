@@ -15,6 +15,10 @@ _SHAPES = Path(__file__).parent / "shapes"
 # a path as presets write it -> the command that makes it and all below it, and the shape of a model there
 _MADE: dict[str, tuple[str, str]] = {
     "data/sort_digits": ("python scripts/make_sort_digits.py data/sort_digits", "examples/sort_digits"),
+    "data/sort_digits_untied": (
+        "python scripts/make_sort_digits.py data/sort_digits_untied --untied",
+        "examples/sort_digits_untied",
+    ),
     "runs/sort_digits_sft/model": ("slimefsdp train configs/sort_digits_sft.yaml", "examples/sort_digits"),
     "data/calculator": ("python scripts/make_calculator.py data/calculator", "examples/calculator"),
     "runs/calculator_sft/model": ("slimefsdp train configs/calculator_sft.yaml", "examples/calculator"),
