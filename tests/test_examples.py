@@ -144,10 +144,6 @@ def test_the_readme_names_every_package_and_nothing_that_is_not_there() -> None:
     assert packages <= named <= packages | modules
 
 
-def test_the_readme_is_no_longer_than_a_reader_bears() -> None:
-    assert len(README.splitlines()) <= 200
-
-
 def commands() -> list[list[str]]:
     documents = [document.read_text() for document in DOCUMENTS]
     lines = [
