@@ -435,10 +435,10 @@ class RunConfig(AlgorithmSettings):
         total, ratio = self.total_updates, self.optim.warmup_ratio
         if total is not None and self.warmup_updates >= total:
             given = f"warmup_updates={self.warmup_updates}" if ratio is None else f"warmup_ratio={ratio:g}"
-            of = "optim.total_updates" if self.optim.total_updates is not None else f"run.steps={self.run.steps}"
+            own = self.optim.total_updates
+            of = f"the {total} of run.steps={self.run.steps}" if own is None else f"optim.total_updates={own}"
             raise ValueError(
-                f"optim.{given} leaves no update at the full rate out of the {total} of {of}; lower the first or raise "
-                "the second"
+                f"optim.{given} leaves no update at the full rate out of {of}; lower the first or raise the second"
             )
         return self
 
