@@ -76,7 +76,7 @@ def plain_run(config: RunConfig, records: list[dict[str, Any]]) -> tuple[list[fl
     losses = []
     with KeepFloat64():
         for start in range(0, len(order), SAMPLES):
-            encoded = [
+            encoded: list[Any] = [
                 tokenizer.apply_chat_template(one["messages"], return_dict=False)
                 for one in order[start : start + SAMPLES]
             ]
@@ -183,7 +183,7 @@ def test_the_command_under_torchrun_leaves_what_the_ranks_of_ray_leave(
     overrides = [f"data.train={under.data.train}", f"data.heldout={under.data.heldout}", f"run.dir={under.run.dir}"]
     overrides += [f"model.path={example / 'model'}", f"run.export_dir={under.run.export_dir}", "mesh.dp=auto"]
     overrides += [f"batch.samples_per_update={SAMPLES}", "optim.schedule=constant", "optim.warmup_updates=0"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher: list[Any] = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launcher, "-m", "actors.cli", "train", tmp_path / "torchrun" / "preset.yaml", *overrides]
     command += ["evaluation.interval_steps=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

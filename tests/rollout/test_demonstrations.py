@@ -209,7 +209,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(prompt_files, "encoded_demonstrations", encoded)
     tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", **SIZES}))
-    texts = [{"text": " ".join("a" * length) + " "} for length in (2, 7, 12)]
+    texts: list[Any] = [{"text": " ".join("a" * length) + " "} for length in (2, 7, 12)]
     chats = [{"messages": chat("a b c d e f", "g")}]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats + texts)))
