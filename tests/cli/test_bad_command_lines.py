@@ -219,7 +219,7 @@ SETTINGS += [
 ]  # fmt: skip
 
 LINES: list[Case] = [
-    ("", 2, "COMMAND"), ("trian c.yaml", 2, "COMMAND"), ("TRAIN c.yaml", 2, "COMMAND"), ("--fast", 2, "COMMAND"),
+    ("trian c.yaml", 2, "COMMAND"), ("TRAIN c.yaml", 2, "COMMAND"), ("--fast", 2, "COMMAND"),
     ("train", 2, "config"), ("train c.yaml --fast", 2, "--fast"), ("train c.yaml --dry_run", 2, "--dry_run"),
     ("train c.yaml --dry", 2, "--dry"), ("train c.yaml mesh.dp 2", 2, None), ("train c.yaml --mesh.dp=2", 2, "--mesh.dp=2"),
     ("train c.yaml --mesh.dp 2", 2, "--mesh.dp"), ("train mesh.dp=2", 2, None), ("plan", 2, "config"),
