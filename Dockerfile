@@ -18,7 +18,8 @@ RUN apt-get update \
 RUN useradd --create-home --uid 10001 slimefsdp \
     && install --directory --owner slimefsdp /src /venv /venv-vllm \
     && install --directory --owner slimefsdp --mode 1777 /home/slimefsdp /home/slimefsdp/data /home/slimefsdp/runs
-ENV HOME=/home/slimefsdp USER=slimefsdp
+# models and data sets of the Hugging Face hub are kept below data/, which a volume holds from one container to the next
+ENV HOME=/home/slimefsdp USER=slimefsdp HF_HOME=/home/slimefsdp/data/huggingface
 WORKDIR /home/slimefsdp
 USER 10001
 RUN python3 -m venv /venv

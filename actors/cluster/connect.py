@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import itertools
 import logging
 import os
@@ -222,9 +223,9 @@ def _require_safe(address: str, *, allow_without_token: bool) -> None:
             hint="leave cluster.address out: then one starts that nobody else can reach",
         )
     host = address.rpartition("://")[2].rsplit(":", 1)[0].strip("[]")
-    if os.environ.get("RAY_AUTH_MODE") == "token" or host == "auto" or _is_here(host):
+    if os.environ.get("RAY_AUTH_MODE") == "token" or host == "auto" or _is_loopback(host):
         return
-    if allow_without_token:
+    if allow_without_token or _is_here(host):
         warnings.warn(f"{named} asks for no token: whoever reaches its ports can run code in this run", stacklevel=3)
         return
     raise ResourceError(
@@ -233,6 +234,13 @@ def _require_safe(address: str, *, allow_without_token: bool) -> None:
         hint="start the cluster with scripts/launch_cluster.sh and set RAY_AUTH_MODE=token here; in a closed network, "
         "such as that of KubeRay or Anyscale, set cluster.allow_without_token=true",
     )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _is_here(host: str) -> bool:

@@ -40,7 +40,7 @@ _FOREIGN_NAMES = {
     "a line of a settings file, `base: FILE`, and no setting": ("base",),
     "run.dir": ("output_dir", "save", "default_local_dir"),
     "run.steps": ("max_steps", "num_rollout", "total_training_steps"),
-    "run.steps (a step is one rollout batch, or one update under algorithm=sft)": (
+    "run.epochs under algorithm=sft and dpo, else run.steps, of one rollout batch each": (
         "num_train_epochs", "num_epochs", "num_epoch", "total_epochs",
     ),
     "run.wandb_project": ("use_wandb", "report_to", "project_name"),

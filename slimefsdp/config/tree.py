@@ -432,13 +432,21 @@ class RunConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_warmup_of_steps(self) -> RunConfig:
-        total, ratio = self.total_updates, self.optim.warmup_ratio
+        total, own = self.total_updates, self.optim.total_updates
         if total is not None and self.warmup_updates >= total:
-            given = f"warmup_updates={self.warmup_updates}" if ratio is None else f"warmup_ratio={ratio:g}"
-            own = self.optim.total_updates
             of = f"the {total} of run.steps={self.run.steps}" if own is None else f"optim.total_updates={own}"
             raise ValueError(
-                f"optim.{given} leaves no update at the full rate out of {of}; lower the first or raise the second"
+                f"optim.warmup_updates={self.warmup_updates} leaves no update at the full rate out of {of}; lower the "
+                "first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_max_failed_steps(self) -> RunConfig:
+        if "max_failed_steps" in self.rollout.model_fields_set and not self.skips_failures:
+            raise ValueError(
+                f"rollout.max_failed_steps={self.rollout.max_failed_steps} is for failures that are skipped; set "
+                "rollout.reward_failure=skip, or environment.failure=skip, or remove it"
             )
         return self
 
@@ -514,7 +522,9 @@ class RunConfig(AlgorithmSettings):
         ratio = self.optim.warmup_ratio
         if ratio is None:
             return self.optim.warmup_updates
-        return math.ceil(round(ratio * (self.total_updates or 0), 6))  # 0.07 x 100 is 7, and a bit more in floats
+        total = self.total_updates or 0
+        updates = math.ceil(round(ratio * total, 6))  # 0.07 x 100 is 7, and a bit more in floats
+        return min(updates, max(total - 1, 0))  # a trial run of one update takes it at the full rate
 
     def with_steps_of(self, num_records: int) -> RunConfig:
         """These settings for so many demonstrations: where run.epochs is set, run.steps becomes a number.

@@ -268,7 +268,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cluster", "is_warned"),
     [
-        ({"address": "127.0.0.2:6379"}, False),  # this machine's own, as is that of its network
+        ({"address": "127.0.0.2:6379"}, False),
+        ({"address": "0.0.0.0:6379"}, True),  # this machine's own, which others may reach
         ({"address": "10.0.0.1:6379", "allow_without_token": True}, True),
     ],
 )

@@ -447,9 +447,9 @@ _REFERENCE_GROUP = {
 RULES = [
     (
         "check_warmup_of_steps",
-        {"optim__warmup_ratio": 0.9},
-        {"optim__warmup_ratio": 0.91},
-        ["optim.warmup_ratio=0.91", "optim.total_updates=10"],
+        {"optim__warmup_updates": 9},
+        {"optim__warmup_updates": 10},
+        ["optim.warmup_updates=10", "optim.total_updates=10"],
     ),
     (
         "check_warmup",
@@ -780,6 +780,12 @@ RULES = [
         {"optim__total_updates": None, "optim__warmup_updates": 3, "run__steps": 4},
         {"optim__total_updates": None, "optim__warmup_updates": 3, "run__steps": 3},
         ["optim.warmup_updates=3", "run.steps=3"],
+    ),
+    (
+        "check_max_failed_steps",
+        {"rollout__max_failed_steps": 2, "rollout__reward_failure": "skip"},
+        {"rollout__max_failed_steps": 2},
+        ["rollout.max_failed_steps=2", "rollout.reward_failure=skip"],
     ),
     (
         "check_allow_without_token",
@@ -1395,7 +1401,9 @@ def test_settings_are_frozen_and_plain_json_gives_them_back():
     assert config_from_dict(config.model_dump(mode="json")) == config
 
 
-@pytest.mark.parametrize(("ratio", "total", "updates"), [(0.07, 100, 7), (0.1, 25, 3), (0.0, 10, 0), (0.001, 10, 1)])
+@pytest.mark.parametrize(
+    ("ratio", "total", "updates"), [(0.07, 100, 7), (0.1, 25, 3), (0.0, 10, 0), (0.001, 10, 1), (0.5, 1, 0)]
+)
 def test_a_warm_up_is_a_number_of_updates_or_a_share_of_all(ratio, total, updates):
     assert settings(optim__warmup_ratio=ratio, optim__total_updates=total).warmup_updates == updates
     assert settings(optim__warmup_updates=updates, optim__total_updates=total).warmup_updates == updates
