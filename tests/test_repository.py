@@ -41,7 +41,7 @@ ROOMS = {
     ),
     "actors": (
         *("cluster", "startup", "signals", "run_dir", "model_folders"),
-        *("workers", "fault_tolerance", "torchrun", "rollout", "environments", "sft", "loop", "service", "cli"),
+        *("workers", "fault_tolerance", "torchrun", "rollout", "environments", "sft", "dpo", "loop", "service", "cli"),
     ),
 }
 # below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings

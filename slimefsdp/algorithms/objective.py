@@ -151,7 +151,7 @@ class Objective:
             sums.add_mean("kl_old", kl_estimate(old, current, "k3"))
             if inputs.ref_log_probs is not None or len(outputs) > 2:
                 sums.add_mean("kl_ref", kl)
-            if inputs.groups is not None:
+            if inputs.groups is not None and inputs.ref_log_probs is not None:
                 of_pairs, occurs = pair_metrics(tokens, self.options.dpo_beta)
                 for name, values in of_pairs.items():
                     sums.add_mean(name, values, occurs)
