@@ -65,10 +65,18 @@ def start_lines(checked: Checked) -> list[str]:
         )
     if config.mesh.dp != "auto":
         lines.append(_memory_line(config, model_spec, on_cpu=on_cpu))
-    interval = config.checkpoint.interval_steps
-    saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
-    lines.append(f"leaves    {saves}" + (f"; a model in {config.run.export_dir}" if config.run.export_dir else ""))
+    lines.append(_leaves_line(config))
+    if config.data.heldout is not None and config.evaluation.interval_steps is None:
+        lines.append("evaluates nothing: data.heldout is read by evaluation.interval_steps, which is not set")
     return [*lines, *(f"not here  {one}" for one in checked.absent)]
+
+
+def _leaves_line(config: RunConfig) -> str:
+    interval, model = config.checkpoint.interval_steps, config.run.export_dir
+    saves = "no checkpoints" if interval is None else f"a checkpoint every {interval:,} steps"
+    if interval is None and model is None:
+        return "leaves    neither a model (run.export_dir) nor checkpoints (checkpoint.interval_steps)"
+    return f"leaves    {saves}" + (f"; a model in {model}" if model else "")
 
 
 def _adapters(config: RunConfig, model_spec: ModelSpec) -> str:

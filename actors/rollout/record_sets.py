@@ -42,7 +42,7 @@ class RecordSet:
 
     def __str__(self) -> str:
         others = "".join(f"; {one.prompts:,} of them in {one.field} too" for one in self.shared)
-        return f"{self.prompts:,} prompts of {self.source}{others}"
+        return f"{self.prompts:,} records of {self.source}{others}"
 
 
 def record_sets(
