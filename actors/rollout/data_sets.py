@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ class DataSource:
         """The records that the slice takes. No more than these are read, where it counts from the beginning."""
         if self.rows is None:
             return list(records)
-        if min(self.rows.start or 0, self.rows.stop or 0) < 0:
+        ends = (self.rows.start or 0, self.rows.stop or 0)
+        if min(ends) < 0 or max(ends) > sys.maxsize:  # which islice does not take
             return list(records)[self.rows]
         return list(itertools.islice(records, self.rows.start, self.rows.stop))
 

@@ -22,6 +22,7 @@ from slimefsdp.io.user_files import NoPath, open_plain, path_of
 
 MAX_BYTES = 100_000
 MAX_DEPTH = 20
+MAX_BASES = 20  # files, of which each builds on the next
 MAX_INTEGER_DIGITS = 40
 
 _BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -238,6 +239,9 @@ def with_base(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
         if file.resolve() in [one.resolve() for one in files]:
             circle = " -> ".join(map(str, [*files, file]))
             raise ConfigError(f"base={short_text(base)} leads in a circle: {circle}", field="base", hint="remove one")
+        if len(files) > MAX_BASES:
+            problem = f"base={short_text(base)} is the base of more than {MAX_BASES} files, one on top of another"
+            raise ConfigError(problem, field="base", hint="merge some of them")
         files.append(file)
         trees.append(read_yaml_mapping(file))
         find_code_beside(trees[-1], file.parent)

@@ -356,6 +356,12 @@ def test_a_base_that_cannot_be_is_refused(tmp_path, base, named):
     assert refusal(config_from_dict, {**LEAST, "base": "x.yaml"}).field == "base"
 
 
+def test_a_tower_of_bases_is_refused(tmp_path):
+    for floor in range(30):
+        (tmp_path / f"{floor}.yaml").write_text(f"base: {floor + 1}.yaml\n")
+    assert refusal(load_config, tmp_path / "0.yaml").field == "base"
+
+
 def test_an_unknown_name_is_told_before_what_is_missing_because_of_it():
     error = refusal(config_from_dict, {"modell": {"path": "m"}, "optim": {"total_updates": 3}})
     unknown, missing = str(error).splitlines()
