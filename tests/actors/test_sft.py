@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +20,15 @@ from transformers import AutoTokenizer
 
 from actors import torchrun
 from actors.cli.main import main
+from actors.cli.preflight import Checked
+from actors.cli.torchrun import train_as_rank
 from actors.loop import train
+from actors.rollout.prompt_files import Prompts, read_prompts, without_overlong
 from actors.rollout.prompts import PromptStream
+from actors.signals import Interrupts
 from actors.torchrun import TorchrunGroup, follow
 from slimefsdp.config import RunConfig, load_config
-from slimefsdp.errors import CheckpointError
+from slimefsdp.errors import CheckpointError, SlimeError
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.runs import bits, rows_of
@@ -152,6 +160,44 @@ def test_an_error_of_a_call_is_raised_by_every_rank_which_then_ends(
 ) -> None:
     first, second = ranks.run(2, refused_as_rank, preset(example, tmp_path))
     assert first == second is not None
+
+
+class Asked(Interrupts):
+    """Somebody has asked for an end before the first step was done."""
+
+    def step_done(self, step: int, last: int | None) -> bool:
+        return True
+
+
+def command_as_rank(rank: int, config: RunConfig, prompts: Prompts) -> int | str:
+    """What the command under torchrun returns on this rank, or the error that it raises."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    checked = Checked(config.with_ranks(2), prompts, [], [])
+    with (
+        mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE="2"),
+        mock.patch("actors.cli.torchrun.check_before_launch", lambda *_, **__: checked),
+        mock.patch("actors.cli.torchrun.Interrupts", Asked),
+        mock.patch("slimefsdp.distributed.mesh.start_process_group_from_environment"),  # the pool has started it,
+        mock.patch("torch.distributed.destroy_process_group"),  # and ends it
+    ):
+        try:
+            return train_as_rank(config)
+        except SlimeError as error:
+            return type(error).__name__
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def test_all_ranks_of_torchrun_end_when_rank_0_raises_between_calls(
+    example: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    config = preset(example, tmp_path, "checkpoint.interval_steps=4")
+    prompts = without_overlong(config, read_prompts(config))
+    assert ranks.run(2, command_as_rank, config, prompts) == ["Interrupted", 0]
+    resumed = preset(example, tmp_path, "checkpoint.interval_steps=4", "checkpoint.resume=true")
+    others = replace(prompts, train=prompts.train[::-1])
+    assert ranks.run(2, command_as_rank, resumed, others) == ["CheckpointError", 0]
 
 
 def test_torchrun_trains_without_engines_alone(
