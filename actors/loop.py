@@ -21,7 +21,7 @@ from actors.rollout.collect import Collector, Metrics, launch_rewards, timed
 from actors.rollout.engine import EnginePool
 from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.evaluation import Evaluator
-from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, without_overlong
+from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, with_steps_left, without_overlong
 from actors.rollout.prompts import PromptStream
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import Rewards
@@ -73,7 +73,7 @@ def train(
     if prompts is None:
         prompts = without_overlong(config, read_prompts(config))
         warn_of_shared_prompts(record_sets(config.data, prompts.heldout, prompts.train))
-    config = config.with_steps_of(len(prompts.demonstrations))
+    config = with_steps_left(config, prompts)
     assert config.run.steps is not None
     if launch is None:  # without checkpoints there is nothing to go on from after a loss
         launch = (WorkerGroup if config.checkpoint.interval_steps is None else SupervisedGroup).launch

@@ -42,7 +42,8 @@ class TorchrunGroup:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._has_failed = False
+        self.has_failed = False  # a call has, which ends the other ranks by itself
+        self._is_shut_down = False
 
     @classmethod
     def launch(cls, config: RunConfig) -> Self:
@@ -64,7 +65,7 @@ class TorchrunGroup:
             _sent((name, args, kwargs))
             return getattr(self._trainer, name)(*args, **kwargs)
         except BaseException:
-            self._has_failed = True  # on the others, too, or they will never hear of it
+            self.has_failed = True  # on the others, too, or they will never hear of it
             raise
 
     def health(self) -> list[Health]:
@@ -73,9 +74,9 @@ class TorchrunGroup:
 
     def shutdown(self) -> None:
         """Has the other ranks leave `follow`, unless a call has failed, which ends them by itself. Idempotent."""
-        if not self._has_failed:
+        if not self.has_failed and not self._is_shut_down:
+            self._is_shut_down = True
             _sent(None)
-        self._has_failed = True
 
 
 def follow() -> None:

@@ -31,6 +31,7 @@ from actors.rollout.prompt_files import (
     data_to_look_at,
     read_prompts,
     with_data_commits,
+    with_steps_left,
     without_overlong,
 )
 from actors.rollout.prompts import read_records
@@ -115,7 +116,7 @@ def check_before_launch(config: RunConfig, *, only_looks: bool = False, has_rank
     if not _is_absent(absent, "data."):
         if not is_shape(config.model.path):  # which has no tokenizer
             prompts = without_overlong(config, prompts)  # last: it takes seconds
-            config = config.with_steps_of(len(prompts.demonstrations))
+            config = with_steps_left(config, prompts)
             try_environment(config, prompts)
         try_reward(config, prompts)
         sets = record_sets(config.data, prompts.heldout, prompts.train)

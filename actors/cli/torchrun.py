@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from actors.cli.preflight import check_before_launch
 from actors.signals import Interrupts
 from actors.startup import reporting
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ConfigError, SlimeError
+
+if TYPE_CHECKING:
+    from actors.rollout.prompt_files import Prompts
+    from actors.torchrun import TorchrunGroup
 
 
 def is_rank_of_torchrun() -> bool:
@@ -20,6 +25,9 @@ def is_rank_of_torchrun() -> bool:
 
 def train_as_rank(config: RunConfig) -> int:
     """Runs as one of the ranks; returns the exit status. Rank 0 checks, runs the loop and prints.
+
+    How the run ends is rank 0's to report. The other ranks return 0 unless a call failed: torchrun ends all ranks once
+    one has failed, and rank 0 has curves and its error to write.
 
     Raises:
         ConfigError: the algorithm samples from engines, the reference is a group of its own, or the mesh is not that
@@ -54,12 +62,26 @@ def train_as_rank(config: RunConfig) -> int:
         config, prompts = checked.config, checked.prompts
         interrupts = stack.enter_context(Interrupts().listening(config.cluster.grace_s))
         _join(config)
-        from actors.loop import train
-        from actors.torchrun import TorchrunGroup
-
-        print(train(config, interrupts, prompts, TorchrunGroup.launch))
-        _leave()
+        print(_led(config, interrupts, prompts))
     return 0
+
+
+def _led(config: RunConfig, interrupts: Interrupts, prompts: Prompts) -> str:
+    """Rank 0's loop; returns its closing line. However it ends, all ranks leave together unless a call has failed."""
+    from actors.loop import train
+    from actors.torchrun import TorchrunGroup
+
+    launched: list[TorchrunGroup] = []
+
+    def launch(config: RunConfig) -> TorchrunGroup:
+        launched.append(TorchrunGroup.launch(config))
+        return launched[0]
+
+    try:
+        return train(config, interrupts, prompts, launch)
+    finally:
+        if launched and not launched[0].has_failed:
+            _leave()
 
 
 def _follow(config: RunConfig, rank: int) -> int:
@@ -75,6 +97,12 @@ def _follow(config: RunConfig, rank: int) -> int:
         if error.rank not in (None, rank):  # which tells of it
             return error.exit_code
         raise
+    except RuntimeError as error:
+        from slimefsdp.distributed.torch_errors import lost_a_peer, peer_failed
+
+        if not lost_a_peer(error):
+            raise
+        raise peer_failed(error) from error
     return 0
 
 
@@ -90,7 +118,9 @@ def _join(config: RunConfig) -> None:
 
 
 def _leave() -> None:
+    """Collective: leaves the process group once every rank has got here."""
+    import torch
     import torch.distributed as dist
 
-    dist.barrier()
+    dist.all_reduce(torch.zeros(1))  # by gloo: a barrier would be NCCL's where there are GPUs
     dist.destroy_process_group()

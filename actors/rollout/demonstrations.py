@@ -284,6 +284,8 @@ def _encoded_chat(
     else:
         messages, first_trained = [*record["prompt"], *record["completion"]], len(record["prompt"])
     if first_trained:  # all behind the opening of the answer, as a prompt and its completion
+        if not _begins_with(tokenizer, messages, first_trained, options):
+            _refuse_template(first_trained, may_train_last=False)
         tokens = _tokens(tokenizer, messages, options)
         start = _shared(_tokens(tokenizer, messages[:first_trained], options, opens_answer=True), tokens)
         return _demonstration(tokens, [place >= start for place in range(len(tokens))])
@@ -340,23 +342,47 @@ def _by_prefixes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, 
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before, upto = messages[:turn], messages[: turn + 1]
-        is_beginning = text.startswith(_text(tokenizer, upto, options))
-        if not is_beginning or (turn and not text.startswith(_text(tokenizer, before, options, opens_answer=True))):
-            _refuse_template(turn)
-        start = _shared(_tokens(tokenizer, before, options, opens_answer=True), tokens) if turn else 0
+        opening = _opening(tokenizer, messages[:turn], options)
+        upto = messages[: turn + 1]
+        if not (text.startswith(opening) and text.startswith(_text(tokenizer, upto, options))):
+            last = len(messages) - 1
+            answers = messages[-1]["role"] == "assistant" and last > 0
+            _refuse_template(turn, may_train_last=answers and _begins_with(tokenizer, messages, last, options))
+        start = _shared(tokenizer.encode(opening, add_special_tokens=False), tokens)
         end = _shared(_tokens(tokenizer, upto, options), tokens)
         trained[start:end] = [True] * (end - start)
     return _demonstration(tokens, trained)
 
 
-def _refuse_template(turn: int) -> NoReturn:
+def _opening(tokenizer: Any, before: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """What the template writes before the words of the assistant that follow these messages."""
+    if before:
+        return _text(tokenizer, before, options, opens_answer=True)
+    # many templates refuse a chat without messages, so two chats of one turn are compared
+    one, other = (_text(tokenizer, [{"role": "assistant", "content": said}], options) for said in ("A", "B"))
+    return one[: _shared(one, other)]
+
+
+def _begins_with(tokenizer: Any, messages: Sequence[Any], count: int, options: Mapping[str, Any]) -> bool:
+    """Whether the template writes the first messages within the whole chat as it writes them alone.
+
+    Both ways of writing them alone count. Some templates open an answer with thinking that a written answer does not
+    have, and some end a chat that opens no answer with an end token.
+    """
+    text = _text(tokenizer, messages, options)
+    alone = (_text(tokenizer, messages[:count], options, opens_answer=opens) for opens in (True, False))
+    return any(text.startswith(beginning) for beginning in alone)
+
+
+def _refuse_template(turn: int, *, may_train_last: bool) -> NoReturn:
     raise ConfigError(
         f"the chat template writes the messages up to the assistant's turn at index {turn} otherwise than within the "
-        "whole chat (some leave the thinking out of earlier turns), so the tokens of that turn are not known",
+        "whole chat (some leave the thinking out of earlier turns, some write a system message into the last turn of "
+        "the user), so the tokens of that turn are not known",
         field="data.train_on",
-        hint="set data.train_on=last_turn, or give the model folder a chat template that marks the assistant's turns "
-        "with {% generation %} and {% endgeneration %} (docs/sft.md)",
+        hint=("set data.train_on=last_turn, " if may_train_last else "write the response as a text behind its prompt, ")
+        + "or train on all_turns of `messages` with a chat template that marks the assistant's turns with "
+        "{% generation %} and {% endgeneration %} (docs/sft.md)",
     )
 
 
@@ -378,10 +404,10 @@ def _tokens(
     )  # fmt: skip
 
 
-def _shared(beginning: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens both sequences begin with.
+def _shared(beginning: Sequence[Any], tokens: Sequence[Any]) -> int:
+    """How many tokens, or characters, both sequences begin with.
 
-    They are fewer than `beginning` has where the tokenizer merges its end with what follows.
+    Tokens are fewer than `beginning` has where the tokenizer merges its end with what follows.
     """
     pairs = zip(beginning, tokens, strict=False)
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(beginning), len(tokens)))

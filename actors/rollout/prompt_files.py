@@ -10,19 +10,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from actors.model_folders import DOWNLOADED, NotHere, recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
 from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of, read_demonstrations
 from actors.rollout.environment import TOOL_USE
 from actors.rollout.preferences import demonstrations, read_pairs
-from actors.rollout.prompts import Record, check_answers, place_of, read_records
+from actors.rollout.prompts import PromptStream, Record, check_answers, digest_of, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
 from actors.rollout.tokenizer import count_tokens
+from actors.run_dir import RunFolder
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.rollout import heldout_field
-from slimefsdp.errors import ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.io.hub import HubId, is_out_of_reach
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.models.named_shapes import made_by
@@ -185,6 +187,26 @@ def without_overlong(config: RunConfig, prompts: Prompts) -> Prompts:
     _check_stages(config, min(train_lengths))
     longest, longest_heldout = _longest(train, counts), _longest(evaluated, counts)
     return Prompts(train, heldout, skipped, longest, longest_heldout, train_lengths)
+
+
+def with_steps_left(config: RunConfig, prompts: Prompts) -> RunConfig:
+    """As `RunConfig.with_steps_of` these records. A resumed run has as many more as its newest checkpoint leaves.
+
+    Raises:
+        ConfigError: as `RunConfig.with_steps_of`.
+    """
+    count, state = len(prompts.demonstrations), dict[str, Any]()
+    if config.run.epochs is not None and config.run.dir is not None and config.checkpoint.resume:
+        state = RunFolder(config.run.dir).newest_loop_state
+    if type(state.get("step")) is not int:
+        return config.with_steps_of(count)
+    each = 2 if config.algorithm == "dpo" else 1
+    stream = PromptStream(range(count // each), config.run.seed, digest=digest_of(prompts.train))
+    try:
+        stream.restore(state.get("prompts", {}), allow_changed=config.data.allow_changed)
+    except CheckpointError:  # which the run raises, too, once it has loaded the checkpoint
+        return config.with_steps_of(count)
+    return config.with_steps_of(count, step=state["step"], passed=stream.records_passed * each)
 
 
 def _demonstrations_of(config: RunConfig, prompts: Prompts) -> Prompts:

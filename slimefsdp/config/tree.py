@@ -526,15 +526,19 @@ class RunConfig(AlgorithmSettings):
         updates = math.ceil(round(ratio * total, 6))  # 0.07 x 100 is 7, and a bit more in floats
         return min(updates, max(total - 1, 0))  # a trial run of one update takes it at the full rate
 
-    def with_steps_of(self, num_records: int) -> RunConfig:
+    def with_steps_of(self, num_records: int, *, step: int = 0, passed: int = 0) -> RunConfig:
         """These settings for so many demonstrations: where run.epochs is set, run.steps becomes a number.
+
+        Args:
+            step: where the run begins: 0, or the step of the checkpoint that it resumes from.
+            passed: how many demonstrations of its epochs are behind it by then.
 
         Raises:
             ConfigError: optim.total_updates, optim.warmup_updates or profile.updates do not fit so many steps.
         """
         if self.run.epochs is None:
             return self
-        steps = math.ceil(self.run.epochs * num_records / self.samples_per_step)
+        steps = step + math.ceil(max(0, self.run.epochs * num_records - passed) / self.samples_per_step)
         steps = min(steps, self.run.steps or steps)
         tree = self.model_dump(exclude_unset=True)
         config_from_dict({**tree, "run": {**tree.get("run", {}), "steps": steps}})  # for the rules about steps

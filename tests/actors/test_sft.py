@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,11 +21,21 @@ from transformers import AutoTokenizer
 
 from actors import torchrun
 from actors.cli.main import main
+from actors.cli.preflight import Checked
+from actors.cli.torchrun import train_as_rank
+from actors.dpo import DpoLoop
 from actors.loop import train
-from actors.rollout.prompts import PromptStream
+from actors.rollout.demonstrations import Demonstration
+from actors.rollout.prompt_files import Prompts, read_prompts, with_steps_left, without_overlong
+from actors.rollout.prompts import PromptStream, Record
+from actors.run_dir import RunFolder
+from actors.sft import SftLoop
+from actors.signals import Interrupts
 from actors.torchrun import TorchrunGroup, follow
-from slimefsdp.config import RunConfig, load_config
-from slimefsdp.errors import CheckpointError
+from slimefsdp.checkpoint.store import CheckpointStore
+from slimefsdp.config import RunConfig, config_from_dict, load_config
+from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.errors import CheckpointError, SlimeError
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.runs import bits, rows_of
@@ -152,6 +167,94 @@ def test_an_error_of_a_call_is_raised_by_every_rank_which_then_ends(
 ) -> None:
     first, second = ranks.run(2, refused_as_rank, preset(example, tmp_path))
     assert first == second is not None
+
+
+class Counting:
+    """A group that trains nothing and counts."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def train_step(self, batch: RolloutBatch) -> dict[str, float]:
+        self.sizes.append(batch.num_samples)
+        return {"loss": 0.0}
+
+
+def sizes_of_a_run(folder: Path, epochs: int, records: int, *, algorithm: str = "sft", stop: int = 99) -> list[int]:
+    """The samples of each update of a run, or of one that is resumed, which leaves a checkpoint at step `stop`."""
+    each = 2 if algorithm == "dpo" else 1
+    train = [Record({"text": str(number)}, f"file:{number}") for number in range(records)]
+    prompts = Prompts(train, {}, demonstrations=[Demonstration(np.arange(5), 4) for _ in range(each * records)])
+    state = RunFolder(folder).newest_loop_state
+    tree: dict[str, Any] = {"algorithm": algorithm, "run": {"dir": str(folder), "epochs": epochs}}
+    tree |= {"model": {"path": "x"}, "batch": {"samples_per_update": SAMPLES * each}}
+    tree |= {"data": {"train": "x", "allow_changed": True}, "checkpoint": {"resume": bool(state)}}
+    config, group = with_steps_left(config_from_dict(tree), prompts), Counting()
+    loop = (DpoLoop if each == 2 else SftLoop)(config, group, prompts)
+    if state:
+        loop.prompts.restore(state["prompts"], allow_changed=True)
+    assert config.run.steps is not None and config.total_updates == config.run.steps
+    end = min(stop, config.run.steps)
+    for step in range(state.get("step", 0), end):
+        loop.step(step)
+    store = CheckpointStore.of_run(folder)
+    store.begin(end)
+    store.commit(end, {"loop_state": {"step": end, "prompts": loop.prompts_state()}})
+    return group.sizes
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_a_resumed_run_trains_on_what_its_epochs_leave(tmp_path: Path, algorithm: str) -> None:
+    each = 2 if algorithm == "dpo" else 1
+
+    def sizes(name: str, epochs: int, records: int, stop: int = 99) -> list[int]:
+        found = sizes_of_a_run(tmp_path / name, epochs, records, algorithm=algorithm, stop=stop)
+        return [size // each for size in found]
+
+    whole = sizes("whole", 2, 10)
+    assert whole == [4, 4, 4, 4, 4] == sizes("stopped", 2, 10, stop=3) + sizes("stopped", 2, 10)
+    assert sizes("more epochs", 1, 10) == [4, 4, 2] and sizes("more epochs", 2, 10) == [4, 4, 2]
+    assert sizes("fewer epochs", 3, 10, stop=4) == [4] * 4 and sizes("fewer epochs", 1, 10) == []
+    assert sizes("more records", 3, 40, stop=15) == [4] * 15 and sizes("more records", 3, 80) == [4] * 20
+    assert sizes("fewer records", 3, 40, stop=15) == [4] * 15 and sizes("fewer records", 3, 8) == [4, 4]
+
+
+class Asked(Interrupts):
+    """Somebody has asked for an end before the first step was done."""
+
+    def step_done(self, step: int, last: int | None) -> bool:
+        return True
+
+
+def command_as_rank(rank: int, config: RunConfig, prompts: Prompts) -> int | str:
+    """What the command under torchrun returns on this rank, or the error that it raises."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    checked = Checked(config.with_ranks(2), prompts, [], [])
+    with (
+        mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE="2"),
+        mock.patch("actors.cli.torchrun.check_before_launch", lambda *_, **__: checked),
+        mock.patch("actors.cli.torchrun.Interrupts", Asked),
+        mock.patch("slimefsdp.distributed.mesh.start_process_group_from_environment"),  # the pool has started it,
+        mock.patch("torch.distributed.destroy_process_group"),  # and ends it
+    ):
+        try:
+            return train_as_rank(config)
+        except SlimeError as error:
+            return type(error).__name__
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def test_all_ranks_of_torchrun_end_when_rank_0_raises_between_calls(
+    example: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    config = preset(example, tmp_path, "checkpoint.interval_steps=4")
+    prompts = without_overlong(config, read_prompts(config))
+    assert ranks.run(2, command_as_rank, config, prompts) == ["Interrupted", 0]
+    resumed = preset(example, tmp_path, "checkpoint.interval_steps=4", "checkpoint.resume=true")
+    others = replace(prompts, train=prompts.train[::-1])
+    assert ranks.run(2, command_as_rank, resumed, others) == ["CheckpointError", 0]
 
 
 def test_torchrun_trains_without_engines_alone(

@@ -42,6 +42,14 @@ FORGETS = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and loop.last %}<think> {% endif %}"
     "{{ m.content }} <end> {% endfor %}" + OPENS
 )
+# as Mistral's: a system message stands in the user's turn where that is the last of the chat
+MOVES = (
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}> {% if m.role == 'user' and loop.last and "
+    "messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}{{ m.content }} <end> {% endfor %}" + OPENS
+)
+# as Phi-3's: a chat that opens no answer is ended
+ENDS = "{% for m in messages %}" + TURN + "{% endfor %}" + OPENS + "{% if not add_generation_prompt %}</s>{% endif %}"
+SYSTEM = {"role": "system", "content": "h"}
 
 
 def tokenizer(template: str | None = PLAIN, end: str | None = "</s>") -> Any:
@@ -91,17 +99,39 @@ def shown(one: Demonstration) -> str:
             "<user> a <end> <assistant> B <end> <user> c <end> <assistant> D E <end>",
         ),
         (FORGETS, {"messages": chat("a", "b")}, "<user> a <end> <assistant> <THINK> B <END>"),
+        (
+            PLAIN,
+            {"messages": chat("a", "b", "c", "d")[1:]},  # begins with the assistant
+            "<assistant> B <END> <user> c <end> <assistant> D <END>",
+        ),
+        (
+            "<tools> " + FORGETS,  # what stands before every chat
+            {"messages": chat("a", "b c")[1:]},
+            "<tools> <assistant> <think> B C <END>",
+        ),
     ],
 )  # fmt: skip
 def test_of_each_form_the_right_tokens_are_trained(template: str | None, record: dict[str, Any], expected: str) -> None:
     assert shown(encode_demonstration(tokenizer(template), record)) == expected
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETS])
+@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETS, MOVES, ENDS])
 def test_the_last_turn_alone_is_trained_if_it_is_asked_for(template: str) -> None:
     found = encode_demonstration(tokenizer(template), {"messages": chat("a", "b", "c", "d")}, train_on="last_turn")
-    thinking = "<THINK> " if template == FORGETS else ""
-    assert shown(found) == f"<user> a <end> <assistant> b <end> <user> c <end> <assistant> {thinking}D <END>"
+    thinking, ended = "<THINK> " if template == FORGETS else "", " </S>" if template == ENDS else ""
+    assert shown(found) == f"<user> a <end> <assistant> b <end> <user> c <end> <assistant> {thinking}D <END>{ended}"
+
+
+@pytest.mark.parametrize("train_on", ["all_turns", "last_turn"])
+@pytest.mark.parametrize("form", ["messages", "completion"])
+def test_a_template_that_writes_the_question_otherwise_before_its_answer_is_refused(form: str, train_on: str) -> None:
+    messages = [SYSTEM, *chat("a", "b")]
+    record = {"messages": messages} if form == "messages" else {"prompt": messages[:2], "completion": messages[2:]}
+    with pytest.raises(ConfigError) as caught:
+        encode_demonstration(tokenizer(MOVES), record, train_on=train_on)
+    assert caught.value.field == "data.train_on" and "last_turn" not in str(caught.value.hint)
+    answered = encode_demonstration(tokenizer(MOVES), {"prompt": messages[:2], "answer": "b"})  # which is a way out
+    assert shown(answered) == "<user> h a <end> <assistant> B </S>"
 
 
 def test_a_prompt_with_its_answer_is_encoded_as_ever(example: Path) -> None:
@@ -127,6 +157,7 @@ def test_what_cannot_be_encoded_is_named(made: Any, record: dict[str, Any], fiel
     with pytest.raises((ConfigError, ModelError)) as caught:
         encode_demonstration(made, record)
     assert caught.value.field == field and caught.value.hint
+    assert ("last_turn" in caught.value.hint) == (field == "data.train_on")
 
 
 def test_a_chat_that_ends_with_the_user_has_no_last_turn_to_train() -> None:
