@@ -88,7 +88,7 @@ def test_the_name_of_a_preset_says_how_many_gpus_it_takes(name: Path) -> None:
         assert name.stem.endswith(f"_{count}gpu")
 
 
-@pytest.mark.parametrize("page", ["configs/README.md"])
+@pytest.mark.parametrize("page", ["configs/README.md", "docs/settings.md"])
 def test_a_file_that_a_page_derives_from_another_one_is_taken_for_the_preset_of_4b(page: str) -> None:
     (block,) = re.findall(r"^```yaml\n(base: .*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
     base = {"base": str(ROOT / "configs/qwen3_4b_grpo_8gpu.yaml")}
