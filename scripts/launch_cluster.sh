@@ -3,7 +3,7 @@
 #
 #   first machine:   bash scripts/launch_cluster.sh head IP[:PORT] [OPTION..]
 #   every other:     bash scripts/launch_cluster.sh worker HEAD_IP[:PORT] [OPTION..]
-#   then, anywhere:  RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=HEAD_IP:PORT
+#   then, on one:    RAY_AUTH_MODE=token slimefsdp train CONFIG cluster.address=auto
 #
 # IP is the address at which the other machines reach the first one. The token lies in ~/.ray/auth_token (or
 # RAY_AUTH_TOKEN_PATH, RAY_AUTH_TOKEN); `head` makes one where there is none, and the others need a copy of it. Ray does

@@ -44,8 +44,9 @@ optim:
 ```
 
 A file can build on another one. It names that file in a line `base: FILE`, whose path begins at the folder of the file
-that names it; all other paths begin at the folder where the command runs. Sections are merged name by name, and the
-file that names the base wins. A base may have a base of its own.
+that names it. All other paths begin at the folder where the command runs, but files of code (`mine.py:score`), which
+are looked for beside the settings file first. Sections are merged name by name, and the file that names the base wins. A
+base may have a base of its own.
 
 `null` withdraws a setting or a whole section, in a derived file and on the command line: it is as if nobody had given
 it, so that it has its default. (`critic.clip: null` alone is a value of its own.) A GRPO file becomes a supervised one
@@ -56,9 +57,14 @@ base: grpo.yaml
 algorithm: sft
 rollout: null
 evaluation: null
+loss: null
+advantage: null
+correction: null
 data:
   heldout: null
 ```
+
+Sections that the GRPO file does not have may be named all the same.
 
 `run.dir/settings.yaml` holds the merged settings of a run, and needs no base.
 

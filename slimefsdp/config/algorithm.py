@@ -16,6 +16,7 @@ from slimefsdp.algorithms.registry import (
     POLICY_LOSSES,
     TOKEN_ESTIMATORS,
 )
+from slimefsdp.config.messages import RECIPES
 from slimefsdp.config.sections import (
     LARGEST,
     PathOrIdSetting,
@@ -43,8 +44,10 @@ def _name_in(table: Iterable[str], other: str, other_table: Iterable[str]) -> Ca
             return function_name(value)
         if value in others:
             raise broken_rule("is no name here", f"set {other}={value} for it")
-        near = difflib.get_close_matches(value, names, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(names)}"
+        near = difflib.get_close_matches(value.lower(), names, n=3, cutoff=0.4)
+        near = near[:1] if value.lower() in near else near
+        hint = f"did you mean {' or '.join(near)}?" if near else f"use one of {', '.join(names)}."
+        hint = RECIPES.get(value.lower(), hint) if value.lower() not in names else hint
         raise broken_rule("is no name here", f"{hint} A function of your own is written module:function")
 
     return check

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from slimefsdp.config.messages import NAMES_ELSEWHERE
 from slimefsdp.errors import ConfigError, short_text
 from slimefsdp.io.user_files import NoPath, open_plain, path_of
 
@@ -282,7 +283,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not are_names or len(keys) > MAX_DEPTH:
         raise ConfigError(
             f"override {short_text(override)} is not of the form section.name=value",
-            hint="write it like optim.lr=1e-6, without spaces or dashes before the =",
+            hint=NAMES_ELSEWHERE.get(
+                keys[-1].replace("-", "_"), "write it like optim.lr=1e-6, without spaces or dashes before the ="
+            ),
         )
     if not text.strip():  # of a shell's variable that is not set, as likely as not
         raise ConfigError(f"{name}= has no value", field=name, hint=f"write one, or {name}=null for the default")
@@ -296,7 +299,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(
                 f"{name}={short_text(text)} needs the section {section}, but {section}={short_text(child)}",
                 field=name,
-                hint=f"remove that value of {section}, or correct the name",
+                hint=NAMES_ELSEWHERE.get(keys[-1], f"remove that value of {section}, or correct the name"),
             )
         node = child
     node[keys[-1]] = parse_yaml(text, name=f"override {short_text(override)}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from slimefsdp.errors import ConfigError, short_text
@@ -44,7 +44,8 @@ _FOREIGN_NAMES = {
         "num_train_epochs", "num_epochs", "num_epoch", "total_epochs",
     ),
     "run.wandb_project": ("use_wandb", "report_to", "project_name"),
-    "model.path": ("hf_checkpoint", "base_model", "model_name_or_path", "ref_load"),
+    "model.path": ("hf_checkpoint", "base_model", "model_name_or_path"),
+    "reference.path": ("ref_load",),
     "model.activation_checkpointing": (
         "gradient_checkpointing", "enable_gradient_checkpointing", "recompute_granularity",
         "fsdp_activation_checkpointing",
@@ -54,6 +55,7 @@ _FOREIGN_NAMES = {
     "lora.alpha": ("lora_alpha",),
     "lora.targets": ("lora_target_modules", "target_modules", "lora_target_linear"),
     "mesh.dp": ("dp_shard_size", "num_processes", "actor_num_gpus_per_node", "n_gpus_per_node", "nproc_per_node"),
+    "mesh.dp, the ranks of all nodes": ("actor_num_nodes", "nnodes", "num_machines"),
     "mesh.dp_replicate": ("dp_replicate_size",),
     "mesh.cp": (
         "context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size", "ulysses_sequence_parallel_size",
@@ -83,6 +85,7 @@ _FOREIGN_NAMES = {
     "optim.max_grad_norm": ("clip_grad", "grad_clip", "gradient_clipping"),
     "data.train": ("prompt_data", "train_files", "datasets", "dataset_name"),
     "data.heldout": ("eval_prompt_data", "val_files"),
+    "data.heldout, a file or data set of its own": ("val_set_size",),
     "data.prompt_column": ("input_key", "prompt_key"),
     "data.answer_column": ("label_key",),
     "data.max_prompt_tokens": ("max_prompt_length", "rollout_max_prompt_len"),
@@ -92,20 +95,23 @@ _FOREIGN_NAMES = {
     "rollout.max_new_tokens": (
         "max_completion_length", "response_length", "max_response_length", "rollout_max_response_len",
     ),
-    "rollout.engine": ("use_vllm", "vllm_mode"),
+    "rollout.engine": ("use_vllm",),
     "rollout.engines": ("rollout_num_gpus", "rollout_num_engines"),
     "rollout.engine_args": (
         "gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static",
     ),
     "rollout.gpus_per_engine": ("rollout_num_gpus_per_engine", "vllm_tensor_parallel_size"),
-    "rollout.placement": ("colocate", "vllm_enable_sleep_mode"),
+    "rollout.placement": ("colocate", "vllm_mode", "vllm_enable_sleep_mode"),
     "rollout.reward": ("reward_funcs", "custom_rm_path", "rm_type", "rm_url", "custom_reward_function"),
     "evaluation.interval_steps": ("eval_steps", "eval_interval", "test_freq"),
     "evaluation.samples_per_prompt": ("n_samples_per_eval_prompt",),
     "checkpoint.interval_steps": ("save_steps", "save_interval", "save_freq"),
     "checkpoint.keep_last": ("save_total_limit", "max_actor_ckpt_to_keep"),
     "checkpoint.resume": ("resume_from_checkpoint", "resume_mode", "load"),
-    "loss.policy": ("loss_type", "loss_mode"),
+    "loss.policy": ("loss_mode",),
+    "loss.reduction (token_mean for dapo, sequence_mean for grpo, constant for dr_grpo), and advantage.estimator": (
+        "loss_type",
+    ),
     "loss.reduction": ("loss_agg_mode", "calculate_per_token_loss"),
     "loss.epochs": ("num_iterations", "ppo_epochs"),
     "loss.kl_coefficient (of DPO loss.dpo_beta)": ("beta",),
@@ -131,12 +137,24 @@ _ABSENT = {
     "quantized weights": ("load_in_4bit", "load_in_8bit", "quantization_config"),
     "dropout of adapters": ("lora_dropout", "dropout"),
     "DeepSpeed and Megatron": ("deepspeed", "train_backend", "megatron"),
+    "an interval of logging, since every step is logged": ("logging_steps", "log_interval"),
 }
 
 NAMES_ELSEWHERE = {name: f"here it is {ours}" for ours, names in _FOREIGN_NAMES.items() for name in names} | {
     name: f"not in this version: {what}; remove it" for what, names in _ABSENT.items() for name in names
 }
 """Names that other trainers have -> the hint for those who come from there."""
+
+RECIPES = {
+    "dapo": "DAPO is algorithm=grpo with loss.clip_high=0.28, rollout.filter=mixed_groups and "
+    "rollout.overlong_buffer_tokens (docs/algorithms.md).",
+    "gspo": "GSPO is algorithm=grpo with loss.policy=gspo, loss.reduction=sequence_mean, loss.clip_low=3e-4 and "
+    "loss.clip_high=4e-4 (docs/algorithms.md).",
+    "dr_grpo": "Dr.GRPO is algorithm=grpo with advantage.estimator=dr_grpo, loss.reduction=constant and "
+    "loss.constant_length (docs/algorithms.md).",
+    "rloo": "RLOO is algorithm=grpo with advantage.estimator=rloo and loss.policy=reinforce (docs/algorithms.md).",
+}
+"""Algorithms that are several settings here -> which ones, as docs/algorithms.md has them."""
 
 
 def config_error(findings: Sequence[Mapping[str, Any]], sections: Sections) -> ConfigError:
@@ -166,8 +184,7 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
         return field, f"{field} is required and not set", f"add {' and '.join(required) or 'it'}"
     if kind == "extra_forbidden":
         *section, name = map(str, finding["loc"])
-        ours = {own for names in sections.values() for own in names}
-        hint = _elsewhere(name, finding["input"], sections.get(".".join(section), {}), ours)
+        hint = _elsewhere(".".join(section), name, finding["input"], sections)
         return field, f"{field}={value} is not a setting", hint or _near_names(".".join(section), name, sections)
     if kind == "invalid_key":
         return field, f"{field} is not the name of a setting", "use text as the name"
@@ -175,8 +192,12 @@ def _in_words(finding: Mapping[str, Any], sections: Sections) -> tuple[str | Non
     context = {name: int(x) if is_short[name] else x for name, x in context.items()}
     rule, hint = _RULES.get(kind, (finding["msg"], "correct the value"))
     if kind == "literal_error" and isinstance(finding["input"], str):
-        near = difflib.get_close_matches(finding["input"], re.findall(r"'([^']*)'", context["expected"]), n=2)
+        written = finding["input"].lower()
+        near = difflib.get_close_matches(written, re.findall(r"'([^']*)'", context["expected"]), n=2)
         hint = f"did you mean {' or '.join(near)}?" if near else hint
+        hint = RECIPES.get(written, hint) if field == "algorithm" else hint
+    elif kind == "literal_error":  # verl has a section algorithm
+        hint = _inner_names(finding["input"], sections) or hint
     return field, f"{field}={value} {rule.format(**context)}", hint.format(**context)
 
 
@@ -185,13 +206,10 @@ def _name(part: str) -> str:
     return part if part.isprintable() and 0 < len(part) <= 60 else short_text(part)
 
 
-def _elsewhere(name: str, value: Any, known: Collection[str], ours: Collection[str]) -> str:
-    """What a name of another trainer, or the names in a section of one, are here; empty where none is known.
-
-    Args:
-        known: names of the section. ours: names of all sections.
-    """
-    name = name.replace("-", "_")
+def _elsewhere(section: str, name: str, value: Any, sections: Sections) -> str:
+    """What a name of another trainer, or the names in a section of one, are here; empty where none is known."""
+    name, known = name.replace("-", "_"), sections.get(section, {})
+    ours = {own for names in sections.values() for own in names}
     # misspelt too, unless a name of ours is as near
     near = difflib.get_close_matches(
         name, [name, *ours] if name in ours else [*NAMES_ELSEWHERE, *ours], n=1, cutoff=0.9
@@ -200,19 +218,32 @@ def _elsewhere(name: str, value: Any, known: Collection[str], ours: Collection[s
         return NAMES_ELSEWHERE[near[0]]
     if name.startswith("fsdp_") and not isinstance(value, Mapping):
         return "look at the section fsdp, such as fsdp.sharding and fsdp.wrap_layers"
-    inner = {
-        leaf: NAMES_ELSEWHERE[own] for leaf in _leaves(value) if (own := leaf.replace("-", "_")) in NAMES_ELSEWHERE
-    }
+    return _inner_names(value, {} if section else sections)
+
+
+def _inner_names(value: Any, sections: Sections) -> str:
+    """What the names inside a section of another trainer are here; empty where none is known.
+
+    Args:
+        sections: where the name of an inner section may be one of ours, as in verl's actor_rollout_ref.actor.optim.lr.
+    """
+    inner = {}
+    for parent, leaf in _leaves(value):
+        own = leaf.replace("-", "_")
+        if own in sections.get(parent, {}):
+            inner[leaf] = f"here it is {parent}.{own}"
+        elif own in NAMES_ELSEWHERE:
+            inner[leaf] = NAMES_ELSEWHERE[own]
     return "; ".join(f"{leaf}: {hint}" for leaf, hint in list(inner.items())[:MAX_FINDINGS])
 
 
-def _leaves(value: Any, levels: int = 4) -> Iterator[str]:
-    """The names of values inside mappings, a few levels deep."""
+def _leaves(value: Any, parent: str = "", levels: int = 4) -> Iterator[tuple[str, str]]:
+    """The names of values inside mappings, a few levels deep, each behind the name of its mapping."""
     for name, one in value.items() if isinstance(value, Mapping) else ():
         if isinstance(one, Mapping) and levels > 1:
-            yield from _leaves(one, levels - 1)
+            yield from _leaves(one, str(name), levels - 1)
         else:
-            yield str(name)
+            yield parent, str(name)
 
 
 def _near_names(section: str, name: str, sections: Sections) -> str:
@@ -221,7 +252,8 @@ def _near_names(section: str, name: str, sections: Sections) -> str:
 
     known = sections.get(section, {})
     near = [full(other, name) for other, names in sections.items() if name in names]  # the right name, elsewhere
-    near += [full(section, match) for match in difflib.get_close_matches(name, known, n=2, cutoff=0.5)]
+    if not near:
+        near = [full(section, match) for match in difflib.get_close_matches(name, known, n=2, cutoff=0.5)]
     if near:
         return f"did you mean {' or '.join(near[:3])}?"
     return f"use one of {', '.join(sorted(known))}" if known else "remove it"

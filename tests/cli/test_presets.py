@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from actors.cli import main as cli
 from actors.cli import preflight
 from actors.cluster import connect
 from slimefsdp.config import load_config
+from slimefsdp.config.launch import check_ready_to_train
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models import named_shapes
 from slimefsdp.models.hf_folder import read_model_folder
@@ -83,6 +86,13 @@ def test_the_name_of_a_preset_says_how_many_gpus_it_takes(name: Path) -> None:
         config = load_config(name)
         count = config.ranks + connect.gpus_of_engines(config)
         assert name.stem.endswith(f"_{count}gpu")
+
+
+@pytest.mark.parametrize("page", ["configs/README.md", "docs/settings.md"])
+def test_a_file_that_a_page_derives_from_another_one_is_taken_for_the_preset_of_4b(page: str) -> None:
+    (block,) = re.findall(r"^```yaml\n(base: .*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.M | re.S)
+    base = {"base": str(ROOT / "configs/qwen3_4b_grpo_8gpu.yaml")}
+    check_ready_to_train(load_config({**yaml.safe_load(block), **base}))
 
 
 @pytest.mark.parametrize(("name", "billions"), BILLIONS.items())

@@ -393,12 +393,23 @@ def test_names_that_other_trainers_have_lead_to_those_of_this_one():
         ("actor_rollout_ref.actor.ppo_epochs=3", ["loss.epochs"]),
         ("fsdp_config.fsdp_offload_params=true", ["fsdp.cpu_offload"]),
         ("fsdp_state_dict_type=x", ["fsdp.sharding"]),
+        ("advantage.estimator=GRPO", ["did you mean grpo?"]),
+        ("loss.policy=dapo", ["loss.clip_high=0.28", "rollout.filter=mixed_groups"]),
+        ("algorithm=dapo", ["loss.clip_high=0.28", "rollout.filter=mixed_groups"]),
+        ("algorithm=GSPO", ["loss.policy=gspo"]),
+        ("algorithm.adv_estimator=grpo", ["advantage.estimator"]),
+        ("algorithm={kl_ctrl: {kl_coef: 0.1}}", ["loss.kl_coefficient with loss.kl_in=reward"]),
+        ("algorithm.kl_ctrl.kl_coef=0.1", ["loss.kl_coefficient with loss.kl_in=reward"]),
+        ("actor_rollout_ref.actor.optim.lr=1", ["lr: here it is optim.lr"]),
+        ("warmup_ratio=0.1", ["did you mean optim.warmup_ratio?"]),
+        ("seed=1", ["did you mean run.seed?"]),
+        ("rollout-batch-size=1", ["rollout.prompts_per_step"]),
         ("optim={total_updates: 9, lr: 10}", ["optim.lr=10", "optim.name=adamw"]),
         ("batch.samples_per_update=7", ["optim.total_updates=3700", "batch.samples_per_update=7", "256"]),
     ],
 )  # fmt: skip
 def test_what_others_would_have_written_is_answered_with_what_to_write(least_file, override, named):
-    overrides = ["run.steps=100", "optim.total_updates=100"] if "7" in override else []
+    overrides = ["run.steps=100", "optim.total_updates=100"] if "7" in override else ["algorithm=grpo"]
     text = str(refusal(load_config, least_file, [*overrides, override]))
     assert [one for one in named if one not in text] == [], text
 
