@@ -12,21 +12,24 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from actors.rollout.tokenizer import end_with_parent, run_beside, stream_of_answer
+from actors.startup import stage
 from slimefsdp.config.callables import imported
 from slimefsdp.errors import ConfigError, short_repr
 
 _OURS = ("actors", "slimefsdp")
 _DONE = b"done"
+_USUAL_S = 60.0  # the deadline, where cluster.launch_timeout_s is neither shorter nor more than five times as long
 
 
-def try_imports(functions: Mapping[str, str], timeout_s: float) -> None:
+def try_imports(functions: Mapping[str, str], launch_timeout_s: float) -> None:
     """Imports the modules of `module:function` names, but for our own and those that this process has imported.
 
     Args:
         functions: by the setting that names it; what is no such name, such as a URL, is passed over.
-        timeout_s: of all imports together.
+        launch_timeout_s: all imports together have 60 s, or a fifth of this where that is longer, and never more.
 
     Raises:
         ConfigError: an import did not return in time, or ended its process.
@@ -37,13 +40,17 @@ def try_imports(functions: Mapping[str, str], timeout_s: float) -> None:
     }
     if not modules:
         return
-    how, said = f"did not return within cluster.launch_timeout_s={timeout_s:g}", b""
+    timeout_s = min(launch_timeout_s, max(_USUAL_S, launch_timeout_s / 5))
+    how, said = f"did not return within {timeout_s:g} s (cluster.launch_timeout_s={launch_timeout_s:g})", b""
+    hint = "keep what computes for long, or ends the program, out of the top level of {}"
+    asked = {"modules": list(modules.values()), "search_path": sys.path}
+    names = ", ".join(Path(name).name if name.endswith(".py") else name for name in dict.fromkeys(asked["modules"]))
     try:
-        done = run_beside(
-            "actors.rollout.import_trial", {"modules": list(modules.values()), "search_path": sys.path}, timeout_s
-        )
+        with stage(f"importing {names}", is_short=True):
+            done = run_beside("actors.rollout.import_trial", asked, timeout_s)
     except subprocess.TimeoutExpired as overdue:
         begun = (overdue.stdout or b"").splitlines()
+        hint += ", or raise cluster.launch_timeout_s, of which imports have a fifth"
     else:
         begun = done.stdout.splitlines()
         if begun and begun[-1] == _DONE:
@@ -54,7 +61,7 @@ def try_imports(functions: Mapping[str, str], timeout_s: float) -> None:
     raise ConfigError(
         f"the import of {name} {how}; it printed {words}",
         field=field,
-        hint=f"keep what computes for long, or ends the program, out of the top level of {name}",
+        hint=hint.format(name),
     )
 
 

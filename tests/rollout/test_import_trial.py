@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
 import pytest
 
 from actors.rollout.import_trial import try_imports
+from actors.startup import reporting
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture
@@ -36,8 +43,10 @@ def test_an_import_that_does_not_come_back_is_refused(
     named = {"rollout.filter": "trial_fine:score", "rollout.reward": "trial_wrong:score"}
     if timeout_s < 600:  # which module of several it is is known only where there was time to begin
         del named["rollout.filter"]
-    with refused(ConfigError, "rollout.reward", "trial_wrong", *values):
+    terminal = _Terminal()
+    with reporting(terminal), refused(ConfigError, "rollout.reward", "trial_wrong", *values):
         try_imports(named, timeout_s)
+    assert "trial_wrong" in terminal.getvalue()  # so that nobody waits without a word
 
 
 def test_what_comes_back_or_raises_is_left_to_whoever_imports_it(folder: Path) -> None:
