@@ -45,8 +45,8 @@ optim:
 
 A file can build on another one. It names that file in a line `base: FILE`, whose path begins at the folder of the file
 that names it. All other paths begin at the folder where the command runs, but files of code (`mine.py:score`), which
-are looked for beside the settings file first. Sections are merged name by name, and the file that names the base wins. A
-base may have a base of its own.
+are looked for beside the settings file first. Sections are merged name by name, and the file that names the base wins.
+A base may have a base of its own.
 
 `null` withdraws a setting or a whole section, in a derived file and on the command line: it is as if nobody had given
 it, so that it has its default. (`critic.clip: null` alone is a value of its own.) A GRPO file becomes a supervised one
