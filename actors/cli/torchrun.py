@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from actors.cli.preflight import check_before_launch
+from actors.rollout.tokenizer import end_with_parent
 from actors.signals import Interrupts
 from actors.startup import reporting
 from slimefsdp.config import RunConfig
@@ -34,6 +35,7 @@ def train_as_rank(config: RunConfig) -> int:
             of the ranks.
         SlimeError: as `actors.loop.train`, on rank 0; another rank raises what happened there alone.
     """
+    end_with_parent()  # torchrun's agent: without it nobody ends a rank whose peers are gone
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank:
         return _follow(config, rank)

@@ -188,7 +188,7 @@ def run_beside(module: str, asked: Mapping[str, Any], timeout_s: float) -> subpr
 
 
 def end_with_parent() -> None:
-    """Code of others that computes for ever must not outlive the command that was ended while it waited."""
+    """Has the kernel end this process with the one that started it, which may be killed without a word."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
