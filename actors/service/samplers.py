@@ -71,24 +71,29 @@ class Samplers:
         self._idle = asyncio.Event()  # a request has left the engine
 
     async def sample(self, sampler: SamplerSession, request: SampleRequest) -> SampleAnswer:
-        """Draws what is asked for from the sampler's own weights; from another engine, where one is lost meanwhile.
+        """Draws what is asked for from the sampler's own weights; once more from the next engine, where one is lost.
 
         Raises:
             StateError: these weights are not there any more. ResourceError: there is no room for them, also alone.
-            BatchError: the request cannot be served. WorkerDied, WorkerHung: the engine was lost for good.
-            CancelledError: the sampler was forgotten meanwhile.
+            BatchError: the request cannot be served. WorkerDied, WorkerHung: two engines were lost while they did what
+                this request needs, or there will be none any more. CancelledError: the sampler was forgotten meanwhile.
         """
         task = asyncio.current_task()
         assert task is not None
         sampler.running.add(task)
+        was_lost = False
         try:
             while True:
                 try:
                     if sampler.version is None:
                         return await self._engine.sample(request)
                     return await self._sampled(sampler.version, request)
-                except EngineReplaced:  # equal seeds draw the same samples again
-                    continue
+                except EngineReplaced as replaced:  # equal seeds draw the same samples again
+                    if replaced.loss is None:  # the engine had not been asked
+                        continue
+                    if was_lost:  # this request may be what ends them
+                        raise replaced.loss from None
+                    was_lost = True
         finally:
             sampler.running.discard(task)
 
@@ -122,22 +127,39 @@ class Samplers:
                 raise StateError(problem, field="sampling_session_id", hint="save them again")
             while not await self._loaded(version):
                 await self._make_room()
-        self._engine.versions[version.name] = time.monotonic()
+        else:
+            self._engine.versions[version.name] = time.monotonic()
 
     async def _loaded(self, version: Version) -> bool:
-        """Loads a version; False: there is no room beside the others."""
+        """Loads a version; False: there is no room beside the others.
+
+        The engine goes on with a load whose caller is cancelled. So the caller waits until the version is known, and
+        no other one is loaded meanwhile.
+        """
+        loading = asyncio.create_task(self._load(version))
         try:
-            await self._engine.load(version.name, str(version.folder))
+            await asyncio.shield(loading)
         except ResourceError:
             if not self._engine.versions:
                 raise
             return False
+        except asyncio.CancelledError:
+            await asyncio.wait([loading])
+            raise
         return True
 
+    async def _load(self, version: Version) -> None:
+        versions = self._engine.versions  # of this engine, which may be lost before its answer is read
+        await self._engine.load(version.name, str(version.folder))
+        versions[version.name] = time.monotonic()
+
     async def _make_room(self) -> None:
+        """Drops the version that was longest unused, when it is idle; nothing where the engine is lost meanwhile."""
         self._needs_room = True  # nothing more is sampled of those that are there, or none would ever be idle
         try:
             while not (idle := [name for name in self._engine.versions if not self._running[name]]):
+                if not self._engine.versions:  # of the next engine, which has room
+                    return
                 self._idle.clear()
                 await self._idle.wait()
         finally:

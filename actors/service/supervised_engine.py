@@ -30,7 +30,15 @@ _NOTHING = SamplingStats(0, 0, 0, 0, 0, {}, 0)
 
 
 class EngineReplaced(Exception):
-    """The engine was lost before it answered. Another one has taken its place, and holds no version yet."""
+    """The engine was lost before it answered. Another one has taken its place, and holds no version yet.
+
+    Args:
+        loss: why it was lost; None: that was before this call, of which the engine has seen nothing.
+    """
+
+    def __init__(self, loss: SlimeError | None) -> None:
+        super().__init__(loss)
+        self.loss = loss
 
 
 class SupervisedEngine:
@@ -135,7 +143,7 @@ class SupervisedEngine:
     # ------------------------------------------------------------------ inside
 
     async def _call(self, method: str, *given: Any) -> Any:
-        engine = self._engine
+        engine, loss = self._engine, None
         if self._replacing is None:
             try:
                 return await getattr(engine, method).remote(*given)
@@ -145,10 +153,11 @@ class SupervisedEngine:
                     raise cause from error
                 said = next(iter(str(error).splitlines()), type(error).__name__)
                 hint = "look at its log, or the kernel's: memory may have run out"
-                self._lost(engine, WorkerDied(f"the sampling engine ended during {method}: {said}", hint=hint))
+                loss = WorkerDied(f"the sampling engine ended during {method}: {said}", hint=hint)
+                self._lost(engine, loss)
         if self._replacing is not None:
             await asyncio.shield(self._replacing)  # whoever gives up waiting leaves it to the others
-        raise EngineReplaced
+        raise EngineReplaced(loss)
 
     def _question(self) -> asyncio.Task[None]:
         if self._asking is None or self._asking.done():

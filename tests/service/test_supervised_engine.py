@@ -20,35 +20,57 @@ from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.sampling_engine import start_sampling_engine
 from actors.service.supervised_engine import SupervisedEngine
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import BatchError, WorkerDied
+from slimefsdp.errors import BatchError, ResourceError, StateError, WorkerDied
 from slimefsdp.sampling.requests import SampleAnswer, SampledTokens, SampleRequest, SamplingStats
 from tests.support.refusals import refused
 from tests.support.versions import asked, random_adapters
 from tests.support.waiting import PATIENCE_S
 
 
-class Handle:
-    """An actor's: it holds versions and answers a request by its seed, until it is killed."""
+FATAL_SEED = 666
 
-    def __init__(self) -> None:
+
+class Handle:
+    """An actor's: it holds so many versions and answers a request by its seed, until it is killed."""
+
+    def __init__(self, room: int = 9) -> None:
+        self.room = room
         self.held: dict[str, str] = {}
         self.calls: list[str] = []
+        self.loads: list[str] = []
         self.is_dead = False
-        self.draws, self.cancelled = asyncio.Event(), list[str]()
-        for name in ("load", "sample", "stats", "cancel"):
+        self.reads, self.draws, self.cancelled = asyncio.Event(), asyncio.Event(), list[str]()
+        self.reads.set()
+        for name in ("load", "drop", "sample", "stats", "cancel"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
     def _cancel(self, key: str) -> None:
         self.cancelled.append(key)
 
-    async def _load(self, version: str, folder: str) -> int:
+    def _load(self, version: str, folder: str) -> asyncio.Future[int]:
+        return asyncio.shield(asyncio.ensure_future(self._read(version, folder)))  # it goes on without its caller
+
+    async def _read(self, version: str, folder: str) -> int:
+        self._require_alive()
+        self.loads.append(version)
+        if version in self.held:
+            raise ray.exceptions.RayTaskError("load", "", StateError("it is there", field="version", hint="drop it"))
+        if len(self.held) >= self.room:
+            raise ray.exceptions.RayTaskError("load", "", ResourceError("full", field="memory_bytes", hint="drop one"))
+        await self.reads.wait()
         self._require_alive()
         self.held[version] = folder
         return 1
 
+    async def _drop(self, version: str) -> None:
+        self._require_alive()
+        del self.held[version]
+
     async def _sample(self, request: SampleRequest, key: str) -> SampleAnswer:
         self._require_alive()
         self.calls.append(key)
+        if request.params.seed == (FATAL_SEED,):
+            self.kill()
         assert request.version is None or request.version in self.held
         if request.num_samples > 9:
             raise ray.exceptions.RayTaskError("sample", "", BatchError("many", field="num_samples", hint="fewer"))
@@ -191,6 +213,76 @@ def test_who_gives_up_waiting_frees_the_rows_and_keeps_no_other_from_the_next_en
         await until(lambda: len(starts.all) == 2)
         starts.all[1].draws.set()
         assert (await tasks[1]).samples[0].tokens == [2]
+
+    lived(life)
+
+
+def test_who_waits_for_room_in_an_engine_that_dies_has_it_in_the_next_one(lived: Any, tmp_path: Path) -> None:
+    async def life(starts: Starts, engine: SupervisedEngine, samplers: Samplers) -> None:
+        starts.all[0].room = 1
+        samplers.sessions["2"] = SamplerSession("2", "s2", "", Version("b", tmp_path, is_ephemeral=False))
+        first = sampling(samplers, 1, 1)
+        await until(lambda: starts.all[0].calls)
+        second = sampling(samplers, 2, 2)
+        await until(lambda: "b" in starts.all[0].loads)
+        for _ in range(20):  # until it waits
+            await asyncio.sleep(0)
+        starts.all[0].kill()
+        await until(lambda: len(starts.all) == 2)
+        starts.all[1].draws.set()
+        assert [(await task).samples[0].tokens for task in (first, second)] == [[1], [2]]
+        assert sorted(engine.versions) == sorted(starts.all[1].held) == ["a", "b"]
+
+    lived(life)
+
+
+@pytest.mark.parametrize("is_ephemeral", [False, True])
+def test_weights_whose_session_ends_while_they_are_read_stay_known_or_go(
+    lived: Any, tmp_path: Path, is_ephemeral: bool
+) -> None:
+    async def life(starts: Starts, engine: SupervisedEngine, samplers: Samplers) -> None:
+        (handle,) = starts.all
+        (tmp_path / "b").mkdir()
+        for place in (2, 3):
+            version = Version("b", tmp_path / "b", is_ephemeral)
+            samplers.sessions[str(place)] = SamplerSession(str(place), f"s{place}", "", version)
+        handle.reads.clear()
+        task = sampling(samplers, 2, 1)
+        await until(lambda: handle.loads)
+        ending = asyncio.create_task(samplers.end("s2"))
+        await asyncio.sleep(0)
+        handle.reads.set()
+        handle.draws.set()
+        await ending
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert list(handle.held) == list(engine.versions) == ([] if is_ephemeral else ["b"])
+        if not is_ephemeral:
+            assert (await sampling(samplers, 3, 2)).samples[0].tokens == [2]
+
+    lived(life)
+
+
+def test_a_request_that_ends_engines_ends_two_of_them_and_fails(lived: Any) -> None:
+    async def life(starts: Starts, engine: SupervisedEngine, samplers: Samplers) -> None:
+        with pytest.raises(WorkerDied):
+            await sampling(samplers, 0, FATAL_SEED)
+        assert len(starts.all) == 3 and engine.problem is None and not engine.is_lost
+        starts.all[2].draws.set()
+        assert (await sampling(samplers, 0, 1)).samples[0].tokens == [1]
+
+    lived(life)
+
+
+def test_a_request_that_came_while_an_engine_was_replaced_has_not_been_tried(lived: Any) -> None:
+    async def life(starts: Starts, engine: SupervisedEngine, samplers: Samplers) -> None:
+        first = sampling(samplers, 0, FATAL_SEED)
+        await until(lambda: engine.problem)
+        late = sampling(samplers, 0, 1)
+        with pytest.raises(WorkerDied):
+            await first
+        starts.all[2].draws.set()
+        assert (await late).samples[0].tokens == [1]
 
     lived(life)
 
