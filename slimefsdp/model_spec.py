@@ -182,9 +182,26 @@ class ModelSpec:
             inner += rank * len(met)
             outputs += sum(one.features_out for one in met)
             inputs += sum({one.reads: one.features_in for one in met if one.reads != "attention"}.values())
-        if not self.is_tied and any(target == "head" or fnmatchcase("lm_head", target) for target in targets):
+        if not self.is_tied and _has_head(targets):
             parameters += rank * (self.hidden + self.vocab)
         return Adapters(parameters, inputs, inner, outputs, summed, largest_sum)
+
+    def adapted_parts(self, targets: Sequence[str]) -> frozenset[str]:
+        """Returns which of `attention`, `mlp` and `head` adapters of `lora.targets` change, if only one matrix of it.
+
+        Experts are a part of the MLP. Patterns are compared with the names that most decoders give their matrices, as
+        in `adapters`.
+        """
+        matrices = self._layer_matrices()
+        matrices.pop("mlp.gate", None)  # a router has none
+        parts = {"attention", "mlp"}.intersection(targets)
+        parts |= {
+            "attention" if name.startswith(_PARTS_OF_LAYERS["attention"]) else "mlp"
+            for layer in range(self.layers)
+            for name, matrix in matrices.items()
+            if _is_target(layer, name, matrix, targets)
+        }
+        return frozenset(parts | {"head"} if _has_head(targets) else parts)
 
     def _layer_matrices(self) -> dict[str, _Matrix]:
         """Of a layer, by their names in it."""
@@ -264,6 +281,10 @@ def _is_target(layer: int, name: str, matrix: _Matrix, targets: Sequence[str]) -
         else any(fnmatchcase(one, target) for one in names)
         for target in targets
     )
+
+
+def _has_head(targets: Sequence[str]) -> bool:
+    return any(target == "head" or fnmatchcase("lm_head", target) for target in targets)
 
 
 def has_attention_softcap(config: Mapping[str, Any]) -> bool:

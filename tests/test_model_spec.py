@@ -137,3 +137,23 @@ def test_fused_projections_are_counted_as_if_they_were_apart_under_either_name()
     assert SMALL.adapters(2, ["*.q_projj"]).parameters == 0
     assert SMALL.adapters(2, ["all-linear"]) == SMALL.adapters(2, ["attention", "mlp"])
     assert mixture.adapters(2, ["all-linear"]) == mixture.adapters(2, ["attention"])
+
+
+@pytest.mark.parametrize(
+    ("targets", "parts"),
+    [
+        (["all-linear"], {"attention", "mlp"}),
+        (["*.q_proj"], {"attention"}),
+        (["*.layers.1.mlp.*", "lm_head"], {"mlp", "head"}),
+        (["attention", "head"], {"attention", "head"}),
+        (["*.layers.99.*"], set()),
+    ],
+)
+def test_parts_are_adapted_whichever_word_or_pattern_chooses_them(targets: list[str], parts: set[str]) -> None:
+    assert SMALL.adapted_parts(targets) == parts
+
+
+def test_experts_are_a_part_of_the_mlp_and_all_linear_chooses_none_of_them() -> None:
+    mixture = dataclasses.replace(SMALL, experts=4)
+    assert mixture.adapted_parts(["experts"]) == {"mlp"} == mixture.adapted_parts(["mlp"])
+    assert mixture.adapted_parts(["all-linear"]) == {"attention"}

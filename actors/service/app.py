@@ -464,10 +464,7 @@ class _Api:
 
     async def weights_info(self, request: Request) -> Response:
         saved = self._service.catalogue.get((await self._json(request, wire.WeightsInfo)).tinker_path, _user(request))
-        targets = self._service.config.lora.targets if saved.rank else ("head", "mlp", "attention")
-        has = {
-            "train_unembed": "head" in targets, "train_mlp": "mlp" in targets, "train_attn": "attention" in targets,
-        }  # fmt: skip
+        has = self._service.weights.switches(saved.rank)
         return JSONResponse({"base_model": self._service.model_name, **_lora(saved.rank), **has})
 
     async def training_runs(self, request: Request) -> Response:

@@ -22,6 +22,8 @@ from slimefsdp.checkpoint.store import NAMED, CheckpointStore, remove
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import CheckpointError, ConfigError, StateError
 from slimefsdp.io.checksummed_files import disk_reported
+from slimefsdp.model_spec import ModelSpec
+from slimefsdp.models.hf_folder import read_model_folder
 
 _BEGINNING = "beginning"  # which no run's checkpoints are called
 _PARTS = (("train_attn", "attention"), ("train_mlp", "mlp"), ("train_unembed", "head"))
@@ -36,6 +38,10 @@ class RunWeights(Protocol):
         Raises:
             ConfigError: this server does not train it.
         """
+        ...
+
+    def switches(self, rank: int) -> dict[str, bool]:
+        """Returns which of a client's `train_*` are set for weights of this rank."""
         ...
 
     def check_rank(self, rank: int) -> None:
@@ -114,14 +120,15 @@ class AdapterPerRun:
         assert config.lora.rank is not None and config.run.dir is not None
         self._run_dir = config.run.dir
         self._most, self._settings = config.lora.rank, config.lora
+        folder = read_model_folder(config.model.path, with_weights=False)
+        self._parts = ModelSpec.from_config(folder.config).adapted_parts(config.lora.targets)
         self._group, self._catalogue = group, catalogue
 
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
         """A rank with layers that lora.targets has; ConfigError of others."""
         rank = 0 if lora is None else lora.rank
         self.check_rank(rank)
-        for name, target in _PARTS:
-            has = target in self._settings.targets
+        for name, has in self.switches(rank).items():
             if getattr(lora, name) != has:
                 raise ConfigError(
                     f"{name}={not has}, and the adapters of this server have lora.targets="
@@ -130,6 +137,10 @@ class AdapterPerRun:
                     hint=f"set it to {has}",
                 )
         return rank
+
+    def switches(self, rank: int) -> dict[str, bool]:
+        """Those whose part has an adapter by lora.targets; all of them for rank 0, an earlier server's whole model."""
+        return {name: rank == 0 or part in self._parts for name, part in _PARTS}
 
     def check_rank(self, rank: int) -> None:
         """ConfigError unless it is 1 to lora.rank."""
@@ -211,11 +222,15 @@ class ModelByTurns:
     def check_asked(self, lora: wire.LoraConfig | None) -> int:
         """0; ConfigError of a rank, or where a part of the weights is left out."""
         self.check_rank(0 if lora is None else lora.rank)
-        for name, _ in _PARTS if lora is not None else ():
+        for name in self.switches(0) if lora is not None else ():
             if not getattr(lora, name):
                 problem = f"{name}=False, and this server trains all weights"
                 raise ConfigError(problem, field=f"lora_config.{name}", hint="leave it out")
         return 0
+
+    def switches(self, rank: int) -> dict[str, bool]:
+        """All of them."""
+        return {name: True for name, _ in _PARTS}
 
     def check_rank(self, rank: int) -> None:
         """ConfigError unless it is 0."""

@@ -88,6 +88,30 @@ def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, servi
     assert http.post("/api/v1/get_info", json={"model_id": run}).status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("targets", "parts"), [(["all-linear"], {"attn", "mlp"}), (["q_proj", "lm_head"], {"attn", "unembed"})]
+)
+def test_clients_name_the_parts_that_lora_targets_chooses_and_are_told_of_them(
+    untied: Path, tmp_path: Path, targets: list[str], parts: set[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    limits = {"model_name": "tiny/model"}
+    config = config_from_dict(service_tree(untied, tmp_path, service=limits, lora={"targets": targets}))
+    served = Service(config, cast(Any, Group(tmp_path / "run")), cast(Any, Engine(2)))
+    has = {f"train_{part}": part in parts for part in ("attn", "mlp", "unembed")}
+    with TestClient(make_app(served, ["tml-x"]), headers=HEAD) as http:
+        session = http.post("/api/v1/create_session", json={"sdk_version": "0.38.0"}).json()["session_id"]
+        for name in has:
+            wrong = {**ASKED["lora_config"], **has, name: not has[name]}
+            refusal = http.post("/api/v1/create_model", json={**ASKED, "session_id": session, "lora_config": wrong})
+            assert refusal.status_code == 400 and name in refusal.json()["error"]
+        asked = {**ASKED, "session_id": session, "lora_config": {**ASKED["lora_config"], **has}}
+        run = answer(http, http.post("/api/v1/create_model", json=asked))["model_id"]
+        saved = answer(http, http.post("/api/v1/save_weights", json={"model_id": run, "seq_id": 1, "path": "a"}))
+        about = http.post("/api/v1/weights_info", json={"tinker_path": saved["path"]}).json()
+        assert {name: about[name] for name in has} == has
+
+
 def test_a_client_that_is_silent_is_taken_for_gone_and_its_runs_and_samplers_end(
     http: TestClient, service: Service
 ) -> None:

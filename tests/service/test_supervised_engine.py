@@ -26,7 +26,6 @@ from tests.support.refusals import refused
 from tests.support.versions import asked, random_adapters
 from tests.support.waiting import PATIENCE_S
 
-
 FATAL_SEED = 666
 
 
