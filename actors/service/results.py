@@ -18,7 +18,10 @@ from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelErro
 Answer = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
 _LONGEST = 2000  # characters of an error
-_PATH = re.compile(r"""(?<![\w/:.~-])/[^\s'"`,;:()\[\]{}]*[^\s'"`,;:()\[\]{}.]""")
+# between quotes a path may have spaces
+_PATH = re.compile(
+    r"""(?<=['"])/[^'"\n]+(?=['"])|(?:file://|(?<![\w/:.~-]))/[^\s'"`,;:()\[\]{}]*[^\s'"`,;:()\[\]{}.]"""
+)
 _SAVED = re.compile(
     r"(?:adapters|named|sampler_weights)/(session-\w+)\.train\.(\d+)(?:/checkpoints/named/|\.|/(?!checkpoints/))([^/@]+)"
 )

@@ -128,6 +128,8 @@ def test_what_a_client_is_told_has_no_path_of_the_servers_disk() -> None:
         (f"[Errno 28]: '{root}/service/sampler_weights/{run}/w@17.25/a.part'", f"{saved}/sampler_weights/w'"),
         (f"torn: {root}/adapters/{run}/checkpoints/global_step_2.", "global_step_2."),
         (f"tokens/s and 1/2 of {saved}/weights/ck, {root}/model", f"tokens/s and 1/2 of {saved}/weights/ck, model"),
+        (f"[Errno 2] No such file: '{root}/a b/c.json'", "No such file: 'c.json'"),
+        (f"it cannot read file://{root}/c.json", "it cannot read c.json"),
     ):
         for error in (StateError(text, field="x", hint=f"look at {root}"), OSError(text)):
             found = failure(error)["error"]
