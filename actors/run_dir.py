@@ -162,12 +162,7 @@ class RecordedBatches:
 def settings_text(config: RunConfig) -> str:
     """All settings as YAML which `load_config` reads back as they are: what was not given is a comment."""
     lines = ["# Every setting of this run. Those behind a # were not given and had this value."]
-    dumped = config.model_dump(mode="json")
-    for field, path in config.model_paths.items():
-        if found := id_of_snapshot(path):  # which other machines can have too
-            section, name = field.split(".")
-            dumped[section][name] = str(found)
-    for name, value in dumped.items():
+    for name, value in with_model_ids(config).model_dump(mode="json").items():
         if not isinstance(value, dict):
             lines.append(_line(name, value, is_given=name in config.model_fields_set))
             continue
@@ -175,6 +170,12 @@ def settings_text(config: RunConfig) -> str:
         lines.append(f"{'' if given else '# '}{name}:")
         lines += [_line(f"  {key}", item, is_given=key in given) for key, item in value.items()]
     return "\n".join(lines) + "\n"
+
+
+def with_model_ids(config: RunConfig) -> RunConfig:
+    """The settings with an id and its commit in place of each folder of this machine's cache of the hub."""
+    ids = {field: found for field, path in config.model_paths.items() if (found := id_of_snapshot(path))}
+    return config.with_model_paths({field: Path(str(found)) for field, found in ids.items()})
 
 
 def _line(name: str, value: Any, *, is_given: bool) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from actors.run_dir import with_model_ids
 from slimefsdp.config import RunConfig
 from slimefsdp.results import Health
 
@@ -47,8 +48,11 @@ class TorchrunGroup:
 
     @classmethod
     def launch(cls, config: RunConfig) -> Self:
-        """Rank 0's part of making a trainer on every rank; `follow` is that of the others."""
-        return cls(_trainer(_sent(config)))
+        """Rank 0's part of making a trainer on every rank; `follow` is that of the others.
+
+        A model of the Hugging Face hub is sent by its id and commit, and each machine takes it from its own cache.
+        """
+        return cls(_trainer(_sent(with_model_ids(config))))
 
     @property
     def config(self) -> RunConfig:

@@ -30,11 +30,11 @@ from actors.rollout.prompt_files import (
     Prompts,
     data_to_look_at,
     read_prompts,
+    read_set,
     with_data_commits,
     with_steps_left,
     without_overlong,
 )
-from actors.rollout.prompts import read_records
 from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
 from actors.rollout.server_client import ServerClient
@@ -153,7 +153,7 @@ def _checked_but_lengths(
         prompts = Prompts([], {})
         for field in config.data.sources:
             if not _is_absent(absent, field):
-                read_records(config.data, field.removeprefix("data."))
+                read_set(config, field)
     else:
         prompts = read_prompts(config)
     if config.batch.cost_model is not None:

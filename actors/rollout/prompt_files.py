@@ -120,15 +120,20 @@ def read_prompts(config: RunConfig) -> Prompts:
     Raises:
         ConfigError: naming file and line, or data set and row.
     """
-    if not config.has_rollouts:
-        read = read_demonstrations if config.algorithm == "sft" else read_pairs
-        fields = {name: heldout_field(name).removeprefix("data.") for name in config.data.heldout_sets}
-        heldout = {name: read(config.data, field) for name, field in fields.items()}
-        return Prompts(read(config.data, "train"), heldout)
-    train = read_records(config.data, "train")
+    train = read_set(config, "data.train")
     if _reads_answers(config):
         check_answers(train, field="data.train")
     return Prompts(train, _read_heldout(config))
+
+
+def read_set(config: RunConfig, field: str) -> list[Record]:
+    """The records that one setting names, such as data.train, in a form of the algorithm.
+
+    Raises:
+        ConfigError: naming file and line, or data set and row.
+    """
+    read = {"sft": read_demonstrations, "dpo": read_pairs}.get(config.algorithm, read_records)
+    return read(config.data, field.removeprefix("data."))
 
 
 def read_heldout(config: RunConfig) -> Prompts:
@@ -145,9 +150,7 @@ def read_heldout(config: RunConfig) -> Prompts:
 
 
 def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
-    found = {
-        name: read_records(config.data, heldout_field(name).removeprefix("data.")) for name in config.data.heldout_sets
-    }
+    found = {name: read_set(config, heldout_field(name)) for name in config.data.heldout_sets}
     if _reads_answers(config) and config.evaluation.interval_steps is not None:
         for name, records in found.items():
             check_answers(records, field=heldout_field(name))

@@ -185,3 +185,20 @@ def test_servers_of_engines_are_looked_for_before_anything_starts(
     has_one.chmod(0o755)
     status, said = found(f"rollout.engine_python={has_one}")
     assert status == 0 and f"1 vllm by {has_one}" in said
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "dpo"])
+def test_records_that_are_here_are_read_in_the_form_of_the_algorithm_while_others_are_awaited(
+    example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], algorithm: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    said = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    asked = [{"role": "user", "content": "sort 31"}]
+    records = {"sft": {"messages": asked + said["chosen"]}, "dpo": {name: asked + said[name] for name in said}}
+    (tmp_path / "train.jsonl").write_text(json.dumps(records[algorithm]) + "\n")
+    tree = startable(example, tmp_path) | {"algorithm": algorithm, "batch": {"samples_per_update": 2}}
+    del tree["rollout"]
+    tree["data"] = {"train": str(tmp_path / "train.jsonl"), "heldout": "nobody/has-this"}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    assert cli.main(["check", str(tmp_path / "c.yaml")]) == 0, capsys.readouterr().err
+    assert "data.heldout=nobody/has-this" in capsys.readouterr().out
