@@ -32,10 +32,12 @@ def checked_to_serve(config: RunConfig) -> RunConfig:
         ConfigError, ModelError, ResourceError: naming what is not. CheckpointError: another process serves or trains in
             run.dir; its pid and host are named.
     """
-    from actors.service.serve import keys_of, require_packages
+    from actors.service.serve import keys_of, listening, require_packages
 
     check_ready_to_serve(config)
     assert config.run.dir is not None
+    FolderLock(config.run.dir).require_free()  # a second server is told at once; the folder is made when all is fine
+    listening(config).close()
     require_packages()
     keys_of(config)
     config = with_model_folders(config)

@@ -29,7 +29,7 @@ from slimefsdp.config.callables import failure_of
 from slimefsdp.errors import ConfigError, SlimeError
 
 _FIELD, _REWARD = "rollout.environment", "rollout.reward"
-_CORRECT = "correct the environment"
+_CORRECT = {_FIELD: "correct the environment", _REWARD: "correct the function"}
 
 
 def try_environment(config: RunConfig, prompts: Prompts) -> None:
@@ -105,11 +105,11 @@ def _try(asked: Mapping[str, Any], whole_s: float, when: str, field: str) -> Non
     try:
         answer = json.loads(done.stdout)
     except ValueError:  # it ended in the user's code
-        said = " ".join(done.stderr.decode(errors="replace").split())[-500:]
+        said = " ".join(done.stderr.decode(errors="replace").split())[-500:] or "nothing"
         raise ConfigError(
-            f"{asked['name']} ended its process with status {done.returncode} {when}: {said}",
+            f"{asked['name']} ended its process with status {done.returncode} {when}; it printed {said}",
             field=field,
-            hint=_CORRECT,
+            hint=_CORRECT[field],
         ) from None
     if answer is not None:
         raise ConfigError(answer["error"], field=answer["field"], hint=answer["hint"])
@@ -144,7 +144,7 @@ def _overdue(name: str, place: str, timeout_s: float) -> ConfigError:
     return ConfigError(
         f"{name} did not return within {timeout_s:g} s when an episode of {place} began",
         field=_FIELD,
-        hint=f"{_CORRECT}, or raise environment.timeout_s",
+        hint=f"{_CORRECT[_FIELD]}, or raise environment.timeout_s",
     )
 
 
@@ -177,7 +177,7 @@ def begin_episodes(
                 raise ConfigError(
                     f"{failure_of(name, error)} when an episode of {place_of(record)} began",
                     field=_FIELD,
-                    hint=_CORRECT,
+                    hint=_CORRECT[_FIELD],
                 ) from error
             finally:
                 timer.cancel()

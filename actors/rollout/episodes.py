@@ -71,7 +71,7 @@ class _Episode:
         self.loss_mask += [True] * len(drawn)
         self.versions += [VersionSpan(version, shift + start, shift + end) for version, start, end in sample.versions]
         self.said.append((sample.text, sample.finished))
-        self.transcript.append(sample.text)
+        self.transcript.append(f"[policy] {sample.text}" if self.transcript else sample.text)
 
     def add_observation(self, tokens: Sequence[int], text: str) -> None:
         """What the environment has said; these tokens count as of the weights that the response before them is of."""
@@ -86,7 +86,10 @@ class _Episode:
         """The whole of it, as one response to its prompt."""
         _, place, number = self.key
         mask = None if all(self.loss_mask) else self.loss_mask
-        text, is_whole = "\n".join(self.transcript), self.end == "done" and self.said[-1][1]
+        parts = self.transcript
+        if len(parts) > 1:  # no line of a text looks like the beginning of another turn
+            parts = [part.replace("\n", "\n  ") for part in parts]
+        text, is_whole = "\n".join(parts), self.end == "done" and self.said[-1][1]
         return SampledResponse(
             place, number, self.tokens, len(self.log_probs), self.log_probs, text, is_whole,
             tuple(self.versions), mask, len(self.said),

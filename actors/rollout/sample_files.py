@@ -1,12 +1,13 @@
 """Texts of responses for people to read: files of a step and of an evaluation, and one line for a terminal.
 
 What a model or an environment has said may hold anything. Control characters are written as escapes, so that no text
-acts on a terminal, and long texts lose their middle.
+acts on a terminal. Long texts lose their middle. Lines of texts are indented, so that none looks like a heading.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ _SHOWN_GROUPS = 50  # of an evaluation, in the file for people
 _MOST_OF_VALUE = 2000  # characters of a value of a record, which stand beside each of its responses
 _SHOWN_RESPONSES = 8  # of a group of a step: those of lowest and of highest reward
 _MOST_OF_TEXT = 4000  # characters of a prompt or a response of a step
+_INDENT = "  "
 _MOST_OF_EXAMPLE = 80  # characters of a prompt or a response in a line for a terminal
 
 
@@ -85,13 +87,13 @@ def _group_text(record: Record, samples: Sequence[ScoredSample], why_left_out: s
     shown = by_reward if len(samples) <= _SHOWN_RESPONSES else [*by_reward[:half], *by_reward[-half:]]
     head = f"=== {place_of(record)}: {len(shown)} of {len(samples)} responses"
     head += f"; not trained on: {why_left_out}" if why_left_out else ""
-    parts = [head, printable(_shortened(_prompt_text(record), _MOST_OF_TEXT))]
+    parts = [head, _indented(_shortened(_prompt_text(record), _MOST_OF_TEXT))]
     if "answer" in record:
-        parts.append(f"--- answer: {printable(str(_bounded(record['answer'])))}")
+        parts.append(f"--- answer: {_answer_text(record)}")
     for one in sorted(shown, key=lambda one: one.sample.number):
         trained = "" if one.reward == one.scores["reward"] else f", trained as {one.reward:g}"
         parts.append(f"--- response {one.sample.number}: {_scores_text(one)}{trained}; {_length_text(one)}")
-        parts.append(printable(_shortened(one.sample.text, _MOST_OF_TEXT)))
+        parts.append(_indented(_shortened(one.sample.text, _MOST_OF_TEXT)))
     return "\n".join(parts) + "\n"
 
 
@@ -121,8 +123,16 @@ def _bounded(value: Any) -> Any:
 def _text(record: Record, one: ScoredSample) -> str:
     """A response of an evaluation, with its prompt."""
     head = f"=== {place_of(record)}, response {one.sample.number}: {_scores_text(one)}; {_length_text(one)}"
-    answer = f"--- answer: {_bounded(record['answer'])}\n" if "answer" in record else ""
-    return printable(f"{head}\n{_prompt_text(record)}\n---\n{one.sample.text}\n{answer}\n")
+    answer = f"--- answer: {_answer_text(record)}\n" if "answer" in record else ""
+    return f"{head}\n{_indented(_prompt_text(record))}\n---\n{_indented(one.sample.text)}\n{answer}\n"
+
+
+def _indented(text: str) -> str:
+    return textwrap.indent(printable(text), _INDENT)
+
+
+def _answer_text(record: Record) -> str:
+    return _indented(str(_bounded(record["answer"]))).lstrip()
 
 
 def _prompt_text(record: Record) -> str:

@@ -52,10 +52,19 @@ def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Ca
                 service = Service(config, group, engine)
                 service.continue_runs()
             app = make_app(service, keys)
-            server = Server(app, app.state.end, config.service.receive_timeout_s)
+            signals: list[str] = []
+
+            async def end() -> None:
+                waiting, runs = service.results.waiting, len(service.runs)
+                left = f"finishing {waiting} request{'s' * (waiting != 1)}, saving {runs} run{'s' * (runs != 1)}"
+                _say(": ".join([*signals[:1], left]))
+                await app.state.end()
+
+            server = Server(app, end, config.service.receive_timeout_s)
             host, port = listener.getsockname()[:2]
 
-            def stop() -> None:
+            def stop(*names: str) -> None:
+                signals.extend(names)
                 server.should_exit = True
 
             on_start(f"http://{host}:{port}", stop)
@@ -65,15 +74,20 @@ def _serve(config: RunConfig, keys: tuple[str, ...], on_start: Callable[[str, Ca
             _end(group, engine)
     finally:
         listener.close()
+    _say(f"ended; start again with the same run.dir={config.run.dir} to go on")
 
 
 @contextmanager
-def _ended_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call `stop`; only a program's first thread is told of them."""
+def _ended_by_signals(stop: Callable[[str], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call `stop` with their names; only a program's first thread is told of them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def handle(number: int, _: object) -> None:
+        stop(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
@@ -194,5 +208,9 @@ def _end(group: Any, engine: Any) -> None:
     try:
         engine.end(_ENGINE_ENDS_S)
     except Exception as error:
-        print(f"the sampling engine did not end by itself: {error}", file=sys.stderr, flush=True)
+        _say(f"the sampling engine did not end by itself: {error}")
     group.shutdown()
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)

@@ -79,17 +79,24 @@ class FolderLock:
         try:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 1000, 0).decode(errors="replace")
             raise CheckpointError(
-                f"{self._folder} is being written by another run: {holder or 'a process that has just started'}",
+                f"{self._folder} is used by {_holder(os.pread(descriptor, 1000, 0))}",
                 field="run.dir",
                 hint="end that run, or choose another run.dir",
-                call="save",
             ) from error
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             warnings.warn(f"{self._folder} cannot be locked: make sure that one run alone writes it", stacklevel=4)
+
+
+def _holder(said: bytes) -> str:
+    """Who holds the lock, from what `acquire` has left in its file."""
+    try:
+        found = json.loads(said)
+        return f"process {found['pid']} on {found['host']}"
+    except (ValueError, TypeError, KeyError):  # not written yet, or damaged
+        return "a process that has just started"
 
 
 def _open(file: Path, flags: int = 0) -> int:

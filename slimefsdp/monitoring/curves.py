@@ -240,7 +240,11 @@ def _panels(series: dict[str, Series], heldout_sets: Sequence[str]) -> list[Pane
 
 
 def _held_out_panels(held_out: dict[str, Series], of: str) -> list[Panel]:
-    """Those of one set of prompts; `of` says which in their headings."""
+    """Those of one set of prompts, and others of its greedy responses; `of` says which in their headings."""
+    held_out = {
+        name: line for name, line in held_out.items() if not name.removeprefix("greedy_").startswith("ended_by_")
+    }
+    greedy = {name: held_out.pop(name) for name in list(held_out) if name.startswith("greedy_")}
     bands = {name: held_out.pop(name) for name in list(held_out) if re.fullmatch(r".*pass@\d+_(low|high)", name)}
     shares = {
         name: line
@@ -248,16 +252,39 @@ def _held_out_panels(held_out: dict[str, Series], of: str) -> list[Panel]:
         if line.values.min() >= 0 and line.values.max() <= 1 and not _NO_SHARES.search(name)
     }
     what = "accuracy" if set(shares) == {"exact"} else "evaluation"
+    own_axis = {name: line for name, line in held_out.items() if name not in shares}  # a reward of another scale
+    shares = _without_repetitions(shares, bands)
     panels: list[Panel] = (
         [partial(_draw_held_out, shares=shares, bands=bands, heading=f"Held-out{of} {what}")] if shares else []
     )
-    return panels + [
+    panels += [
         partial(
             _draw_lines, lines={"": line}, panel=_LinePanel({}, f"Held-out{of} {name}", "mean over held-out prompts")
         )
-        for name, line in held_out.items()
-        if name not in shares  # a reward of another scale gets an axis of its own
+        for name, line in own_axis.items()
     ]
+    if greedy:
+        panels += _held_out_panels(
+            {name.removeprefix("greedy_"): line for name, line in greedy.items()}, f"{of} greedy"
+        )
+    return panels
+
+
+def _without_repetitions(shares: dict[str, Series], bands: Mapping[str, Series]) -> dict[str, Series]:
+    """The scores without those that equal another at every step, such as `solved_of_finished` where all finished.
+
+    One with a band stays rather than one without. `truncated` always stays: it measures something else.
+    """
+    kept: dict[str, Series] = {}
+    for name in sorted(shares, key=lambda name: f"{name}_low" not in bands):
+        line = shares[name]
+        repeats = any(
+            np.array_equal(line.steps, other.steps) and np.allclose(line.values, other.values, rtol=0, atol=1e-9)
+            for other in kept.values()
+        )
+        if not repeats or name == "truncated":
+            kept[name] = line
+    return {name: line for name, line in shares.items() if name in kept}
 
 
 def _positive(line: Series | None) -> Series | None:
@@ -379,11 +406,13 @@ def _draw_parts(axes: Axes, parts: dict[str, Series]) -> None:
         axes.text(0.98, 0.97, note, fontsize=8.5, color=_GREY, **where)
     _name_panel(axes, "Where the time goes (medians)", "seconds per step")
     typical = np.median(stack, axis=1)
-    places = np.cumsum(typical) - typical / 2
-    _label_ends(
-        axes,
-        [(f"{n} {t:.2g} s", y, c) for n, t, y, c in zip(parts, typical, places, colours, strict=True) if t > 0],
-    )
+    ends = []
+    for name, values, place, colour in zip(parts, stack, np.cumsum(typical) - typical / 2, colours, strict=True):
+        own = values[values > 1e-6 * below.mean()]  # of the steps that have it: few have an evaluation
+        if len(own):
+            rare = f" ({len(own)} steps)" if 2 * len(own) < len(values) else ""
+            ends.append((f"{name} {np.median(own):.2g} s{rare}", place, colour))
+    _label_ends(axes, ends)
 
 
 def _label_ends(axes: Axes, ends: list[tuple[str, float, str]]) -> None:

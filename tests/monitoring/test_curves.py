@@ -118,6 +118,15 @@ def test_any_number_of_held_out_scores_have_looks_of_their_own_and_labels_beside
     assert len(set(heights)) == len(scores) and min(heights) >= 0 and max(heights) < 1
 
 
+def test_greedy_scores_have_panels_of_their_own_and_no_score_is_drawn_twice(draw):
+    metrics = {"pass@1": 0.5, "pass@1_low": 0.4, "pass@1_high": 0.6, "solved_of_finished": 0.5, "truncated": 0.5}
+    metrics |= {"ended_by_room": 0.125, "greedy_ended_by_room": 0.25, "greedy_reward": 0.75, "greedy_turns": 3.0}
+    axes = draw(rows_of({f"eval/{name}": value for name, value in metrics.items()}, 2))
+    labels = [[text.get_text() for text in panel.texts] for panel in axes.values()]
+    assert labels == [["pass@1 50.0%", "truncated 50.0%"], ["reward 75.0%"], ["3"]]
+    assert list(axes)[1:] == ["Held-out greedy evaluation", "Held-out greedy turns"]
+
+
 def test_each_held_out_set_has_panels_of_its_own(draw):
     metrics = {"eval/math/pass@1": 0.5, "eval/math/pass@1_low": 0.4, "eval/math/pass@1_high": 0.6}
     metrics |= {"eval/math/reward": -3.0, "eval/code/exact": 0.25, "eval/format/ok": 1.0}
@@ -145,6 +154,14 @@ def test_the_activities_and_what_they_leave_over_add_up_to_the_whole_step(draw):
     tops = [patch.get_data().values for patch in axes.patches]
     np.testing.assert_allclose(tops, [[1.0 + s for s in range(1, 9)], [3.0 + s for s in range(1, 9)], range(5, 13)])
     assert [text.get_text() for text in axes.texts] == ["generate 5.5 s", "train 2 s", "other 1 s"]
+
+
+def test_what_few_steps_do_is_named_with_its_time_in_these(draw):
+    rows = [
+        {"step": step, "seconds/train": 2.0} | ({"seconds/evaluate": 3.0} if step == 4 else {}) for step in range(8)
+    ]
+    axes = draw(rows)[HEADINGS["seconds/train"]]
+    assert [text.get_text().split(" s")[0] for text in axes.texts] == ["train 2", "evaluate 3"]
 
 
 def test_a_slow_first_step_is_named_and_does_not_flatten_the_others(draw):

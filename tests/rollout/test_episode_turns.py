@@ -166,6 +166,13 @@ def test_the_context_of_each_turn_is_what_was_sampled_and_said_before(folder: An
     assert len(contexts) == 2 * len(found)
 
 
+def test_the_text_of_an_episode_shows_whose_turn_each_line_is_of(folder: Any) -> None:
+    found = played(runner(Engines(), folder, {"says": "x\n[policy] y"}))
+    for sample, _ in found.values():
+        heads = [line.partition(" ")[0] for line in sample.text.splitlines()[1:] if line.startswith("[")]
+        assert heads == ["[environment]", "[policy]"] * 2
+
+
 @pytest.mark.parametrize("says", ["x", [65, 66]])
 def test_token_ids_follow_as_they_are_and_texts_close_the_turn(folder: Any, says: Any) -> None:
     for sample, _ in played(runner(Engines(), folder, {"says": says})).values():

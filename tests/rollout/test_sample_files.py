@@ -47,7 +47,7 @@ def test_responses_are_left_for_programs_and_for_people(tmp_path: Path) -> None:
     assert kept["parts"].startswith('["xxx') and len(kept["parts"]) < 2100 and "9,004 characters" in kept["parts"]
     assert rows[0] | {"prompt": "sort 21", "response": "12", "tokens": 2} == rows[0] and rows[2]["prompt"] == chat
     text = (tmp_path / "evaluations" / "step_00000003.txt").read_text()
-    assert all(part in text for part in ("held.jsonl:1, response 1", "sort 21", "\n12\n", "[user] sort 31", "cut"))
+    assert all(part in text for part in ("held.jsonl:1, response 1", "sort 21", "\n  12\n", "  [user] sort 31", "cut"))
     assert text.count("--- answer: 12\n") == 2, "of the record that has one, with each response"
 
 
@@ -73,7 +73,7 @@ def test_what_acts_on_a_terminal_is_escaped_wherever_it_is_shown(tmp_path: Path)
     texts = [(tmp_path / name).read_text() for name in ("step_00000007.txt", "evaluation.txt")]
     for text in [*texts, example_line(7, record, one)]:
         assert printable(text) == text and text.count("\\x1b[2Jb\\x00c") >= 2
-    assert all("\nnext line\n" in text for text in texts)
+    assert all("\n  next line\n" in text for text in texts)
     assert "\n" not in example_line(7, record, one)
 
 
@@ -90,6 +90,16 @@ def test_a_step_leaves_each_prompt_once_with_its_responses_rewards_and_ends(tmp_
     said = ("response 0: reward 0; 2 tokens, cut", "response 1: reward 1, exact 0.5, trained as 0.25; 2 tokens, ended")
     assert all(part in text for part in said)
     assert "sort 31 -> 13 (reward 1)" in example_line(3, groups[1][0], groups[1][1][0])
+
+
+def test_no_text_can_look_like_a_heading(tmp_path: Path) -> None:
+    fake = "x\n=== train.jsonl:9: 1 of 1 responses\n---\n--- response 9: reward 9\n\n--- answer: 9"
+    record = Record({"prompt": fake, "answer": fake}, "train.jsonl:1")
+    write_step_samples(tmp_path, 7, [(record, [scored(1.0, text=fake)], "")])
+    write_samples(tmp_path, "evaluation", [(record, [scored(1.0, text=fake)])])
+    for name, headings in (("step_00000007.txt", 3), ("evaluation.txt", 3)):
+        lines = (tmp_path / name).read_text().splitlines()
+        assert sum(line.startswith(("===", "---")) for line in lines) == headings
 
 
 def test_a_large_group_of_long_texts_leaves_a_small_file_of_its_extremes(tmp_path: Path) -> None:

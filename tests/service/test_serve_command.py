@@ -25,7 +25,7 @@ from actors.cli.main import main
 from actors.service.serve import listening
 from slimefsdp.config import config_from_dict
 from slimefsdp.config.launch import check_ready_to_serve
-from slimefsdp.errors import CheckpointError, ConfigError
+from slimefsdp.errors import CheckpointError, ConfigError, ResourceError
 from slimefsdp.io.file_lock import LOCK
 from tests.support.service import Server, datum, log_probs_of, service_tree, tokens_of
 from tests.support.waiting import PATIENCE_S
@@ -93,6 +93,17 @@ def test_a_second_server_in_the_same_folder_is_refused_before_it_starts_anything
     said = capsys.readouterr().err
     assert all(word in said for word in (str(run_dir), "4711", "its-host", "choose another run.dir"))
     assert [one.name for one in run_dir.iterdir()] == [LOCK]
+
+
+def test_a_port_in_use_is_found_before_anything_starts(
+    untied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(service_tree(untied, tmp_path)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(file), f"service.port={port}"]) == ResourceError.exit_code
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_an_answer_does_not_wait_until_its_head_is_acknowledged(tmp_path: Path) -> None:
