@@ -233,9 +233,14 @@ def _check_size(config: RunConfig, ranks_field: str) -> None:
 
 
 def _guessed_lengths(config: RunConfig) -> str:
-    """Half of what a response may have on average; without responses an eighth of what a rank may hold."""
+    """Half of what a response may have on average; without responses an eighth of what a rank may hold.
+
+    With responses the guess does not depend on the packs, unless a sample would not fit one, so that plans of one task
+    can be compared.
+    """
     if config.algorithm != "sft":
-        mean, longest = config.rollout.max_new_tokens / 2, 2 * config.rollout.max_new_tokens
+        new_tokens, of_prompt = config.rollout.max_new_tokens, config.data.max_prompt_tokens
+        mean, longest = new_tokens / 2, new_tokens + (new_tokens if of_prompt is None else of_prompt)
     else:
         mean, longest = config.batch.max_tokens_per_rank / 8, config.max_pack_tokens
     if config.loss.policy == "dpo":  # the two samples of a pair are in one pack

@@ -87,6 +87,19 @@ def test_a_plan_of_adapters_takes_less_of_everything_and_says_how_many_are_train
     assert "parameters of rank 4 are trained" in capsys.readouterr().out
 
 
+def test_guessed_samples_are_as_long_as_prompt_and_response_may_be_however_large_packs_are(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = []
+    for tokens in (100, 512):
+        command = ["plan", str(config), "--json", "data.max_prompt_tokens=20", f"batch.max_tokens_per_rank={tokens}"]
+        assert main(command) == 0
+        record = json.loads(capsys.readouterr().out)
+        found.append((record["lengths"], record["tokens"]))
+        assert record["longest"] <= 64 + 20
+    assert found[0] == found[1]
+
+
 def rates(folder: Path, **changes: Any) -> list[str]:
     found = Rates(**{**asdict(Rates("measured here", 2.0, 1.0, 10.0, 4.0, 5.0)), **changes})
     write_calibration(folder / "rates.json", found, {})
