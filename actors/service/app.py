@@ -395,13 +395,13 @@ class _Api:
         if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
             raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
         data = await self._bytes(request)
-        message, size = await self._off_loop(request, schema.read_request, data)
+        model_id, size = await self._off_loop(request, schema.scan_request, data)
+        request.state.ids |= {"model_id": model_id[:200]}
+        self._service.run(model_id, _user(request))  # an unknown run's request is not parsed
         self._hold(request, size - len(data))
+        message = await self._off_loop(request, schema.parse_request, data)
         self._check_not_ending(request)
-        request.state.ids |= {"model_id": message.model_id[:200]}
-        return self._future(
-            request, self._service.forward_backward(message, size, _user(request)), model_id=message.model_id
-        )
+        return self._future(request, self._service.forward_backward(message, size, _user(request)), model_id=model_id)
 
     async def optim_step(self, request: Request) -> Response:
         body = await self._json(request, wire.OptimStep)

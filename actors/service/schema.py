@@ -146,48 +146,74 @@ DTYPE_FLOAT32, DTYPE_INT64, DTYPE_INT32 = 1, 2, 3
 STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
 _MOST_FIELDS = 2**20  # of a request with those of the messages in it: 37,000 datums of three inputs
+_MOST_PACKED = 8  # numbers of a packed field: the only one is a shape, which has two dimensions at most
 _BYTES_A_FIELD = 64  # what a message without content takes in memory, where it has 2 bytes on the wire
+_BYTES_A_PACKED = 16  # what a number takes in memory, with the room that its array keeps for more of them
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5  # wire types
+_PACKED = "packed"  # stands for the fields of a packed field, which has none
+_GO_ON = bytes(range(128, 256))  # bytes behind which a varint goes on
 
 
-def read_request(data: bytes) -> tuple[Any, int]:
-    """Returns the ForwardBackwardRequest of these bytes, and how many bytes it takes in memory at most.
+def scan_request(data: bytes) -> tuple[str, int]:
+    """Returns the model_id of a ForwardBackwardRequest, and how many bytes the request takes in memory at most.
 
-    Its fields are counted before it is parsed: 64 MiB of empty datums would take 2 GB.
+    The request is not parsed for this: 64 MiB of empty datums would take 2 GB, and as much of one shape 1 GB.
 
     Raises:
-        BatchError: the bytes are no such request, or it has more fields than there may be.
+        BatchError: the bytes are no such request, or it has more fields, or longer shapes, than there may be.
+    """
+    try:
+        model_id, fields, packed = _scan(data)
+        return model_id.decode(), len(data) + _BYTES_A_FIELD * fields + _BYTES_A_PACKED * packed
+    except (DecodeError, IndexError, UnicodeDecodeError):
+        raise _no_request() from None
+
+
+def parse_request(data: bytes) -> Any:
+    """Returns the ForwardBackwardRequest of bytes that `scan_request` has taken.
+
+    Raises:
+        BatchError: the bytes are no such request.
     """
     message = ForwardBackwardRequest()
     try:
-        fields = _count_fields(data, _REQUEST)
         message.ParseFromString(data)
-    except (DecodeError, IndexError):
-        raise BatchError(
-            "the body is no ForwardBackwardRequest", field="body", hint="send what the client's package sends"
-        ) from None
-    return message, len(data) + _BYTES_A_FIELD * fields
+    except DecodeError:
+        raise _no_request() from None
+    return message
+
+
+def _no_request() -> BatchError:
+    problem = "the body is no ForwardBackwardRequest"
+    return BatchError(problem, field="body", hint="send what the client's package sends")
 
 
 def _nested(descriptor: Any) -> dict[int, Any]:
-    """Returns the numbers of a message's fields that are messages, each with the same of that message."""
-    return {one.number: _nested(one.message_type) for one in descriptor.fields if one.message_type is not None}
+    """Returns what is in a message's fields by their numbers: the same of a message, `_PACKED` for numbers.
+
+    A number that has a length on the wire is a packed field's.
+    """
+    inner: dict[int, Any] = {}
+    for one in descriptor.fields:
+        if one.message_type is not None:
+            inner[one.number] = _nested(one.message_type)
+        elif one.cpp_type != one.CPPTYPE_STRING:
+            inner[one.number] = _PACKED
+    return inner
 
 
 _REQUEST = _nested(ForwardBackwardRequest.DESCRIPTOR)
+_MODEL_ID = ForwardBackwardRequest.DESCRIPTOR.fields_by_name["model_id"].number
 
 
-def _count_fields(data: bytes, nested: dict[int, Any]) -> int:
-    """Returns how many fields an encoded message has, with those of the messages in it.
-
-    Args:
-        nested: of the message.
+def _scan(data: bytes) -> tuple[bytes, int, int]:
+    """Returns a request's model_id, its number of fields with those of the messages in it, and of packed numbers.
 
     Raises:
-        BatchError: there are too many. DecodeError or IndexError: these bytes are no message.
+        BatchError: there are too many. DecodeError or IndexError: these bytes are no request.
     """
-    fields, at, end = 0, 0, len(data)
-    outer: list[tuple[int, dict[int, Any]]] = []  # ends of the messages around this one
+    model_id, fields, packed, at, end, nested = b"", 0, 0, 0, len(data), _REQUEST
+    outer: list[tuple[int, dict[int, Any]]] = []  # ends of the messages around this one, and their `nested`
     while at < end or outer:
         if at >= end:
             end, nested = outer.pop()
@@ -203,18 +229,33 @@ def _count_fields(data: bytes, nested: dict[int, Any]) -> int:
             size, at = _varint(data, at)
             if at + size > end:
                 raise DecodeError
-            if (inner := nested.get(tag >> 3)) is None:
-                at += size
-            else:
+            inner = nested.get(tag >> 3)
+            if inner is _PACKED:
+                packed += _count_packed(data[at : at + size])
+            elif inner is not None:
                 outer.append((end, nested))
                 end, nested = at + size, inner
+                continue
+            elif not outer and tag >> 3 == _MODEL_ID:
+                model_id = data[at : at + size]
+            at += size
         elif kind == _VARINT:
             _, at = _varint(data, at)
         elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
             at += 8 if kind == _EIGHT_BYTES else 4
         else:  # a group, which no message here has
             raise DecodeError
-    return fields
+    return model_id, fields, packed
+
+
+def _count_packed(data: bytes) -> int:
+    """Returns how many varints a packed field has; BatchError where they are too many."""
+    count = len(data.translate(None, _GO_ON))
+    if count > _MOST_PACKED:
+        raise BatchError(
+            f"a tensor's shape has {count} dimensions", field="data", hint="send tensors of one or two dimensions"
+        )
+    return count
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

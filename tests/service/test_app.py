@@ -297,6 +297,33 @@ def test_a_request_of_more_parts_than_there_may_be_is_refused_before_it_is_parse
         assert str(2**20) in found.json()["error"]
 
 
+def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[bytes] = []
+    parse = schema.parse_request
+
+    def parsing(data: bytes) -> Any:
+        parsed.append(data)
+        return parse(data)
+
+    monkeypatch.setattr(schema, "parse_request", parsing)
+    http = TestClient(limited(service, monkeypatch, max_body_bytes=2**22), headers={"X-API-Key": "tml-a"})
+    run = new_run(http)
+
+    def status(model: str, **inputs: Any) -> int:
+        body = zstandard.compress(message(model, 1, **inputs).SerializeToString())
+        headers = {"content-encoding": "zstd", **PROTOBUF}
+        return http.post("/api/v1/forward_backward", content=body, headers=headers).status_code
+
+    for shape in ([1] * 2**20, [2**40] * 9):  # on the wire a number takes from 1 byte to 10, in memory 8
+        assert status(run, weights=schema.Tensor(dense=b"", dtype=schema.DTYPE_FLOAT32, shape=shape)) == 400
+    assert status("nobody's") == status(run.replace("0", "1")) == 404 and parsed == []
+    assert status(run) == 200 and len(parsed) == 1
+    model_id, size = schema.scan_request(parsed[0])
+    assert model_id == run and size > len(parsed[0])
+
+
 def test_users_take_turns_where_bodies_are_parsed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
 
@@ -304,7 +331,7 @@ def test_users_take_turns_where_bodies_are_parsed(service: Service, monkeypatch:
         parsed.append(data)
         raise BatchError("no request", field="body")
 
-    monkeypatch.setattr(schema, "read_request", read)
+    monkeypatch.setattr(schema, "scan_request", read)
     sender = Sender(limited(service, monkeypatch))
 
     async def all_at_once() -> None:
