@@ -45,7 +45,8 @@ from slimefsdp.config.rollout import DataSettings
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, ModelError, SlimeError, short_repr
 
-_CHATS = ("prompt", "completion", "messages", "conversations")  # columns that may hold chat messages
+# columns that may hold chat messages, or tools, in which Arrow leaves nulls
+_CHATS = ("prompt", "completion", "messages", "conversations", "tools")
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of a chat template that says itself what the assistant wrote
 _FORMS = (

@@ -10,6 +10,7 @@ their beginning. Whatever the form, a record has the keys `prompt`, `chosen` and
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import ConfigError, short_text
 
 RESPONSES = ("chosen", "rejected")
+_SPACE = re.compile(r"\s")
 _HINT = (
     "write texts, or lists of chat messages with 'role' and 'content': the prompt and the two responses, or two whole "
     "conversations that begin alike (docs/dpo.md)"
@@ -35,7 +37,7 @@ def read_pairs(data: DataSettings, name: str) -> list[Record]:
         ConfigError: as `actors.rollout.prompts.read_data`, or a record is in none of the forms; the message names its
             place. ResourceError: the disk is full.
     """
-    rows = read_data(data, name, chats={data.prompt_column, *RESPONSES})
+    rows = read_data(data, name, chats={data.prompt_column, "tools", *RESPONSES})
     pairs = [Record(_pair_of(row, data, place, f"data.{name}"), place) for row, place in rows]
     equal = [pair for pair in pairs if pair["chosen"] == pair["rejected"]]
     if equal:
@@ -84,14 +86,18 @@ def _response_fault(row: Mapping[str, Any], given: Mapping[str, Any]) -> str | N
 
 
 def _parted(prompt: str | None, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What two whole conversations share, and what each has of its own: one message at least, or one character."""
+    """What two whole conversations share, and what each has of its own: one message at least, or one character.
+
+    Texts are parted before the space of the first word that differs, since tokenizers take a space together with the
+    word behind it. Texts that share no space, as in languages without any, are parted where they differ.
+    """
     chosen, rejected = given["chosen"], given["rejected"]
     most = max(0, min(len(chosen), len(rejected)) - 1)
     shared = next((place for place in range(most) if chosen[place] != rejected[place]), most)
     if not shared:  # what only the assistant says follows a prompt that is a text
         return (prompt if prompt is None else [{"role": "user", "content": prompt}]), given
-    if isinstance(chosen, str) and shared > 1 and chosen[shared - 1] == " ":
-        shared -= 1  # tokenizers take a space together with the word behind it
+    if isinstance(chosen, str) and (spaces := list(_SPACE.finditer(chosen, 1, shared))):
+        shared = spaces[-1].start()
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 

@@ -64,7 +64,7 @@ def read_data(data: DataSettings, name: str, *, chats: Collection[str]) -> list[
 
     Args:
         name: as `read_records`.
-        chats: columns that may hold chat messages, of which keys that Arrow added are removed.
+        chats: columns that may hold chat messages, or `tools`, of which keys that Arrow added are removed.
 
     Raises:
         As `read_records`, but for what is wrong with the form of a record.
@@ -74,7 +74,7 @@ def read_data(data: DataSettings, name: str, *, chats: Collection[str]) -> list[
     source = DataSource.of(written)
     if source.is_table:
         rows = [
-            ({key: _without_nulls(value) if key in chats else value for key, value in row.items()}, place)
+            ({key: _cleaned(key, value) if key in chats else value for key, value in row.items()}, place)
             for row, place in read_rows(source, field=field, default_split=_SPLITS[name.partition(".")[0]])
         ]
     else:
@@ -208,6 +208,17 @@ def _with_columns(row: dict[str, Any], columns: tuple[str, str], place: str, fie
         return row
     found = {name: row[column] for name, column in zip(_COLUMNS, columns, strict=True) if column in row}
     return {**{key: value for key, value in row.items() if key not in columns}, **found}
+
+
+def _cleaned(column: str, value: Any) -> Any:
+    return _without_any_null(value) if column == "tools" else _without_nulls(value)
+
+
+def _without_any_null(value: Any) -> Any:
+    """A value without the keys that are null in it, however deep: Arrow gives all tools the parameters of each."""
+    if isinstance(value, dict):
+        return {key: _without_any_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_any_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _without_nulls(prompt: Any) -> Any:

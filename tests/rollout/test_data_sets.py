@@ -12,8 +12,10 @@ import pytest
 
 from actors.rollout import data_sets
 from actors.rollout.data_sets import DataSource
+from actors.rollout.demonstrations import read_demonstrations
+from actors.rollout.preferences import read_pairs
 from actors.rollout.prompt_files import with_data_commits
-from actors.rollout.prompts import PromptStream, digest_of, place_of, read_jsonl, read_records
+from actors.rollout.prompts import PromptStream, Record, digest_of, place_of, read_jsonl, read_records
 from actors.run_dir import RunFolder
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.rollout import DataSettings
@@ -307,6 +309,17 @@ def test_chat_messages_have_the_keys_that_they_were_written_with(tmp_path: Path)
     ]
     path = write_parquet(tmp_path / "x.parquet", [{"question": chat}])
     assert records(path) == [{"prompt": chat}]
+
+
+@pytest.mark.parametrize("read", [read_demonstrations, read_pairs])
+def test_tools_have_the_parameters_that_they_were_written_with(
+    tmp_path: Path, read: Callable[[DataSettings, str], list[Record]]
+) -> None:
+    tools = [{"name": name, "parameters": {name: {"type": "string"}}} for name in ("f", "g")]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    row = {"messages": chat, "tools": tools, "prompt": "a", "chosen": "b", "rejected": "c"}
+    path = write_parquet(tmp_path / "x.parquet", [row])
+    assert read(DataSettings(train=path), "train")[0]["tools"] == tools
 
 
 def test_what_cannot_be_read_or_holds_nothing_is_named(tmp_path: Path) -> None:

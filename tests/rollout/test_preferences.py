@@ -56,6 +56,13 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"chosen": "Q: x A: yes", "rejected": "Q: x A: no"},
         {"prompt": "Q: x A:", "chosen": " yes", "rejected": " no"},
     ),
+    "whole texts that part inside of a word": (
+        {"chosen": "Q: x A: yes it", "rejected": "Q: x A: yesterday"},
+        {"prompt": "Q: x A:", "chosen": " yes it", "rejected": " yesterday"},
+    ),
+    "whole texts without spaces": (
+        {"chosen": "xyz1", "rejected": "xyz2"}, {"prompt": "xyz", "chosen": "1", "rejected": "2"},
+    ),
 }  # fmt: skip
 
 
