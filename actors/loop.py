@@ -407,7 +407,7 @@ class RolloutLoop:
         num_idle = sum(row.get("updates") == 0 and "critic/updates" not in row for row in rows)
         idle = f" ({num_idle} of them without an update)" if num_idle else ""
         return (
-            f"{config.algorithm_title} on {config.ranks} FSDP2 ranks: {what} "
+            f"{config.algorithm_title} on {config.ranks} FSDP2 rank{'s' * (config.ranks != 1)}: {what} "
             f"in {config.run.steps} steps{idle}, {seconds:.0f} s; curves in {Path(str(config.run.dir)) / CURVES}"
             + (f"; model in {config.run.export_dir}" if config.run.export_dir else "")
         )

@@ -103,9 +103,13 @@ def check_command(options: argparse.Namespace) -> int:
         )
     if config is not None and not options.json:
         print("\n".join(["", *(f"not here  {one}" for one in absent)]))
+        lacks_data = any(one.field.startswith("data.") for one in absent)
+        rewards_by = config.rollout.reward or config.rollout.environment
+        untried = config.rewards_by.partition(".")[2] if lacks_data and rewards_by else ""
         print(
             "these settings are fine"
             + (" once that is here" if absent else "")
+            + (f" (the {untried} was not tried)" if untried else "")
             + ("" if refusal is None else f" for a loop of your own; `slimefsdp train` would refuse them: {refusal}")
         )
     return 0

@@ -30,8 +30,8 @@ def curves_command(options: argparse.Namespace) -> int:
     run_dir: Path = options.run_dir
     rows = read_metrics(run_dir)
     if not rows:
-        problem = f"{run_dir} has no metrics yet: no step has ended"
-        raise ConfigError(problem, field="RUN_DIR", hint="wait for the first step")
+        problem = f"{run_dir} has no metrics: no step is finished there yet, or it is no run.dir"
+        raise ConfigError(problem, field="RUN_DIR", hint="wait for the first step, or name the run.dir of a run")
     try:
         config = load_config(run_dir / _SETTINGS)
         title, heldout_sets = f"{run_dir.resolve().name}: {config.algorithm_title}", tuple(config.data.heldout_sets)

@@ -100,7 +100,9 @@ class EmbeddedEngine(Engine):
         with self._before_the_next_token():
             if self._receiver.version is None and not self._receiver.is_receiving:
                 raise StateError(
-                    "the engine has no committed weights", field="update_weights", hint="call update_weights first"
+                    "the engine has no committed weights",
+                    field="update_weights",
+                    hint="call engines.update_from(group) first",
                 )
             for place, request in enumerate(requests):
                 self._calls[self._sampler.add(request.prompt, request.samples, request.params)] = (call, place)

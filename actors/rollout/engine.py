@@ -157,7 +157,7 @@ class EnginePool(EndsWithBlock):
         self._watchdog = Watchdog(engines, Limits.of(config), kind="engine")
         ready = [engines[index].keep_stacks.remote(config.run.dir, f"engine_{index}") for index in indices]
         infos = [engines[index].info.remote() for index in indices]
-        with stage(f"starting {len(ready)} engines", answered(infos)):
+        with stage(f"starting {len(ready)} engine{'s' * (len(ready) != 1)}", answered(infos)):
             for index, *refs in zip(indices, ready, infos, strict=True):
                 with _errors_of(index, "info"):
                     _, info = (

@@ -274,7 +274,7 @@ def _checked_scores(scores: Any, name: str, record: Mapping[str, Any]) -> Scores
             problem = f"{name} returned {short_repr(key)}: {short_repr(value)}"
             raise failed_reward(problem, record, "return finite numbers only, under short names")
         if key in RESERVED:
-            problem = f"{name} returned a score called {key}, under which something else is logged"
+            problem = f"{name} returned a score called {key}, and a run logs something of its own under this name"
             raise failed_reward(problem, record, "return it under another name")
         numbers[key] = number
     return numbers

@@ -147,4 +147,5 @@ def _scores_text(one: ScoredSample) -> str:
 
 
 def _length_text(one: ScoredSample) -> str:
-    return f"{one.sample.response_length} tokens, {'ended' if one.sample.finished else 'cut'}"
+    tokens = one.sample.response_length
+    return f"{tokens} token{'s' * (tokens != 1)}, {'ended' if one.sample.finished else 'cut'}"

@@ -104,7 +104,9 @@ class Versions:
                     return len(self.commits) - 1
                 if not self._is_updating:
                     raise StateError(
-                        "the engine has no committed weights", field="update_weights", hint="call update_weights first"
+                        "the engine has no committed weights",
+                        field="update_weights",
+                        hint="call engines.update_from(group) first",
                     )
                 if time.monotonic() > deadline:
                     raise StateError(

@@ -77,7 +77,8 @@ class CallFuture(Awaitable):
         self.running = Running(name, dict(self._ranks), timeout_s, watchdog, began, behind, setting)
 
     def __repr__(self) -> str:
-        return f"CallFuture({self.running.name} on {len(self._refs)} rank{'s' * (len(self._refs) != 1)})"
+        ended = "" if self.running.pending else ", ended"  # as when last looked
+        return f"CallFuture({self.running.name} on {len(self._refs)} rank{'s' * (len(self._refs) != 1)}{ended})"
 
     def has_ended(self) -> bool:
         """Whether all ranks have answered, whatever they said; waits for none."""

@@ -215,6 +215,9 @@ class WorkerGroup(EndsWithBlock, GroupCalls):
                 answers.append(error)
         return answers
 
+    def __repr__(self) -> str:
+        return super().__repr__() if self._workers else f"{super().__repr__()[:-1]}, shut down)"
+
     def shutdown(self) -> None:
         """Ends all processes of the group, its critic and its reference group, after saves in the background.
 
@@ -398,7 +401,7 @@ def _start_ranks(config: RunConfig, role: Role, places: PlacementGroups) -> tupl
             workers.append(actor_class.options(**actor_options(placement, rank, gpus)).remote(rank, ranks))
         watchdog = Watchdog(workers, Limits.of(config))
         ready = [worker.__ray_ready__.remote() for worker in workers]
-        with stage(f"starting {ranks} processes of role {role}", answered(ready)):
+        with stage(f"starting {ranks} process{'es' * (ranks != 1)} of role {role}", answered(ready)):
             _launched(ready, watchdog, timeout_s, began)
         address, port = _launched([workers[0].free_address.remote()], watchdog, timeout_s, began)
         starts = [worker.start.remote(config, role, address, port) for worker in workers]

@@ -55,7 +55,7 @@ def load_function(
         raise ConfigError(
             f"module {module_name!r} of {name!r} cannot be imported: {type(error).__name__}: {error}",
             field=field,
-            hint=_way_to(module_name, function_name),
+            hint=_way_to(module_name, function_name, error),
         ) from error
     try:
         function: Callable[..., Any] = getattr(module, function_name)
@@ -97,11 +97,15 @@ def imported(name: str) -> ModuleType:
     return module
 
 
-def _way_to(module_name: str, function_name: str) -> str:
+def _way_to(module_name: str, function_name: str, error: BaseException) -> str:
+    also = f", or install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
     if module_name.endswith(".py"):
-        return (
-            "name a file by its path from the settings file's folder or from the present one, and correct what it says"
-        )
+        if Path(module_name).is_file():
+            return f"correct the file{also}"
+        return "name a file by its path from the settings file's folder or from the present one; neither has it"
+    is_missing = isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}.")
+    if not (is_missing or module_name.startswith(".")):  # such as ./rewards without its .py
+        return f"correct the module{also}"
     file = f"{module_name.replace('.', '/')}.py"
     here = (
         f"write {file}:{function_name} for the file here"

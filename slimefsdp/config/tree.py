@@ -117,8 +117,8 @@ class RunConfig(AlgorithmSettings):
         for name in _changed(rollout, (*of_rewards, "overlong_buffer_tokens")):
             raise ValueError(
                 f"rollout.{name}={getattr(rollout, name)} is of a reward function, and "
-                f"rollout.environment={rollout.environment} gives the rewards; remove one of them, or set those of "
-                "the section environment"
+                f"rollout.environment={rollout.environment} gives the rewards; remove rollout.{name}, or give it to "
+                "the environment under environment.arguments"
             )
         most = self.environment.max_tokens
         if most is not None and not rollout.max_new_tokens < most <= self.max_pack_tokens:

@@ -105,7 +105,7 @@ class RolloutBatch:
         given = [name for name in named if getattr(self, name) is not None]
         scalars = [f"{name}={value}" for name in SCALARS if (value := getattr(self, name)) is not None]
         samples = f"{self.num_samples} sample{'s' * (self.num_samples != 1)}"
-        tokens = f"{len(self.tokens)} tokens, {self.num_response_tokens} of them responses'"
+        tokens = f"{len(self.tokens)} tokens, {self.num_response_tokens} of them in responses"
         return f"RolloutBatch({', '.join([samples, tokens, *given, *scalars])})"
 
     def __post_init__(self) -> None:

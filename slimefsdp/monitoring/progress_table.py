@@ -24,6 +24,7 @@ class Column:
     metric: str
     spec: str = ".3f"
     instead: str | None = None  # shown of a row without the metric
+    is_optional: bool = False  # has no place in the first header: many runs never have the metric
 
     @property
     def width(self) -> int:
@@ -38,7 +39,7 @@ class Column:
 
 GRPO_COLUMNS = (
     Column("reward", "rollout/reward"),
-    Column("exact", "rollout/exact"),
+    Column("exact", "rollout/exact", is_optional=True),
     Column("held-out", "eval/exact", instead="eval/reward"),
     Column("loss", "loss", ".4f"),
     Column("entropy", "entropy"),
@@ -119,7 +120,8 @@ class ProgressTable:
         """Those to show from this row on."""
         self._known |= {column for column in self._columns if column.value(metrics) is not None}
         if not self._recent_seconds or not self._known:
-            return self._columns  # an evaluation before the first step says nothing about the columns of steps
+            # an evaluation before the first step says nothing about the columns of steps
+            return tuple(column for column in self._columns if column in self._known or not column.is_optional)
         return tuple(column for column in self._columns if column in self._known)
 
     def _print_header(self) -> None:

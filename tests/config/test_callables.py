@@ -71,8 +71,8 @@ def test_a_function_or_anything_that_can_be_called_is_given_as_it_is() -> None:
         ("no_such_module:f", ["'no_such_module:f'", "ModuleNotFoundError"], "PYTHONPATH"),
         ("package_of_own.no_such:f", ["'package_of_own.no_such:f'", "ModuleNotFoundError"], "PYTHONPATH"),
         ("needs_another:f", ["ModuleNotFoundError", "'no_such_package_at_all'"], "install"),
-        ("raises_at_once:f", ["'raises_at_once:f'", "RuntimeError: no licence"], "PYTHONPATH"),
-        ("wrong_syntax:f", ["'wrong_syntax:f'", "SyntaxError"], "PYTHONPATH"),
+        ("raises_at_once:f", ["'raises_at_once:f'", "RuntimeError: no licence"], "correct the module"),
+        ("wrong_syntax:f", ["'wrong_syntax:f'", "SyntaxError"], "correct the module"),
         ("package_of_own.inner:triple", ["'package_of_own.inner'", "'triple'"], ""),
         ("package_of_own.inner:number", ["'package_of_own.inner:number'", "int"], ""),
     ],
@@ -105,8 +105,13 @@ def test_a_module_that_is_a_file_here_is_told_how_to_be_named(tmp_path: Path, mo
         monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder not in ("", str(tmp_path))])
         load_function("file_of_here:f", field="a.b", example="m:f")
     assert "file_of_here.py:f" in str(caught.value.hint)
-    with refused(ConfigError, "a.b", "none.py", "FileNotFoundError"):
+    with refused(ConfigError, "a.b", "none.py", "FileNotFoundError") as caught:
         load_function("none.py:f", field="a.b", example="m:f")
+    assert "settings file" in str(caught.value.hint)
+    (tmp_path / "wrong.py").write_text("def f(")
+    with refused(ConfigError, "a.b", "wrong.py", "SyntaxError") as caught:
+        load_function("wrong.py:f", field="a.b", example="m:f")
+    assert "correct the file" in str(caught.value.hint)
 
 
 TAKES = ("tokens", "options")
