@@ -37,7 +37,7 @@ from slimefsdp.sampling.requests import SamplingStats
 
 _MISSING_S = 60.0  # clients try to send a part again for half a minute before they send the next one
 _MOST_LR = 1000.0  # AdamW moves a weight by about as much: no finite gradients lead to an infinite weight from there
-_LEAST_EPS = 1e-30  # below the smallest normal float32 it is 0, and 0 / 0 where there is no gradient
+_LEAST_EPS = 1e-15  # AdamW divides by it alone where the second moment has decayed to 0 and the first has not
 _REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
 
 
@@ -326,7 +326,7 @@ class Service:
             run.has_gradients = False
             if metrics["skipped_update"]:
                 raise StateError(
-                    "the gradients are not finite, and no update was made",
+                    "the gradients are not finite, or their squares are not in float32, and no update was made",
                     field="optim_step",
                     hint="lower the learning rate, or look at the data",
                 )
@@ -525,11 +525,11 @@ def _update_settings(asked: wire.AdamParams) -> UpdateSettings:
     """What a client asks an update for.
 
     Raises:
-        ConfigError: a value is not in its range, or may make weights infinite or NaN though the gradients are finite.
+        ConfigError: a value is not in its range, or makes weights infinite or NaN of usual gradients.
     """
     bounds = {
         "learning_rate": (asked.learning_rate, asked.learning_rate <= _MOST_LR, f"{_MOST_LR:g} at most"),
-        "eps": (asked.eps, asked.eps >= _LEAST_EPS, f"{_LEAST_EPS:g} at least, which float32 tells from 0"),
+        "eps": (asked.eps, asked.eps >= _LEAST_EPS, f"{_LEAST_EPS:g} at least"),
         "weight_decay": (
             asked.weight_decay,
             asked.learning_rate * asked.weight_decay <= 1,

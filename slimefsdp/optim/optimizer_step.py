@@ -1,5 +1,7 @@
 """One optimiser update: gradients are clipped by their global norm, or the update is skipped where that is not finite.
 
+It is also skipped where the clipped norm's square is not finite in float32.
+
 `OptimizerStep` keeps the schedule's place and the counters; the norms it looks at and the loss scale that float16
 needs follow below it.
 """
@@ -24,6 +26,8 @@ from slimefsdp.errors import ConfigError, StateError
 from slimefsdp.optim.optimizer import update_shards
 from slimefsdp.results import GradientHealth
 from slimefsdp.rpc import UpdateSettings
+
+_LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)  # AdamW's second moment would be infinite ever after
 
 
 class OptimizerStep:
@@ -129,11 +133,13 @@ class OptimizerStep:
             raise StateError(message, field="optimizer_step", hint="call forward_backward first")
         lr, loss_scale = self.next_lr if own.lr is None else own.lr, self.loss_scale
         squares = squared_norms(self._parameters, group)
-        self.health = gradient_health(self._names, squares, loss_scale=loss_scale, update=self.updates_taken)
+        most = self._max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
+        self.health = gradient_health(
+            self._names, squares, loss_scale=loss_scale, update=self.updates_taken, max_grad_norm=most
+        )
         norm, is_skipped = self.health.norm, self.health.is_skipped
         if not is_skipped:
             # unscaled and clipped in one pass; the scale is a power of two, so the order rounds nothing
-            most = self._max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
             factor = (min(1.0, most / max(norm, 1e-300)) if most else 1.0) / loss_scale
             for parameter_group, built in zip(self.optimizer.param_groups, self._built, strict=True):
                 parameter_group.update(_of_group(built, own), lr=lr * built["lr_ratio"])
@@ -332,7 +338,7 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
 
 
 def gradient_health(
-    names: Sequence[str], squares: Sequence[float], *, loss_scale: float, update: int
+    names: Sequence[str], squares: Sequence[float], *, loss_scale: float, update: int, max_grad_norm: float = 0.0
 ) -> GradientHealth:
     """The report on gradients whose squared norms are `squares`.
 
@@ -340,6 +346,7 @@ def gradient_health(
         names: of the parameters, in model order.
         squares: as `squared_norms` returns them, for gradients that are `loss_scale` times too large.
         update: updates taken so far.
+        max_grad_norm: what the norm is clipped to; 0: it is not clipped.
     """
     groups: dict[str, float] = {}
     for name, square in zip(names, squares, strict=True):
@@ -347,12 +354,13 @@ def gradient_health(
         groups[group] = groups.get(group, 0.0) + square
     first_nonfinite = next((n for n, square in zip(names, squares, strict=True) if not math.isfinite(square)), None)
     norm = math.sqrt(sum(squares)) / loss_scale
+    clipped = min(norm, max_grad_norm) if max_grad_norm else norm
     return GradientHealth(
         update=update,
         norm=norm,
         group_norms={group: math.sqrt(square) / loss_scale for group, square in groups.items()},
         first_nonfinite=first_nonfinite,
-        is_skipped=not math.isfinite(norm),
+        is_skipped=not math.isfinite(norm) or clipped > _LARGEST_NORM,
     )
 
 

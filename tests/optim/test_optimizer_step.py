@@ -199,6 +199,16 @@ def test_where_no_scale_is_to_blame_skips_count_and_the_error_names_the_paramete
         assert result["scale"] == 1.0
 
 
+def takes_large(rank: int, max_norm: float) -> list[float]:
+    one = Rank(max_grad_norm=max_norm)
+    return [one.step(0, spoil=("lm_head.weight", 0, value))["skipped_update"] for value in (1e19, 1e20)]
+
+
+def test_gradients_that_float32_cannot_square_are_skipped_unless_they_are_clipped(ranks: RankPool) -> None:
+    for max_norm, skipped in ((0.0, [0.0, 1.0]), (1.0, [0.0, 0.0])):
+        assert ranks.run(1, takes_large, max_norm) == [skipped]
+
+
 def resumed(rank: int) -> tuple[list[Any], list[Any], dict[str, Any]]:
     """Six updates in one go, and the same with a change of process after the second."""
     spoiled = {3: ("lm_head.weight", 0, float("inf"))}

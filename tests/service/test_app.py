@@ -723,6 +723,7 @@ def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherw
         {"learning_rate": 1e308},
         {"learning_rate": 1e30},
         {"eps": 1e-300},
+        {"eps": 1e-16},
         {"weight_decay": 1e308},
         {"learning_rate": 0.5, "weight_decay": 3.0},
     ],
