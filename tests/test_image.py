@@ -92,6 +92,7 @@ def test_every_service_runs_what_is_in_the_image(name: str, service: dict[str, A
     default = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", json.dumps(service))
     filled = json.loads(default)
     assert filled["build"]["target"] in {step.stage for step in steps()}
+    assert service["image"].endswith(service["build"]["target"]), "images of two targets have two names"
     assert filled["user"] in [step.rest for step in chain(filled["build"]["target"]) if step.word == "USER"]
     program, *arguments = filled["entrypoint"] + filled["command"]
     if program == "slimefsdp":

@@ -77,7 +77,7 @@ class Checked:
     """Settings with which a run can start, with folders of this machine for models of the hub and commits for data.
 
     Args:
-        prompts: the records that are short enough; none where data is absent.
+        prompts: the records that are short enough; where data is absent, those of data.train as they are, if any.
         sets: of these records.
         absent: what a run needs that is not on this machine yet; nothing where a run starts.
     """
@@ -112,15 +112,15 @@ def check_before_launch(config: RunConfig, *, only_looks: bool = False, has_rank
                 require_reader(DataSource.of(named), field)
             config = with_data_commits(with_model_folders(config))
         prompts = _checked_but_lengths(config, absent, takes_folder=not only_looks, has_ranks=has_ranks)
-    sets: list[RecordSet] = []
-    if not _is_absent(absent, "data."):
-        if not is_shape(config.model.path):  # which has no tokenizer
-            prompts = without_overlong(config, prompts)  # last: it takes seconds
-            config = with_steps_left(config, prompts)
-            try_environment(config, prompts)
+    has_data = not _is_absent(absent, "data.")
+    if has_data and not is_shape(config.model.path):  # which has no tokenizer
+        prompts = without_overlong(config, prompts)  # last: it takes seconds
+        config = with_steps_left(config, prompts)
+        try_environment(config, prompts)
+    if not _is_absent(absent, "data.train"):
         try_reward(config, prompts)
-        sets = record_sets(config.data, prompts.heldout, prompts.train)
-        warn_of_shared_prompts(sets)
+    sets = record_sets(config.data, prompts.heldout, prompts.train) if has_data else []
+    warn_of_shared_prompts(sets)
     if only_looks:
         _check_leftovers(config)  # who only looks is told of everything else that is wrong first
     return Checked(config, prompts, sets, absent)
@@ -150,10 +150,9 @@ def _checked_but_lengths(
     if not is_shape(config.model.path):
         check_tokenizer(config.model.path)
     if _is_absent(absent, "data."):
-        prompts = Prompts([], {})
-        for field in config.data.sources:
-            if not _is_absent(absent, field):
-                read_set(config, field)
+        present = [field for field in config.data.sources if not _is_absent(absent, field)]
+        found = {field: read_set(config, field) for field in present}
+        prompts = Prompts(found.get("data.train", []), {})
     else:
         prompts = read_prompts(config)
     if config.batch.cost_model is not None:

@@ -133,6 +133,19 @@ def test_what_is_wrong_is_told_although_other_things_are_not_here_yet(fresh: Pat
     assert cli.main(["train", str(preset), "--dry-run", override]) == status
 
 
+def test_a_reward_is_tried_on_records_that_are_here_although_those_to_evaluate_with_are_not(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(preflight, "try_reward", lambda _, prompts: tried.append(prompts.train[0]["prompt"]))
+    (fresh / "mine.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    own = ["data.train=mine.jsonl", "data.prompt_column=null", "data.answer_column=null"]
+    preset = str(ROOT / "configs/qwen3_0.6b_grpo_1gpu.yaml")
+    assert cli.main(["check", preset, "data.heldout=owner/test", *own]) == 0
+    assert cli.main(["check", preset]) == 0
+    assert tried == ["1 + 1"]
+
+
 def test_a_file_that_a_script_has_not_made_is_missing(fresh: Path) -> None:
     (fresh / "data/sort_digits").mkdir(parents=True)
     assert cli.main(["check", str(ROOT / "configs/sort_digits_sft.yaml")]) == 4
