@@ -44,8 +44,8 @@ def plan_table(
     micro_batches = _range([update.micro_batches for update in updates])
     repeated = f", {config.loss.epochs} times over" if config.loss.epochs > 1 else ""
     lines = [
-        f"mesh      {mesh.ranks} ranks = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x cp {mesh.cp}; packs of at "
-        f"most {config.max_pack_tokens:,} tokens",
+        f"mesh      {mesh.ranks} rank{'s' * (mesh.ranks != 1)} = dp_replicate {mesh.dp_replicate} x dp {mesh.dp} x "
+        f"cp {mesh.cp}; packs of at most {config.max_pack_tokens:,} tokens",
         f"model     {_count(model_spec.parameters)} parameters: {model_spec.layers} layers of {model_spec.hidden}, "
         f"{model_spec.heads} heads over {model_spec.kv_heads} key heads",
         *([] if adapters is None else [_adapters_line(config, adapters)]),
@@ -53,7 +53,8 @@ def plan_table(
         *_batch_lines(config, found, batch),
         f"schedule  {len(updates)} update{'s' * (len(updates) > 1)} of {samples} samples, micro-batches per "
         f"data rank: {micro_batches}{repeated}",
-        f"tokens    {fewest:,} to {most:,} on a rank (mean {mean:,.0f}), at most {found.most_tokens_at_once:,} at once",
+        f"tokens    {fewest:,} to {most:,} of a step on a rank (mean {mean:,.0f}), at most "
+        f"{found.most_tokens_at_once:,} at once",
         "",
         "imbalance, slowest over mean (time and work are estimates)",
         *_rows(

@@ -386,7 +386,9 @@ def check_models(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
         check_kernel(config.attention.kernel, shape, deterministic=config.run.deterministic)
         choice = choose_strategy(config.attention.strategy, shape, config.mesh.cp)
         if config.mesh.cp > 1:
-            print(f"attention of {folder.path} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
+            # of a shape, which lies in a folder of this package, its id
+            named = "/".join(folder.path.parts[-2:]) if is_shape(folder.path) else folder.path
+            print(f"attention of {named} over {config.mesh.cp} ranks by {choice}", file=sys.stderr)
         if field == "model.path" and folder.has_weights and config.lora.path is not None:
             shapes = {name: entry.shape for name, entry in folder.tensors.items()}
             read_peft_folder(config.lora.path).check_base(shapes, folder.path)

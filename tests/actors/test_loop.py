@@ -82,7 +82,7 @@ def test_a_run_leaves_metrics_curves_events_and_checkpoints(whole_run: tuple[Run
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert any(file.stat().st_size > 1000 for file in (folder / "tensorboard").glob("events*"))
     assert sorted(path.name for path in (folder / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
-    assert closing.startswith("GRPO on 1 FSDP2 ranks: held-out sampled exact 0.000 -> ") and "4 steps" in closing
+    assert closing.startswith("GRPO on 1 FSDP2 rank: held-out sampled exact 0.000 -> ") and "4 steps" in closing
 
 
 def test_engines_keep_their_weights_until_they_are_due_or_evaluated(cluster: None, make_run: Any) -> None:
