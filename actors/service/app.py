@@ -49,6 +49,8 @@ _JSON_BYTES, _BYTES_A_TOKEN = 1 << 20, 12
 _FREE_BYTES = 1 << 14  # of each body, which are not counted: heartbeats and polls have fewer
 _PIECE_BYTES = 1 << 10  # of zstd, which become 32 MiB at most: its shortest block has 4 bytes and becomes 128 KiB
 _ANSWERED_AT_THE_END = "retrieve_future"  # what was taken is finished, and its answers are fetched
+_SAMPLES_END_S = 10.0  # for samples that were taken, when the server ends
+_FETCH_S = 5.0  # for clients to fetch what was finished then
 _ENDING = "the server is ending: send it again to the next one"
 
 
@@ -188,12 +190,22 @@ class _Api:
             await self.end()
 
     async def end(self) -> None:
-        """Refuses what comes from now on, finishes what was taken, saves every run, and lets nobody wait any longer."""
+        """Refuses what comes from now on, finishes what was taken, saves every run, and lets nobody wait any longer.
+
+        Samples have some seconds to be finished, and clients some more to fetch what they are waiting for.
+        """
         if self._has_ended:
             return
         self._has_ended = self._service.is_ending = True
         _cut(self._receiving)
-        await asyncio.to_thread(self._service.close)
+        taken = self._service.results.unanswered()
+        closing = asyncio.create_task(asyncio.to_thread(self._service.close))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_SAMPLES_END_S)
+        await closing
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FETCH_S):
+                await asyncio.gather(*(one.fetched.wait() for one in taken if one.ended is not None))
         _cut(self._polling)
         self._parsing.shutdown(wait=False)
 
@@ -456,6 +468,7 @@ class _Api:
         if answer is None:
             waiting = {"type": "try_again", "request_id": result.id, "queue_state": "active"}
             return JSONResponse(waiting, status_code=408)
+        result.fetched.set()
         if isinstance(answer, bytes):
             return Response(answer, media_type=_PROTOBUF)
         return JSONResponse(answer)
