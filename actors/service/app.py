@@ -241,7 +241,9 @@ class _Api:
         """
         headers = request.headers
         host, origin, kind = headers.get("host"), headers.get("origin"), headers.get("content-type", "")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+            raise Refused(400, "both Content-Length and Transfer-Encoding are given: send one of them")
+        if origin is not None and _netloc(origin) != host:
             raise Refused(403, f"this is a request of a page of {origin[:200]!r}, which is another site")
         if not self._users.have_keys and host is not None and not _is_address(host, self._service.config.service.host):
             raise Refused(403, f"Host {host[:200]!r} is a name: use an IP address or localhost, or service.api_key_env")
@@ -595,6 +597,14 @@ def _cut(deadlines: set[asyncio.Timeout]) -> None:
 
 def _counted(size: int) -> int:
     return max(0, size - _FREE_BYTES)
+
+
+def _netloc(origin: str) -> str | None:
+    """Returns an origin's host with its port; None: it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _is_address(host: str, listening_at: str) -> bool:
