@@ -49,6 +49,8 @@ _JSON_BYTES, _BYTES_A_TOKEN = 1 << 20, 12
 _FREE_BYTES = 1 << 14  # of each body, which are not counted: heartbeats and polls have fewer
 _PIECE_BYTES = 1 << 10  # of zstd, which become 32 MiB at most: its shortest block has 4 bytes and becomes 128 KiB
 _ANSWERED_AT_THE_END = "retrieve_future"  # what was taken is finished, and its answers are fetched
+_SAMPLES_END_S = 10.0  # for samples that were taken, when the server ends
+_FETCH_S = 5.0  # for clients to fetch what was finished then
 _ENDING = "the server is ending: send it again to the next one"
 
 
@@ -188,12 +190,22 @@ class _Api:
             await self.end()
 
     async def end(self) -> None:
-        """Refuses what comes from now on, finishes what was taken, saves every run, and lets nobody wait any longer."""
+        """Refuses what comes from now on, finishes what was taken, saves every run, and lets nobody wait any longer.
+
+        Samples have some seconds to be finished, and clients some more to fetch what they are waiting for.
+        """
         if self._has_ended:
             return
         self._has_ended = self._service.is_ending = True
         _cut(self._receiving)
-        await asyncio.to_thread(self._service.close)
+        taken = self._service.results.unanswered()
+        closing = asyncio.create_task(asyncio.to_thread(self._service.close))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_SAMPLES_END_S)
+        await closing
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FETCH_S):
+                await asyncio.gather(*(one.fetched.wait() for one in taken if one.ended is not None))
         _cut(self._polling)
         self._parsing.shutdown(wait=False)
 
@@ -229,7 +241,9 @@ class _Api:
         """
         headers = request.headers
         host, origin, kind = headers.get("host"), headers.get("origin"), headers.get("content-type", "")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+            raise Refused(400, "both Content-Length and Transfer-Encoding are given: send one of them")
+        if origin is not None and _netloc(origin) != host:
             raise Refused(403, f"this is a request of a page of {origin[:200]!r}, which is another site")
         if not self._users.have_keys and host is not None and not _is_address(host, self._service.config.service.host):
             raise Refused(403, f"Host {host[:200]!r} is a name: use an IP address or localhost, or service.api_key_env")
@@ -456,6 +470,7 @@ class _Api:
         if answer is None:
             waiting = {"type": "try_again", "request_id": result.id, "queue_state": "active"}
             return JSONResponse(waiting, status_code=408)
+        result.fetched.set()
         if isinstance(answer, bytes):
             return Response(answer, media_type=_PROTOBUF)
         return JSONResponse(answer)
@@ -582,6 +597,14 @@ def _cut(deadlines: set[asyncio.Timeout]) -> None:
 
 def _counted(size: int) -> int:
     return max(0, size - _FREE_BYTES)
+
+
+def _netloc(origin: str) -> str | None:
+    """Returns an origin's host with its port; None: it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _is_address(host: str, listening_at: str) -> bool:

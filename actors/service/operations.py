@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -70,6 +71,17 @@ class Metrics:
         return bytes(generate_latest(self.registry))
 
 
+class _LogFile(RotatingFileHandler):
+    """Says once that a line could not be written, as on a full disk, and not for each request."""
+
+    _has_failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            print(f"{self.baseFilename} lacks requests: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+
 class RequestLog:
     """JSON lines in a file that is kept small: when, what, for which run, how it ended, and how long it took."""
 
@@ -78,7 +90,7 @@ class RequestLog:
         self._logger = logging.getLogger(f"slimefsdp.service.{id(self)}")
         self._logger.setLevel(logging.INFO)
         self._logger.propagate = False
-        self._handler = RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, delay=True)
+        self._handler = _LogFile(path, maxBytes=_LOG_BYTES, backupCount=_LOG_FILES, delay=True)
         self._logger.addHandler(self._handler)
 
     def write(self, path: str, status: int, seconds: float, **ids: str | None) -> None:

@@ -43,14 +43,17 @@ class Result:
     Args:
         owner: the id of the user who asked.
         on_end: is called once, when the answer is there.
+
+    `fetched` is set when a client has been given the answer.
     """
 
-    __slots__ = ("_future", "_on_end", "ended", "id", "owner")
+    __slots__ = ("_future", "_on_end", "ended", "fetched", "id", "owner")
 
     def __init__(self, owner: str, on_end: Callable[[Result], None]) -> None:
         self.id = uuid.uuid4().hex
         self.owner = owner
         self.ended: float | None = None  # of time.monotonic
+        self.fetched = asyncio.Event()
         self._future: Future[Answer] = Future()
         self._on_end = on_end
 
@@ -196,6 +199,11 @@ class Results:
         """None where there never was one, or is none any more."""
         with self._lock:
             return self._results.get(key)
+
+    def unanswered(self) -> list[Result]:
+        """Returns the results that have no answer yet."""
+        with self._lock:
+            return [one for one in self._results.values() if one.ended is None]
 
     def forget_old(self) -> None:
         """To be called now and then; it looks at no more of them than it forgets."""

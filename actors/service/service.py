@@ -38,6 +38,7 @@ from slimefsdp.sampling.requests import SamplingStats
 _MISSING_S = 60.0  # clients try to send a part again for half a minute before they send the next one
 _MOST_LR = 1000.0  # AdamW moves a weight by about as much: no finite gradients lead to an infinite weight from there
 _LEAST_EPS = 1e-15  # AdamW divides by it alone where the second moment has decayed to 0 and the first has not
+_SHOWN = 200  # characters of an id that is not known, which has any length
 _REMEMBERED = 4096  # requests of a sampler that get their answer again when they are sent again
 
 
@@ -159,7 +160,7 @@ class Service:
         """
         session = self.sessions.get(key)
         if session is None or not user.owns(session.owner):
-            raise NotFound(f"session {key} has ended", is_gone=True)
+            raise NotFound(f"session {key[:_SHOWN]} has ended", is_gone=True)
         session.seen = time.monotonic()
         return session
 
@@ -289,7 +290,7 @@ class Service:
         """
         run = self.runs.get(key)
         if run is None or not user.owns(run.owner):
-            raise NotFound(f"there is no training run {key}")
+            raise NotFound(f"there is no training run {key[:_SHOWN]}")
         if run.session in self.sessions:
             self.sessions[run.session].seen = time.monotonic()
         return run
@@ -406,6 +407,7 @@ class Service:
 
         Raises:
             CheckpointError: there are no such weights. ConfigError: another base, or a checkpoint to train from.
+            StateError: its number is that of a client of other weights.
         """
         session = self.session(body.session_id, user)
         version = None
@@ -424,8 +426,12 @@ class Service:
         else:
             raise ConfigError("neither model_path nor base_model is given", field="base_model", hint="give one")
         key = f"{session.id}:sample:{body.sampling_session_seq_id}"
-        sampler = SamplerSession(key, session.id, session.owner, version, body.model_path)
-        return self.samplers.sessions.setdefault(key, sampler)
+        made = SamplerSession(key, session.id, session.owner, version, body.model_path)
+        known = self.samplers.sessions.setdefault(key, made)
+        require_same_kind(
+            "sampling_session_seq_id", body.sampling_session_seq_id, _weights_of(known), _weights_of(made)
+        )
+        return known
 
     def keep_sampler(self, sampler: SamplerSession) -> None:
         """Has a sampling client go on at the next start, unless its weights have no name; writes to the disk."""
@@ -444,7 +450,7 @@ class Service:
         """
         sampler = self.samplers.sessions.get(key)
         if sampler is None or not user.owns(sampler.owner):
-            raise NotFound(f"there is no sampler {key}")
+            raise NotFound(f"there is no sampler {key[:_SHOWN]}")
         if sampler.session in self.sessions:
             self.sessions[sampler.session].seen = time.monotonic()
         return sampler
@@ -515,6 +521,13 @@ class Service:
         if name not in known:
             problem = f"base_model={name!r}, and this server has {self.model_name}"
             raise ConfigError(problem, field="base_model", hint="name that one")
+
+
+def _weights_of(sampler: SamplerSession) -> str:
+    """Returns which weights a sampling client was made for, in words."""
+    if sampler.path is None:
+        return "sampler of the base" if sampler.version is None else "sampler of weights without a name"
+    return f"sampler of {sampler.path}"
 
 
 def _version_of(saved: Saved, catalogue: Catalogue) -> Version:

@@ -18,10 +18,12 @@ import pytest
 import zstandard
 from starlette.testclient import TestClient
 
+import actors.service.app
 import actors.service.catalogue
 from actors.service import schema, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
+from actors.service.operations import RequestLog
 from actors.service.results import Results
 from actors.service.samplers import Samplers, SamplerSession, Version
 from actors.service.serve import keys_of
@@ -268,7 +270,7 @@ def test_pages_of_other_sites_are_refused_and_programs_are_not(service: Service)
         refusals = [
             {"origin": "http://evil.example"}, {"origin": "null"}, {"origin": "http://127.0.0.1:9"},
             {"host": "evil.example:8000"}, {"host": "evil.example:8000", "origin": "http://evil.example:8000"},
-            {"host": "[::1"},
+            {"host": "[::1"}, {"origin": "http://["},
         ]  # fmt: skip
         assert [status(**one) for one in refusals] == [403] * len(refusals)
         for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
@@ -281,6 +283,52 @@ def test_pages_of_other_sites_are_refused_and_programs_are_not(service: Service)
     service.is_ending = False
     with_key = TestClient(make_app(service, ["tml-x"]), "http://named.example", headers=HEAD)  # behind a proxy
     assert with_key.get("/api/v1/healthz").status_code == 200
+
+
+def test_a_sampler_asked_for_again_under_its_number_is_that_one_and_no_other(
+    http: TestClient, service: Service
+) -> None:
+    run = new_run(http)
+    session = service.runs[run].session
+    paths = [
+        answer(http, http.post("/api/v1/save_weights_for_sampler", json={"model_id": run, "seq_id": n, "path": name}))
+        for n, name in ((1, "a"), (2, "b"))
+    ]
+
+    def made(number: int, **of: str) -> Any:
+        asked = {"session_id": session, "sampling_session_seq_id": number, **of}
+        return http.post("/api/v1/create_sampling_session", json=asked)
+
+    kinds = [{"model_path": paths[0]["path"]}, {"model_path": paths[1]["path"]}, {"base_model": "tiny/model"}]
+    for number, first in enumerate(kinds):
+        assert [made(number, **first).status_code for _ in range(2)] == [200, 200]
+        assert [made(number, **other).status_code for other in kinds if other != first] == [400, 400]
+
+
+def test_what_is_not_known_is_not_told_again_whole(http: TestClient, service: Service) -> None:
+    long = "x" * 3000
+    for call, body in (
+        ("get_info", {"model_id": long}),
+        ("session_heartbeat", {"session_id": long}),
+        ("asample", {"sampling_session_id": long, "seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text"}]},
+                     "sampling_params": {}}),
+    ):  # fmt: skip
+        found = http.post(f"/api/v1/{call}", json=body)
+        assert found.status_code in (404, 410) and len(found.content) < 2000
+
+
+def test_a_length_beside_a_transfer_encoding_is_refused(http: TestClient) -> None:
+    both = {"content-length": "2", "transfer-encoding": "chunked", **JSON}
+    assert http.post("/api/v1/create_session", content=b"{}", headers=both).status_code == 400
+
+
+def test_a_log_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = RequestLog(tmp_path / "folder" / "log")
+    shutil.rmtree(tmp_path / "folder")
+    for _ in range(3):
+        log.write("healthz", 200, 0.1)
+    log.close()
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_a_request_of_more_parts_than_there_may_be_is_refused_before_it_is_parsed(
@@ -353,7 +401,8 @@ def test_zstd_that_is_cut_off_or_goes_on_behind_its_frame_is_refused(service: Se
         assert http.post("/api/v1/telemetry", content=sent).status_code == status, sent
 
 
-def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service) -> None:
+def test_the_next_start_goes_on_with_every_run_where_it_was(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors.service.app, "_FETCH_S", 0.0)  # nobody fetches what is failed at the end
     group, key = service._group, {"content-type": "application/x-protobuf"}
     adam = {"learning_rate": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
     with TestClient(make_app(service), LOCAL) as http:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import requests
 from starlette.testclient import TestClient
 
+import actors.service.app
 from actors.service.app import make_app
 from actors.service.http_server import Server
 from actors.service.service import Service
@@ -91,3 +94,39 @@ def test_runs_are_saved_while_connections_stall_and_these_are_closed_then(
     assert [one.split()[1] for one in answers] == [b"503"] and open_then == [3]
     assert [one.is_finished for one in service.catalogue.kept_runs()] == [True]
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_a_sample_that_was_taken_is_finished_and_fetched_while_the_server_ends(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actors.service.app, "_FETCH_S", PATIENCE_S)
+    engine, close, closed = cast(Any, service.engine), service.close, threading.Event()
+
+    def closing() -> None:
+        close()
+        closed.set()
+
+    monkeypatch.setattr(service, "close", closing)
+
+    async def life(server: Server, host: str, port: int) -> None:
+        async def post(path: str, **body: Any) -> requests.Response:
+            where = f"http://{host}:{port}/api/v1/{path}"
+            return await asyncio.to_thread(requests.post, where, json=body, timeout=PATIENCE_S)
+
+        session = (await post("create_session")).json()["session_id"]
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny/model"}
+        key = (await post("create_sampling_session", **asked)).json()["sampling_session_id"]
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [3]}]}
+        sample = {"sampling_session_id": key, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        engine.draws.clear()
+        sent = await post("asample", seq_id=0, **sample)
+        server.should_exit = True
+        assert await asyncio.to_thread(closed.wait, PATIENCE_S)
+        assert (await post("asample", seq_id=1, **sample)).status_code == 503
+        engine.draws.set()
+        result = service.results.get(sent.json()["request_id"])
+        assert result is not None and await result.wait(PATIENCE_S)
+        found = await post("retrieve_future", request_id=result.id)
+        assert found.status_code == 200 and found.headers["content-type"] == "application/x-protobuf"
+
+    served(service, 3600.0, life)
