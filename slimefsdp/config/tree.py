@@ -443,7 +443,7 @@ class RunConfig(AlgorithmSettings):
 
     @model_validator(mode="after")
     def check_max_failed_steps(self) -> RunConfig:
-        if "max_failed_steps" in self.rollout.model_fields_set and not self.skips_failures:
+        if _changed(self.rollout, ["max_failed_steps"]) and not self.skips_failures:
             raise ValueError(
                 f"rollout.max_failed_steps={self.rollout.max_failed_steps} is for failures that are skipped; set "
                 "rollout.reward_failure=skip, or environment.failure=skip, or remove it"

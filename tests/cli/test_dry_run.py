@@ -172,7 +172,8 @@ def test_servers_of_engines_are_looked_for_before_anything_starts(
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     status, said = found(f"rollout.engine_urls=[{url}]")
     assert status == 2 and "rollout.engine_urls" in said and url in said
-    assert found(f"rollout.engine_urls=[{url}]", "cluster.address=127.0.0.1:1")[0] == 0, "its nodes alone can tell"
+    status, said = found(f"rollout.engine_urls=[{url}]", "cluster.address=127.0.0.1:1")
+    assert status == 6 and url not in said, "the cluster's nodes alone can tell, and no cluster answers"
     server = ProtocolServer(320, "qwen3", None)
     try:
         status, said = found(f"rollout.engine_urls=[{server.url}]")
