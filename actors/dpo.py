@@ -62,8 +62,9 @@ class DpoLoop(SftLoop):
         for name in self._heldout:
             what = f"held-out accuracy{f' of {name}' if name else ''}"
             parts.append(_change(what, rows, f"{metric_prefix(name)}rewards/accuracies"))
+        ranks = self._config.ranks
         return (
-            f"DPO on {self._config.ranks} FSDP2 rank{'s' * (self._config.ranks != 1)}: {', '.join(parts)} in {run.steps} updates, {seconds:.0f} s"
+            f"DPO on {ranks} FSDP2 rank{'s' * (ranks != 1)}: {', '.join(parts)} in {run.steps} updates, {seconds:.0f} s"
             + (f"; model in {run.export_dir}" if run.export_dir else "")
         )
 

@@ -99,8 +99,9 @@ class SftLoop:
         seconds = sum(row.get("seconds/step") or 0.0 for row in rows)
         name = "loss" if "loss" in rows[0] else next(name for name in rows[0] if name.endswith("loss"))
         what = "loss" if name == "loss" else f"held-out loss ({name})"
+        ranks = self._config.ranks
         return (
-            f"SFT on {self._config.ranks} FSDP2 rank{'s' * (self._config.ranks != 1)}: {what} {rows[0][name]:.3f} -> {rows[-1][name]:.3f} "
+            f"SFT on {ranks} FSDP2 rank{'s' * (ranks != 1)}: {what} {rows[0][name]:.3f} -> {rows[-1][name]:.3f} "
             f"in {self._config.run.steps} updates, {seconds:.0f} s"
             + (f"; model in {self._config.run.export_dir}" if self._config.run.export_dir else "")
         )

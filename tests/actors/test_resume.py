@@ -107,7 +107,8 @@ def runs(make_config: Any, example: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def doomed(runs: Runs) -> Iterator[subprocess.Popen[str]]:
     """A run that will stand still while it judges a batch; its cluster is its own, and it begins before the others."""
-    calls_before = 8 + SAMPLES * BROKEN_IN + 8  # held-out prompts before the run and after step 4, and whole steps
+    # the trial before the start, held-out prompts before the run and after step 4, and whole steps
+    calls_before = 1 + 8 + SAMPLES * BROKEN_IN + 8
     process = runs.start("killed", JUDGE_STOPS_AT=str(calls_before + 3))
     yield process
     if process.poll() is None:
@@ -160,8 +161,8 @@ def test_a_killed_run_goes_on_to_the_same_losses_and_the_same_model(
     assert f"resuming at step {INTERVAL} of {STEPS}" in printed and "step_00000003" in printed
     assert [bits(row) for row in rows_of(runs.config("resumed"))] == expected
     assert runs.model("resumed") == runs.model("straight")
-    # the recorded steps were not judged again; after them come two steps and two evaluations
-    assert (runs.folder / "resumed.calls").stat().st_size == (STEPS - BROKEN_IN) * SAMPLES + 2 * 8
+    # the recorded steps were not judged again; after the trial of the reward come two steps and two evaluations
+    assert (runs.folder / "resumed.calls").stat().st_size == 1 + (STEPS - BROKEN_IN) * SAMPLES + 2 * 8
     kept = sorted(path.name for path in (runs.folder / "resumed" / "checkpoints").glob("step_*"))
     assert kept == ["step_00000006", "step_00000007"]
     assert [path.name for path in (runs.folder / "resumed" / "batches").glob("step_*")] == ["step_00000006"]

@@ -122,7 +122,7 @@ def test_losses_and_weights_on_chats_equal_plain_pytorch_in_float64(
     records = [json.loads(line) for line in chats(example, tmp_path).read_text().splitlines()]
     assert {len(one["messages"]) for one in records} > {2}, "several turns"
     closing, *others = ranks.run(world, run_as_rank, config)
-    assert closing is not None and f"{world} FSDP2 ranks" in closing and others == [None] * (world - 1)
+    assert closing is not None and f"{world} FSDP2 rank" in closing and others == [None] * (world - 1)
     losses, weights = plain_run(config, records)
     rows = rows_of(config)
     assert [row["epoch"] for row in rows[1:]] == [4 / 7, 8 / 7, 12 / 7, 2]
