@@ -107,8 +107,8 @@ def test_held_out_sets_are_listed_and_prompts_that_they_share_are_told(
         assert [line for line in said.err.splitlines() if line.startswith("data.")] == told
         rows = {name: line for line in said.out.splitlines() for name in listed if line.startswith(name)}
         assert list(rows) == listed, said.out
-        assert "9 prompts" in rows[listed[1]] and str(tmp_path / "plain.jsonl") in rows[listed[1]]
-        assert "7 prompts" in rows[listed[2]] and "3 of them in data.train" in rows[listed[2]]
+        assert "9 records" in rows[listed[1]] and str(tmp_path / "plain.jsonl") in rows[listed[1]]
+        assert "7 records" in rows[listed[2]] and "3 of them in data.train" in rows[listed[2]]
     assert cli.main(["check", str(config), "--json", *sets]) == 0
     data = json.loads(capsys.readouterr().out)["data"]
     assert [(one["field"], one["prompts"], [other["prompts"] for other in one["shared"]]) for one in data[1:]] == [
