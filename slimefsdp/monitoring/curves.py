@@ -259,7 +259,7 @@ def _held_out_panels(held_out: dict[str, Series], of: str) -> list[Panel]:
     )
     panels += [
         partial(
-            _draw_lines, lines={"": line}, panel=_LinePanel({}, f"Held-out{of} {name}", "mean over held-out prompts")
+            _draw_lines, lines={"": line}, panel=_LinePanel({}, f"Held-out{of} {name}", "mean over the held-out set")
         )
         for name, line in own_axis.items()
     ]
@@ -363,7 +363,7 @@ def _draw_held_out(axes: Axes, shares: dict[str, Series], bands: dict[str, Serie
         ends.append((f"{name} {line.values[-1]:.1%}", line.values[-1], colour))
     axes.set_ylim(-0.02, 1.02)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    _name_panel(axes, heading, "mean over prompts")
+    _name_panel(axes, heading, "mean over the held-out set")
     _label_ends(axes, ends)
 
 
