@@ -9,7 +9,6 @@ parameters of a unit that are trained, and gathers the frozen ones in whatever d
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -183,6 +182,11 @@ class _Target(NamedTuple):
     weight: nn.Parameter  # of a linear module, or a stack of experts
 
 
+def _has_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 2 and not isinstance(module, nn.Embedding)
+
+
 def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
     """What `lora.targets` names, in model order: linear modules by their names, stacks by their parameters'.
 
@@ -213,14 +217,13 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
         else:
             matched = [name for name in (*owners, *stacks) if fnmatchcase(name, target)]
         if not matched:
-            near = difflib.get_close_matches(target, [*owners, *stacks], n=3, cutoff=0.0)
+            linear = {name.rpartition(".")[2] for name, module in owners.items() if _has_matrix(module)}
             raise ConfigError(
                 f"lora.targets has {target!r}, which matches no module of this model that has parameters",
                 field="lora.targets",
                 hint="this model's MLPs are experts, which the word experts chooses"
                 if target == "mlp" and stacks
-                else "use attention, mlp, all-linear, experts, head or patterns of names, of which the nearest are "
-                + ", ".join(near),
+                else f"use attention, mlp, all-linear, experts, head, names such as {', '.join(sorted(linear))}, or patterns",
             )
         for name in matched:
             owner = stacks.get(name, name)
