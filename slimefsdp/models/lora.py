@@ -217,13 +217,13 @@ def _targets(model: DecoderModel, targets: Sequence[str]) -> dict[str, _Target]:
         else:
             matched = [name for name in (*owners, *stacks) if fnmatchcase(name, target)]
         if not matched:
-            linear = {name.rpartition(".")[2] for name, module in owners.items() if _has_matrix(module)}
+            linear = sorted({name.rpartition(".")[2] for name, module in owners.items() if _has_matrix(module)})
             raise ConfigError(
                 f"lora.targets has {target!r}, which matches no module of this model that has parameters",
                 field="lora.targets",
                 hint="this model's MLPs are experts, which the word experts chooses"
                 if target == "mlp" and stacks
-                else f"use attention, mlp, all-linear, experts, head, names such as {', '.join(sorted(linear))}, or patterns",
+                else f"use attention, mlp, all-linear, experts, head, names like {', '.join(linear)}, or patterns",
             )
         for name in matched:
             owner = stacks.get(name, name)
