@@ -413,7 +413,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, list[str]]] =
         {},
         {"targets": ["*.q_projj"]},
         "lora.targets",
-        ["'*.q_projj'", "model.layers.0.self_attn.q_pro"],
+        ["'*.q_projj'", "q_proj"],
     ),
     "a rank above a side": ("qwen3", {}, {"rank": 33}, "lora.rank", ["33", "q_proj", "64 x 32", "at most 32"]),
     "a tied head": (
