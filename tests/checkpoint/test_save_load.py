@@ -348,7 +348,7 @@ def test_a_second_run_may_load_but_not_write(folder: Path, ranks: RankPool, tmp_
     for async_save in (False, True):
         second = settings(folder, run={"dir": str(tmp_path)}, checkpoint={"async_save": async_save})
         (((error, loaded),), code), *_ = run_fresh(1, save_beside_another_run, second, True)
-        assert_refusal(error, CheckpointError, "run.dir", '"pid": ', tmp_path / "checkpoints")
+        assert_refusal(error, CheckpointError, "run.dir", "process ", tmp_path / "checkpoints")
         assert loaded is None and code == 0
-    with refused(CheckpointError, "run.dir", '"pid": ', tmp_path / "checkpoints"):
+    with refused(CheckpointError, "run.dir", "process ", tmp_path / "checkpoints"):
         FolderLock(tmp_path / "checkpoints").acquire()
