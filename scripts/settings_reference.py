@@ -44,7 +44,7 @@ optim:
 ```
 
 A file can build on another one. It names that file in a line `base: FILE`, whose path begins at the folder of the file
-that names it. All other paths begin at the folder where the command runs, but files of code (`mine.py:score`), which
+that names it. All other paths begin at the folder where the command runs, but files of code (`./mine.py:score`), which
 are looked for beside the settings file first. Sections are merged name by name, and the file that names the base wins.
 A base may have a base of its own.
 

@@ -199,7 +199,7 @@ def test_a_step_leaves_the_texts_of_some_groups_also_of_those_that_are_not_train
     collected(config, step=5)
     text = (tmp_path / "run" / "samples" / "step_00000006.txt").read_text()
     groups = drawn_by_hand(config, [(3, 1, 5)])
-    assert all(f"\n{record['prompt']}\n" in text for record, _ in groups)
+    assert all(f"\n  {record['prompt']}\n" in text for record, _ in groups)
     assert text.count("rollout.filter") == len(groups) - sum(map(is_mixed, groups)) > 0
     for count in (0, 1):
         collected(make(run=run, rollout={"show_groups": count}), step=count)
