@@ -73,12 +73,6 @@ def write_strange_model(folder: Path) -> None:
     save_file({"a": np.zeros(2, np.float32)}, folder / "strange" / "model.safetensors")
 
 
-def write_without_updates(folder: Path) -> None:
-    tree = yaml.safe_load((folder / "config.yaml").read_text())
-    del tree["optim"]
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-
-
 def rewrite(old: str, new: str) -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
         file = folder / "config.yaml"
@@ -141,13 +135,6 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
         2,
         "--optim.lr=1e-6",
         ["write optim.lr=1e-6"],
-    ),
-    "updates that are not said": (
-        write_without_updates,
-        [],
-        2,
-        "optim",
-        ["optim.total_updates=2,"],
     ),
     "a reward module that is missing": (
         nothing,
