@@ -77,7 +77,7 @@ def test_two_held_out_sets_give_the_numbers_of_each_alone(asked: list[str], exam
     assert found == expected and "eval/others/greedy_pass@1" in found
     lines = done.stdout.splitlines()
     heads = [
-        lines.index(f"{name}: {size} records of {sets[name]}") for name, size in (("first", PROMPTS), ("others", 7))
+        lines.index(f"{name}: {size} prompts of {sets[name]}") for name, size in (("first", PROMPTS), ("others", 7))
     ]
     assert "2 held-out sets" in lines[0] and [lines[head + 1].split()[0] for head in heads] == ["reward", "reward"]
     for name, size in (("first", PROMPTS), ("others", 7)):
