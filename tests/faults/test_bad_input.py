@@ -57,7 +57,6 @@ ROOT = Path(__file__).parents[2]
 FUNCTIONS = """
 import asyncio
 number = 3
-def not_a_dictionary(record, response, finished): return 1.0
 def no_reward(record, response, finished): return {"score": 1.0}
 def not_a_number(record, response, finished): return {"reward": float("nan")}
 def words(record, response, finished): return {"reward": "1"}
@@ -444,7 +443,6 @@ FUNCTION_CASES: dict[str, Case] = {
     "a reward in no module": (rewarded("no_such_module:f"), ConfigError, "rollout.reward"),
     "a reward that is not there": (rewarded("own_functions:f"), ConfigError, "rollout.reward"),
     "a reward that cannot be called": (rewarded("own_functions:number"), ConfigError, "rollout.reward"),
-    "a reward that is a number": (rewarded("own_functions:not_a_dictionary"), BatchError, "rollout.reward"),
     "scores without a reward": (rewarded("own_functions:no_reward"), BatchError, "rollout.reward"),
     "a reward of NaN": (rewarded("own_functions:not_a_number"), BatchError, "rollout.reward"),
     "a reward of 400 digits": (rewarded("own_functions:tens"), BatchError, "rollout.reward"),
