@@ -159,5 +159,5 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(written: Path, monkey
         assert rows[step] == before[step]
     replayed = {name: value for name, value in rows[KILLED_AFTER].items() if name in expected[KILLED_AFTER]}
     assert replayed == about(expected[KILLED_AFTER])
-    judged = (STEPS - KILLED_AFTER) * PROMPTS * SAMPLES
+    judged = 1 + (STEPS - KILLED_AFTER) * PROMPTS * SAMPLES  # the trial of the reward before the start, and a step
     assert calls.stat().st_size == judged, "the batch of the third step was on record, and nothing was sampled for it"
