@@ -37,8 +37,13 @@ JUDGE = """
 def variety(record, response, finished):
     return {"reward": len(set(response)) / 10}
 
+calls = []
+
 def breaks(record, response, finished):
-    raise OSError("the judge's disk is full")
+    calls.append(response)  # the first call is the trial before the start
+    if len(calls) > 1:
+        raise OSError("the judge's disk is full")
+    return 0.0
 """
 STEPS = 50  # too many to be done before a signal comes
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -289,6 +289,9 @@ SETTINGS: dict[str, Case] = {
         "optim.schedule",
     ),
     "warm-up to the end": (settings(optim={"warmup_updates": 10}), ConfigError, "optim.warmup_updates"),
+    "a warm-up that is given twice": (
+        settings(optim={"warmup_updates": 1, "warmup_ratio": 0.1}), ConfigError, "optim.warmup_ratio"
+    ),
     "an unknown algorithm": (settings(algorithm="dqn"), ConfigError, "algorithm"),
     "an unknown device": (settings(mesh={"device": "tpu"}), ConfigError, "mesh.device"),
     "a path of nothing": (settings(model={"path": ""}), ConfigError, "model.path"),

@@ -75,7 +75,7 @@ def test_requests_sample_as_the_settings_of_training_or_of_evaluation_say(make_c
 def test_an_engine_without_weights_refuses_to_sample(two_engines: tuple[EnginePool, StateError]) -> None:
     _, refusal = two_engines
     assert_refusal(refusal, StateError, "update_weights")
-    assert "update_weights" in str(refusal.hint)
+    assert "update_from" in str(refusal.hint)
 
 
 def test_an_engine_between_two_versions_refuses_to_sample(engines: EnginePool, group: Any, small_batch: Any) -> None:
