@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slimefsdp._moved import install
-
 if TYPE_CHECKING:
     from actors.cluster.connect import connect
     from actors.fault_tolerance.group_host import launch_named
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
     from actors.workers.worker_group import WorkerGroup
 
 __all__ = ["EnginePool", "RestartingEngines", "SupervisedGroup", "WorkerGroup", "connect", "launch_named"]
-
-install()
 
 _HOME = {
     "EnginePool": "actors.rollout.engine",

@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from slimefsdp._moved import install
-
 if TYPE_CHECKING:
     from slimefsdp.batching.plan import Plan
     from slimefsdp.config import RunConfig, load_config
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LogProbs", "Plan", "RolloutBatch", "RunConfig", "Trainer", "load_config"]
 __version__ = "0.1.0"
-
-install()
 
 _HOME = {
     "LogProbs": "slimefsdp.results",

@@ -590,9 +590,8 @@ class Trainer:
                 weights_only=weights_only,
             )
             reference.loaded(info["reference_follows"])
-            saved = info.get("kl_coefficient")  # None: of an earlier version
-            if saved is not None and self.config.loss.kl_target is not None:
-                self._state.kl_coefficient = saved
+            if self.config.loss.kl_target is not None:
+                self._state.kl_coefficient = info["kl_coefficient"]
         self._state.checkpoints.warn_of_load()
         return dict(info["loop_state"])
 

@@ -33,7 +33,7 @@ from tests.support.rank_pool import RankPool
 from tests.support.runs import rows_of
 from tests.support.waiting import PATIENCE_S
 
-COMMITS = ["a1f4bc5"]
+COMMITS = ["dbb0a31"]
 ROOT = Path(__file__).parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 CPU = torch.device("cpu")
@@ -67,13 +67,9 @@ def about(metrics: dict[str, float]) -> Any:
     return pytest.approx(metrics, rel=1e-3, abs=1e-5)
 
 
-FIELDS_SINCE = {"loss_weights", "target_tokens", "weight_versions"}
-
-
 def test_a_batch_has_every_field_as_it_was_written(written: Path) -> None:
     found = digests_of_batch(written / "batch.safetensors")
     assert found == expected_of(written)["batch"]
-    assert RolloutBatch.__dataclass_fields__.keys() - found.keys() == FIELDS_SINCE
     recorded = RolloutBatch.load(written / f"run/batches/step_{SAVED_STEP:08}/batch.safetensors")
     assert recorded.num_samples == 8 and recorded.rewards is not None and recorded.rollout_log_probs is not None
 
@@ -157,7 +153,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_numbers(written: Path, monkey
     assert list(rows) == list(expected) and max(rows) == STEPS
     for step in range(1, SAVED_STEP + 1):  # made before the checkpoint
         assert rows[step] == before[step]
-    replayed = {name: value for name, value in rows[KILLED_AFTER].items() if name in expected[KILLED_AFTER]}
-    assert replayed == about(expected[KILLED_AFTER])
+    known = {name: value for name, value in expected[KILLED_AFTER].items() if not name.startswith("memory/")}
+    replayed = {name: rows[KILLED_AFTER][name] for name in known}
+    assert replayed == about(known)
     judged = 1 + (STEPS - KILLED_AFTER) * PROMPTS * SAMPLES  # the trial of the reward before the start, and a step
     assert calls.stat().st_size == judged, "the batch of the third step was on record, and nothing was sampled for it"

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_jsonable_python
 
 from actors.rollout.engine import EnginePool, SampledResponse
 from actors.rollout.environment_workers import EnvironmentWorkers
@@ -222,11 +221,10 @@ class Collector:
             return None
         batch, notes = found
         is_of_these = self.prompts.has_records_of(notes["prompts"])
-        noted = self._with_defaults(notes["settings"])
         is_of_weights = self._follows_records if version is None else batch.weight_version == version
         # episodes are as long as packs were then, where nothing else bounds them
         is_packed = int(batch.lengths.max()) <= self._config.max_pack_tokens
-        if not (is_of_these and is_of_weights and is_packed and noted == self._deciding_settings()):
+        if not (is_of_these and is_of_weights and is_packed and notes["settings"] == self._deciding_settings()):
             warnings.warn(
                 f"recorded batch of step {step} passed over, it is sampled anew: it is of other weights, settings or "
                 "prompts, or has a sample that is longer than a pack is now",
@@ -238,17 +236,6 @@ class Collector:
 
     def _deciding_settings(self) -> dict[str, Any]:
         return self._config.model_dump(mode="json", include=_DECIDING, exclude={"rollout": _NOT_DECIDING})
-
-    def _with_defaults(self, noted: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings as an earlier version noted them, and the defaults of those that it did not know."""
-        completed = dict(noted)
-        for section, values in self._deciding_settings().items():
-            if isinstance(values, dict):
-                fields = type(getattr(self._config, section)).model_fields
-                optional = [name for name in values if not fields[name].is_required()]
-                defaults = {name: fields[name].get_default(call_default_factory=True) for name in optional}
-                completed[section] = {**to_jsonable_python(defaults), **noted.get(section, {})}
-        return completed
 
     def _drawn(self, step: int, seconds: Metrics) -> tuple[RolloutBatch | None, Metrics]:
         """Rounds of drawing until enough groups pass the filter; the surplus of the last round is left out."""

@@ -462,8 +462,8 @@ class PromptStream:
         return {**place, "digest": self._digest}
 
     def has_records_of(self, state: Mapping[str, Any]) -> bool:
-        """Whether a `state()` is of these records; one of an earlier version tells their number only."""
-        return state.get("records") == len(self._records) and state.get("digest", self._digest) == self._digest
+        """Returns whether a `state()` was taken from a stream of these records."""
+        return state.get("records") == len(self._records) and state.get("digest") == self._digest
 
     def restore(self, state: dict[str, Any], *, allow_changed: bool = False) -> None:
         """Continue from a `state()` of a stream with the same records and seed.

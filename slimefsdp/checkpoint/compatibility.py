@@ -61,7 +61,7 @@ def check_info(info: Mapping[str, Any], file: Path) -> None:
                 hint="load a checkpoint that this version wrote",
                 call="load",
             )
-    coefficient = info.get("kl_coefficient", 0.0)  # the first versions had none
+    coefficient = info.get("kl_coefficient")
     if type(coefficient) is not float or not 0 <= coefficient < math.inf:
         raise CheckpointError(
             f"kl_coefficient is {coefficient!r:.100} in {file}, which is no number >= 0",

@@ -292,32 +292,6 @@ def test_a_recorded_step_is_repeated_without_engines_unless_settings_differ(
         assert engines.calls
 
 
-@pytest.mark.parametrize(
-    ("section", "name", "given"),
-    [
-        ("rollout", "mask_truncated", True),
-        ("rollout", "curriculum", [{"from_step": 1, "max_new_tokens": 3}]),
-        ("loss", "clip_low", 0.1),
-    ],
-)
-def test_a_setting_that_an_earlier_version_did_not_note_had_its_default(
-    make: Any, tmp_path: Path, section: str, name: str, given: Any
-) -> None:
-    recorded = RecordedBatches(tmp_path / "batches")
-    batch, _ = Collector(make(), Engines(), recorded).collect(0, VERSION, {})
-    found = recorded.read(0)
-    assert batch is not None and found is not None
-    del found[1]["settings"][section][name]
-    recorded.write(0, batch, found[1])
-    resume = {"checkpoint": {"resume": True}}
-    again, _ = Collector(make(**resume), NoEngines(), recorded).collect(0, VERSION, {})  # type: ignore[arg-type]
-    assert again is not None and again.same_as(batch)
-    engines = Engines()
-    with pytest.warns(UserWarning, match=r"step 0\b"):
-        Collector(make(**resume, **{section: {name: given}}), engines, recorded).collect(0, VERSION, {})
-    assert engines.calls
-
-
 def test_a_batch_with_a_sample_that_no_pack_can_hold_any_more_is_passed_over(make: Any, tmp_path: Path) -> None:
     recorded = RecordedBatches(tmp_path / "batches")
     resume = {"checkpoint": {"resume": True}}

@@ -235,16 +235,6 @@ def test_the_same_records_with_their_keys_in_another_order_are_the_same():
     PromptStream([{"answer": 1.5, "prompt": "a"}], 1).restore(state)
 
 
-def test_a_place_that_an_earlier_version_saved_is_taken():
-    stream = PromptStream(records(10), 1)
-    stream.take(13)
-    state = stream.state()
-    del state["digest"]
-    resumed = PromptStream(records(10), 1)
-    resumed.restore(state)
-    assert resumed.take(30) == stream.take(30)
-
-
 @pytest.mark.parametrize("written", ["x.parquet", "folder", "owner/name:main#train"])
 def test_without_the_package_datasets_all_but_jsonl_names_the_extra(tmp_path, monkeypatch, written):
     monkeypatch.setattr(data_sets, "find_spec", lambda name: None)
