@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from actors.service import schema, wire
+from actors.service import request_scan, wire
 from actors.service.catalogue import Saved
 from actors.service.operations import PAGE, counts, status
 from actors.service.results import Result, told
@@ -409,11 +409,11 @@ class _Api:
         if request.headers.get("content-type", "").partition(";")[0] != _PROTOBUF:
             raise Refused(415, f"forward_backward takes {_PROTOBUF} alone, as the client sends since version 0.25")
         data = await self._bytes(request)
-        model_id, size = await self._off_loop(request, schema.scan_request, data)
+        model_id, size = await self._off_loop(request, request_scan.scan_request, data)
         request.state.ids |= {"model_id": model_id[:200]}
         self._service.run(model_id, _user(request))  # an unknown run's request is not parsed
         self._hold(request, size - len(data))
-        message = await self._off_loop(request, schema.parse_request, data)
+        message = await self._off_loop(request, request_scan.parse_request, data)
         self._check_not_ending(request)
         return self._future(request, self._service.forward_backward(message, size, _user(request)), model_id=model_id)
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from actors.service import schema
+from actors.service import tinker_pb2
 from slimefsdp.algorithms.registry import LossName
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, short_repr
@@ -36,7 +36,7 @@ _CONFIG: dict[str, dict[str, float | None]] = {
     "ppo": dict(_BOUNDS), "cispo": dict(_BOUNDS), "gspo": dict(_BOUNDS), "dro": {"beta": None},
 }  # fmt: skip
 _DTYPES: dict[int, Any] = {
-    schema.DTYPE_FLOAT32: np.float32, schema.DTYPE_INT64: np.int64, schema.DTYPE_INT32: np.int32,
+    tinker_pb2.DTYPE_FLOAT32: np.float32, tinker_pb2.DTYPE_INT64: np.int64, tinker_pb2.DTYPE_INT32: np.int32,
 }  # fmt: skip
 
 
@@ -303,7 +303,7 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
         log_probs: [R] of the targets, in the order of the batch.
     """
     losses = losses_of(work, log_probs)
-    output = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    output = tinker_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     copies = work.targets or 1
     lengths = work.batch.response_lengths[::copies]
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=lengths.size)
@@ -313,7 +313,7 @@ def output_of(work: Work, log_probs: npt.NDArray[Any]) -> bytes:
         if copies > 1:  # the batch has a datum's columns one behind the other
             values = np.concatenate([one.reshape(copies, -1).T.ravel() for one in np.split(values, ends)])
         field = record.fields[name]
-        field.dtype = schema.DTYPE_FLOAT32
+        field.dtype = tinker_pb2.DTYPE_FLOAT32
         field.data, field.offsets = values.astype("<f4").tobytes(), offsets.astype("<i8").tobytes()
         if work.targets is not None:
             field.trailing_shape.append(work.targets)

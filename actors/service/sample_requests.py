@@ -6,7 +6,7 @@ import secrets
 
 import numpy as np
 
-from actors.service import schema, wire
+from actors.service import tinker_pb2, wire
 from slimefsdp.errors import BatchError
 from slimefsdp.sampling.requests import SampleAnswer, SampleRequest
 
@@ -50,7 +50,7 @@ def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
     Args:
         last_n: of how many of the last prompt tokens log-probs are wanted; None: of all.
     """
-    response = schema.SampleResponse()
+    response = tinker_pb2.SampleResponse()
     if answer.prompt_log_probs is not None:
         values = np.array(answer.prompt_log_probs, "<f4")
         if last_n is not None:
@@ -62,11 +62,13 @@ def response_of(answer: SampleAnswer, last_n: int | None) -> bytes:
         k = top.tokens.shape[1]
         tokens = np.concatenate([np.zeros((nothing, k)), top.tokens[nothing - 1 :]]).astype("<i4")
         log_probs = np.concatenate([np.full((nothing, k), _NO_LOG_PROB), top.log_probs[nothing - 1 :]]).astype("<f4")
-        said = schema.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=log_probs.tobytes(), k=k, length=len(tokens))
-        response.topk_prompt_logprobs.CopyFrom(said)
+        response.topk_prompt_logprobs.CopyFrom(
+            tinker_pb2.TopkLogprobs(token_ids=tokens.tobytes(), logprobs=log_probs.tobytes(), k=k, length=len(tokens))
+        )
     for sample in answer.samples:
+        was_cut = sample.finish_reason == "length"
         response.sequences.add(
-            stop_reason=schema.STOP_REASON_LENGTH if sample.finish_reason == "length" else schema.STOP_REASON_STOP,
+            stop_reason=tinker_pb2.STOP_REASON_LENGTH if was_cut else tinker_pb2.STOP_REASON_STOP,
             tokens=np.array(sample.tokens, "<i4").tobytes(),
             logprobs=np.array(sample.log_probs, "<f4").tobytes(),
         )

@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 import actors.service.app
 import actors.service.catalogue
-from actors.service import schema, wire
+from actors.service import request_scan, tinker_pb2, wire
 from actors.service.app import make_app
 from actors.service.catalogue import Catalogue, Saved, adapter_of
 from actors.service.operations import RequestLog
@@ -67,7 +67,7 @@ def test_a_run_is_made_trained_saved_and_ended_over_http(http: TestClient, servi
         content=message(run, 1).SerializeToString(),
         headers={"content-type": "application/x-protobuf"},
     )
-    output = schema.ForwardBackwardOutput()
+    output = tinker_pb2.ForwardBackwardOutput()
     first = answer(http, sent)
     output.ParseFromString(first)
     assert output.metrics["loss:sum"] == 3.0 and answer(http, sent) == first  # as often as it is asked for
@@ -349,13 +349,13 @@ def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alo
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[bytes] = []
-    parse = schema.parse_request
+    parse = request_scan.parse_request
 
     def parsing(data: bytes) -> Any:
         parsed.append(data)
         return parse(data)
 
-    monkeypatch.setattr(schema, "parse_request", parsing)
+    monkeypatch.setattr(request_scan, "parse_request", parsing)
     http = TestClient(limited(service, monkeypatch, max_body_bytes=2**22), headers={"X-API-Key": "tml-a"})
     run = new_run(http)
 
@@ -365,10 +365,10 @@ def test_a_request_is_parsed_where_its_shapes_are_short_and_its_run_is_known_alo
         return http.post("/api/v1/forward_backward", content=body, headers=headers).status_code
 
     for shape in ([1] * 2**20, [2**40] * 9):  # on the wire a number takes from 1 byte to 10, in memory 8
-        assert status(run, weights=schema.Tensor(dense=b"", dtype=schema.DTYPE_FLOAT32, shape=shape)) == 400
+        assert status(run, weights=tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_FLOAT32, shape=shape)) == 400
     assert status("nobody's") == status(run.replace("0", "1")) == 404 and parsed == []
     assert status(run) == 200 and len(parsed) == 1
-    model_id, size = schema.scan_request(parsed[0])
+    model_id, size = request_scan.scan_request(parsed[0])
     assert model_id == run and size > len(parsed[0])
 
 
@@ -379,7 +379,7 @@ def test_users_take_turns_where_bodies_are_parsed(service: Service, monkeypatch:
         parsed.append(data)
         raise BatchError("no request", field="body")
 
-    monkeypatch.setattr(schema, "scan_request", read)
+    monkeypatch.setattr(request_scan, "scan_request", read)
     sender = Sender(limited(service, monkeypatch))
 
     async def all_at_once() -> None:
@@ -893,7 +893,7 @@ def test_targets_that_take_nothing_on_the_wire_are_bounded_too(http: TestClient,
     run = new_run(http)
     for number, (targets, words) in enumerate(((170, None), (171, "513 targets")), 1):
         none = {"values": b"", "col_indices": b"", "crow_indices": bytes(4 * 8)}
-        sparse = schema.Tensor(sparse_csr=none, dtype=schema.DTYPE_INT64, shape=[3, targets])
+        sparse = tinker_pb2.Tensor(sparse_csr=none, dtype=tinker_pb2.DTYPE_INT64, shape=[3, targets])
         body = message(run, number, target_tokens=sparse).SerializeToString()
         assert len(body) < 300 and service.config.service.max_body_bytes == 8 * 512
         sent = http.post("/api/v1/forward_backward", content=body, headers={"content-type": "application/x-protobuf"})

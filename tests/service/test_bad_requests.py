@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
 
-from actors.service import schema
+from actors.service import tinker_pb2
 from actors.service.datums import work_of
 from slimefsdp.errors import BatchError, SlimeError
 from tests.support.service import Served, datum, log_probs_of, message, tokens_of
 
 ONE, TWO = np.ones(3), np.ones((3, 2))
 RL = {"logprobs": -ONE, "advantages": ONE}
-SPARSE = schema.Tensor(
+SPARSE = tinker_pb2.Tensor(
     sparse_csr={
         "values": np.ones(1, "<f4").tobytes(), "col_indices": np.array([2], "<i8").tobytes(),
         "crow_indices": np.array([0, 1, 1, 1], "<i8").tobytes(),
@@ -38,7 +38,7 @@ BAD: dict[str, tuple[Any, str]] = {
         message(loss="ppo", target_tokens=np.ones((3, 2), int), logprobs=-TWO, advantages=TWO), "cross_entropy"
     ),
     "too few": (message(weights=np.ones(2)), r"\[2\]"),
-    "too few bytes": (message(weights=schema.Tensor(dense=b"1234", dtype=1, shape=[3])), "4 bytes"),
+    "too few bytes": (message(weights=tinker_pb2.Tensor(dense=b"1234", dtype=1, shape=[3])), "4 bytes"),
     "no number": (message(weights=np.array([1.0, math.nan, 1.0])), "value 1 is not finite"),
     "tokens of floats": (message(target_tokens=np.array([4.0, 5.0, 6.0])), "send integers"),
     "no targets": (message(target_tokens=None), "target_tokens is missing"),
@@ -46,8 +46,8 @@ BAD: dict[str, tuple[Any, str]] = {
     "an input too many": (message(loss="ppo", weights=ONE, **RL), "no input 'weights'"),
     "out of the vocabulary": (message(target_tokens=np.array([4, 5, 10**6])), "vocabulary"),
     "another loss": (message(loss="stable_reinforce"), "cross_entropy, importance_sampling"),
-    "a dtype": (message(weights=schema.Tensor(dense=b"0" * 6, dtype=4, shape=[3])), "number 4"),
-    "sparse without rows": (message(weights=schema.Tensor(sparse_csr={}, dtype=1, shape=[3])), "sparse"),
+    "a dtype": (message(weights=tinker_pb2.Tensor(dense=b"0" * 6, dtype=4, shape=[3])), "number 4"),
+    "sparse without rows": (message(weights=tinker_pb2.Tensor(sparse_csr={}, dtype=1, shape=[3])), "sparse"),
     "sparse beyond its shape": (message(target_tokens=np.ones((3, 2), int), weights=SPARSE), "sparse"),
     "no beta": (message(loss="dro", **RL), "needs beta"),
     "an advantage outside": (
@@ -102,7 +102,7 @@ def test_whatever_bytes_come_a_request_is_work_or_a_typed_error(data: st.DataObj
             whole[at:at] = whole[at : at + 8]
         if not whole:
             break
-    made = schema.ForwardBackwardRequest()
+    made = tinker_pb2.ForwardBackwardRequest()
     try:
         made.ParseFromString(bytes(whole))
     except Exception as error:

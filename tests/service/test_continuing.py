@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import actors.service.service
-from actors.service import schema
+from actors.service import tinker_pb2
 from actors.service.app import make_app
 from actors.service.catalogue import adapter_of
 from actors.service.service import Service
@@ -416,7 +416,7 @@ def test_what_a_client_is_told_has_a_length(start: Start) -> None:
         headers={"content-type": "application/x-protobuf"},
     )  # fmt: skip
     assert len(answer(http, sent)["error"]) < 2100
-    wide = message(run, 2, target_tokens=schema.Tensor(dense=b"", dtype=schema.DTYPE_INT64, shape=[1] * 10_000))
+    wide = message(run, 2, target_tokens=tinker_pb2.Tensor(dense=b"", dtype=tinker_pb2.DTYPE_INT64, shape=[1] * 10_000))
     sent = http.post(
         "/api/v1/forward_backward", content=wide.SerializeToString(),
         headers={"content-type": "application/x-protobuf"},

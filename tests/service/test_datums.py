@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.service import schema
+from actors.service import tinker_pb2
 from actors.service.datums import LOSSES, Work, losses_of, output_of, work_of
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def made_of(data: bytes) -> Work:
-    message = schema.ForwardBackwardRequest.FromString(data)
+    message = tinker_pb2.ForwardBackwardRequest.FromString(data)
     return work_of(message, vocab_size=VOCABULARY, max_tokens=64, max_targets=10**6)
 
 
@@ -56,7 +56,7 @@ def test_a_loss_and_its_gradient_are_the_formula_of_the_api_in_float64(
     trained = work.batch.mask
     assert np.abs(said - now)[trained].max() < 1e-6  # which are float32
     np.testing.assert_allclose(losses_of(work, np.array(now)), losses, rtol=1e-12, atol=1e-12)
-    output = schema.ForwardBackwardOutput.FromString(output_of(work, said))
+    output = tinker_pb2.ForwardBackwardOutput.FromString(output_of(work, said))
     (record,) = output.loss_fn_outputs
     offsets = np.frombuffer(record.fields["logprobs"].offsets, "<i8") // 4
     assert np.diff(offsets).tolist() == work.batch.response_lengths.tolist() and record.num_datums == 12
@@ -81,7 +81,7 @@ def test_targets_may_be_others_than_the_next_token_and_several_a_token(
     found, (said,) = ranks.run(1, gradients, config, [data])[0]
     assert largest_difference(found, expected) <= 1e-12 * max(1.0, max(float(g.abs().max()) for g in expected.values()))
     work = made_of(data)
-    output = schema.ForwardBackwardOutput.FromString(output_of(work, said))
+    output = tinker_pb2.ForwardBackwardOutput.FromString(output_of(work, said))
     (record,) = output.loss_fn_outputs
     for name, values in (("logprobs", now), ("elementwise_loss", losses)):
         field = record.fields[name]
@@ -114,12 +114,12 @@ def test_stable_reinforce_is_the_loss_that_the_server_has_for_it() -> None:
 
 def test_rows_of_a_sparse_tensor_that_wrap_around_are_refused() -> None:
     starts = np.array([0, 2**63 - 1, -2, 1], "<i8")  # whose differences are 0 or more, in 64 bits
-    sparse = schema.SparseCsr(
+    sparse = tinker_pb2.SparseCsr(
         values=np.array([4], "<i8").tobytes(),
         crow_indices=starts.tobytes(),
         col_indices=np.array([0], "<i8").tobytes(),
     )
-    targets = schema.Tensor(sparse_csr=sparse, dtype=schema.DTYPE_INT64, shape=[3, 2])
+    targets = tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_INT64, shape=[3, 2])
     with refused(BatchError, "data[0].loss_fn_inputs.target_tokens"):
         work_of(
             message(target_tokens=targets, weights=np.ones((3, 2))),
@@ -131,7 +131,7 @@ def test_rows_of_a_sparse_tensor_that_wrap_around_are_refused() -> None:
 
 def test_a_sparse_tensor_is_the_dense_one() -> None:
     dense = np.array([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [-1.0, 0.5, 0.0]])
-    sparse = schema.SparseCsr(
+    sparse = tinker_pb2.SparseCsr(
         values=np.array([2.0, -1.0, 0.5], "<f4").tobytes(),
         crow_indices=np.array([0, 1, 1, 3], "<i8").tobytes(),
         col_indices=np.array([1, 0, 1], "<i8").tobytes(),
@@ -139,7 +139,7 @@ def test_a_sparse_tensor_is_the_dense_one() -> None:
     tokens = np.arange(9).reshape(3, 3)
     works = [
         work_of(message(target_tokens=tokens, weights=weights), vocab_size=VOCABULARY, max_tokens=64, max_targets=10**6)
-        for weights in (dense, schema.Tensor(sparse_csr=sparse, dtype=schema.DTYPE_FLOAT32, shape=[3, 3]))
+        for weights in (dense, tinker_pb2.Tensor(sparse_csr=sparse, dtype=tinker_pb2.DTYPE_FLOAT32, shape=[3, 3]))
     ]
     assert works[0].batch.same_as(works[1].batch) and works[0].targets == works[1].targets == 3
     assert works[0].batch.loss_weights is not None and works[0].batch.target_tokens is not None

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.service import schema, wire
+from actors.service import tinker_pb2, wire
 from actors.service.catalogue import Catalogue, Saved
 from actors.service.datums import LOSSES
 from actors.service.service import Service
@@ -90,10 +90,10 @@ class Client:
         return self
 
     def forward_backward(self, *requests: bytes) -> list[Any]:
-        return [self._sent(schema.ForwardBackwardRequest.FromString(data)) for data in requests]
+        return [self._sent(tinker_pb2.ForwardBackwardRequest.FromString(data)) for data in requests]
 
     def forward(self, data: bytes) -> bytes:
-        message = schema.ForwardBackwardRequest.FromString(data)
+        message = tinker_pb2.ForwardBackwardRequest.FromString(data)
         message.forward_only = True
         return bytes(self._sent(message))
 
@@ -343,7 +343,7 @@ def test_a_run_begins_when_the_one_that_is_ending_has_done_its_last_request(
     assert group.asked == ["save"]  # of the beginning
     first = Client(service, session(service)).create()
     group.may_go_on.clear()
-    message = schema.ForwardBackwardRequest.FromString(request("cross_entropy", 2))
+    message = tinker_pb2.ForwardBackwardRequest.FromString(request("cross_entropy", 2))
     message.model_id, message.seq_id, message.forward_only = first.run, 1, True
     last = service.forward_backward(message, 0, USER)
     assert wait_until(lambda: "compute_log_probs" in group.asked)

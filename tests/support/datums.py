@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from actors.service import schema
+from actors.service import tinker_pb2
 from actors.service.datums import LOSSES
 from tests.support.tiny_models import plain_model
 
@@ -35,7 +35,7 @@ def request(
         targets: K of random targets [N, K], of which some are 0; () of random ones [N]; None: the next tokens.
     """
     rng = np.random.default_rng(seed)
-    made = schema.ForwardBackwardRequest(model_id="s:train:0", seq_id=1, loss_fn=loss)
+    made = tinker_pb2.ForwardBackwardRequest(model_id="s:train:0", seq_id=1, loss_fn=loss)
     made.loss_fn_config.update(CONFIG.get(loss, {}))
     for number in range(count):
         size = 1 + (number * 3) % longest
@@ -56,17 +56,17 @@ def request(
             tensor = one.loss_fn_inputs[name]
             is_tokens = name == "target_tokens"
             tensor.dense = inputs[name].astype("<i8" if is_tokens else "<f4").tobytes()
-            tensor.dtype = schema.DTYPE_INT64 if is_tokens else schema.DTYPE_FLOAT32
+            tensor.dtype = tinker_pb2.DTYPE_INT64 if is_tokens else tinker_pb2.DTYPE_FLOAT32
             tensor.shape.extend(inputs[name].shape)
     return bytes(made.SerializeToString())
 
 
 def parts_of(data: bytes, at_most: int) -> list[bytes]:
     """A request cut as the client cuts one that is too long."""
-    whole = schema.ForwardBackwardRequest.FromString(data)
+    whole = tinker_pb2.ForwardBackwardRequest.FromString(data)
     parts = []
     for start in range(0, len(whole.data), at_most):
-        part = schema.ForwardBackwardRequest.FromString(data)
+        part = tinker_pb2.ForwardBackwardRequest.FromString(data)
         del part.data[:]
         part.data.extend(whole.data[start : start + at_most])
         parts.append(bytes(part.SerializeToString()))
@@ -75,14 +75,14 @@ def parts_of(data: bytes, at_most: int) -> list[bytes]:
 
 def plain(folder: Path, data: bytes) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """One datum after the other through a plain model: gradients, losses and log-probs of tokens, by the formulas."""
-    message = schema.ForwardBackwardRequest.FromString(data)
+    message = tinker_pb2.ForwardBackwardRequest.FromString(data)
     loss, config = message.loss_fn, CONFIG.get(message.loss_fn, {})
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 0.0)
     model, losses, said = plain_model(folder, torch.float64), [], []
     for datum in message.data:
         tokens = torch.tensor(np.frombuffer(datum.model_input[0].encoded_text.tokens, "<i4").astype(np.int64))
         given = {
-            name: torch.tensor(np.frombuffer(one.dense, "<f4" if one.dtype == schema.DTYPE_FLOAT32 else "<i8"))
+            name: torch.tensor(np.frombuffer(one.dense, "<f4" if one.dtype == tinker_pb2.DTYPE_FLOAT32 else "<i8"))
             for name, one in datum.loss_fn_inputs.items()
         }
         targets = given.pop("target_tokens").reshape(len(tokens), -1)

@@ -19,7 +19,7 @@ import tinker
 from tinker import types
 
 from actors.fault_tolerance.supervisor import SupervisedGroup
-from actors.service import schema
+from actors.service import tinker_pb2
 from slimefsdp.config import RunConfig
 from tests.support.waiting import PATIENCE_S
 
@@ -89,7 +89,7 @@ def soon(check: Any, seconds: float = 60.0) -> bool:
 
 def message(model: str = "s:train:0", number: int = 1, loss: str = "cross_entropy", **inputs: Any) -> Any:
     """A request of one datum: `inputs` are arrays, or protobuf tensors."""
-    made = schema.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn=loss)
+    made = tinker_pb2.ForwardBackwardRequest(model_id=model, seq_id=number, loss_fn=loss)
     one = made.data.add()
     one.model_input.add().encoded_text.tokens = np.array([3, 4, 5], "<i4").tobytes()
     for name, values in {"target_tokens": np.array([4, 5, 6]), **inputs}.items():
@@ -102,9 +102,9 @@ def message(model: str = "s:train:0", number: int = 1, loss: str = "cross_entrop
 
 def tensor(values: np.ndarray) -> Any:
     """As a datum has it."""
-    kind = schema.DTYPE_FLOAT32 if values.dtype.kind == "f" else schema.DTYPE_INT64
+    kind = tinker_pb2.DTYPE_FLOAT32 if values.dtype.kind == "f" else tinker_pb2.DTYPE_INT64
     data = values.astype("<f4" if values.dtype.kind == "f" else "<i8").tobytes()
-    return schema.Tensor(dense=data, dtype=kind, shape=values.shape)
+    return tinker_pb2.Tensor(dense=data, dtype=kind, shape=values.shape)
 
 
 def service_tree(model: Path, folder: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
