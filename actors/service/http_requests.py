@@ -1,0 +1,295 @@
+"""What every HTTP request passes before its handler sees it: its key, its sender, its body, and how it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import zstandard
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from actors.service import wire
+from actors.service.results import told
+from actors.service.service import Service
+from actors.service.sessions import NotFound
+from actors.service.users import Shares, User, Users
+from slimefsdp.errors import CheckpointError, ResourceError, SlimeError
+
+Handler = Callable[[Request], Awaitable[Response]]
+BodyT = TypeVar("BodyT", bound=wire.Body)
+PROTOBUF = "application/x-protobuf"
+_JSON = "application/json"
+_UNLOGGED = ("retrieve_future", "session_heartbeat", "status.json", "metrics", "healthz")  # polled all the time
+_ANSWERED_AT_THE_END = "retrieve_future"  # clients fetch what was finished while the server ends
+_ENDING = "the server is ending: send it again to the next one"
+_JSON_BYTES, _BYTES_PER_TOKEN = 1 << 20, 12  # of a JSON body, apart from its prompt, and of a token in it
+_FREE_BYTES = 1 << 14  # of each body, which are not counted: heartbeats and polls are smaller
+_PIECE_BYTES = 1 << 10  # of zstd at a time, which become at most 32 MiB: a block of 4 bytes may become 128 KiB
+_ID_CHARACTERS = 200  # of an id in the log; clients may send ids of any length
+
+
+class Refused(Exception):
+    """A request that is answered with this status, and that a client does not send again."""
+
+    def __init__(self, status: int, problem: str) -> None:
+        super().__init__(problem)
+        self.status = status
+
+
+class RequestGuard:
+    """Checks requests, receives their bodies within bounds of bytes and time, and turns errors into answers.
+
+    Bodies are decompressed and parsed in one thread, by turns of the users: parsing holds the interpreter's lock.
+    """
+
+    def __init__(self, service: Service, users: Users) -> None:
+        self._service, self._users = service, users
+        limits = service.config.service
+        self._bodies = Shares(limits.max_waiting_bytes)  # bytes of bodies that are not answered yet
+        self._receive_s = limits.receive_timeout_s
+        self._max_body = limits.max_body_bytes
+        self._parsing = ThreadPoolExecutor(1, thread_name_prefix="parsing")
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by user
+        self._receiving: set[asyncio.Timeout] = set()
+
+    def guarded(self, path: str, handler: Handler) -> Handler:
+        """Wraps a handler: the key is checked before it, errors become answers, and the request is counted and logged.
+
+        Args:
+            path: as metrics and log name it, with the names of its parts in place of their values.
+        """
+
+        async def logged(request: Request) -> Response:
+            began = time.perf_counter()
+            request.state.path, request.state.held, request.state.user = path, 0, None
+            try:
+                response = await answered(request)
+            finally:
+                if request.state.user is not None:
+                    self._bodies.give_back(request.state.user.id, _counted(request.state.held))
+            seconds, metrics = time.perf_counter() - began, self._service.metrics
+            metrics.requests.labels(path, response.status_code).inc()
+            metrics.seconds.labels(path).observe(seconds)
+            if path not in _UNLOGGED or response.status_code not in (200, 408):
+                ids = getattr(request.state, "ids", {})
+                self._service.log.write(path, response.status_code, seconds, **ids)
+            return response
+
+        async def answered(request: Request) -> Response:
+            user = self._users.of(request.headers.get("x-api-key", ""))
+            if user is None:
+                return error_response(401, "X-API-Key is missing or wrong")
+            request.state.user, request.state.ids = user, {"user": user.id[:8]} if user.id else {}
+            try:
+                self._check_sender(request)
+                self.check_not_ending(request)
+                return await handler(request)
+            except Refused as error:
+                return error_response(error.status, str(error))
+            except NotFound as error:
+                return error_response(410 if error.is_gone else 404, str(error))
+            except SlimeError as error:
+                statuses = {ResourceError: 429, CheckpointError: 404}
+                return error_response(statuses.get(type(error), 400), told(error, self._service.model_name))
+            except ClientDisconnect:  # before its body had come: nobody reads this answer
+                return error_response(400, "the client is gone")
+            except Exception as error:  # a bug of the server: sent again, the request would fail again
+                print(f"{request.url.path}: {error!r}", file=sys.stderr, flush=True)
+                return error_response(400, f"{type(error).__name__} in the server")
+
+        return logged
+
+    def _check_sender(self, request: Request) -> None:
+        """Refuses requests that a web page of another site had a browser send. Programs send no Origin.
+
+        Without keys the Host must be an address too: another site's name may resolve to this server.
+        """
+        headers = request.headers
+        host, origin, kind = headers.get("host"), headers.get("origin"), headers.get("content-type", "")
+        if "content-length" in headers and "transfer-encoding" in headers:  # a proxy may have read the other one
+            raise Refused(400, "both Content-Length and Transfer-Encoding are given: send one of them")
+        if origin is not None and _netloc(origin) != host:
+            raise Refused(403, f"this is a request of a page of {origin[:200]!r}, which is another site")
+        if not self._users.have_keys and host is not None and not _is_address(host, self._service.config.service.host):
+            raise Refused(403, f"Host {host[:200]!r} is a name: use an IP address or localhost, or service.api_key_env")
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        if request.method == "POST" and has_body and media_type(request).lower() not in (_JSON, PROTOBUF):
+            raise Refused(415, f"content-type {kind[:200]!r} is not supported: send {_JSON} or {PROTOBUF}")
+
+    def check_not_ending(self, request: Request) -> None:
+        """Refuses a request while the server ends, unless it fetches an answer."""
+        if self._service.is_ending and request.state.path != _ANSWERED_AT_THE_END:
+            raise Refused(503, _ENDING)
+
+    async def body(self, request: Request, max_bytes: int | None = None) -> bytes:
+        """Receives and decompresses a body of at most `max_bytes`, or of at most service.max_body_bytes.
+
+        Raises:
+            Refused: the body is too large, too slow, or compressed by something else than zstd.
+        """
+        limit, named = self._max_body, "service.max_body_bytes"
+        if max_bytes is not None and max_bytes < limit:
+            limit, named = max_bytes, "the longest JSON that is read here"
+        parts, size = [], 0
+        try:
+            async with within(self._receive_s, self._receiving):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise Refused(413, f"the body is larger than {named}={limit}")
+                    self.hold(request, len(part))
+                    parts.append(part)
+        except TimeoutError:
+            self.check_not_ending(request)
+            problem = f"the body did not come within service.receive_timeout_s={self._receive_s:g}"
+            raise Refused(408, problem) from None
+        data = b"".join(parts)
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding == "zstd":
+            data = await self.in_turn(request, _decompressed, data, limit)
+            self.hold(request, len(data))
+        elif encoding != "identity":
+            raise Refused(415, f"content-encoding {encoding!r} is not supported: send zstd, or none")
+        self.check_not_ending(request)
+        return data
+
+    async def json(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """Receives a JSON body and checks its fields.
+
+        Raises:
+            Refused: as `body`, or a field is missing or wrong.
+        """
+        # the event loop parses it, so its size is bounded: the tokens of a prompt are the longest that clients send
+        data = await self.body(request, _JSON_BYTES + _BYTES_PER_TOKEN * self._service.most_tokens)
+        try:
+            body = kind.read(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first["loc"])) or "the body"
+            raise Refused(422, f"{field}: {first['msg']}") from None
+        names = ("session_id", "model_id", "sampling_session_id")
+        log_ids(request, **{name: str(getattr(body, name)) for name in names if getattr(body, name, None)})
+        return body
+
+    async def in_turn(self, request: Request, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function in the parsing thread when it is this user's turn."""
+        async with self._turns[user_of(request).id]:
+            return await asyncio.get_running_loop().run_in_executor(self._parsing, function, *arguments)
+
+    def hold(self, request: Request, size: int) -> None:
+        """Counts bytes of a body until its request is answered.
+
+        A body that is alone may have any size, and small ones are always taken.
+
+        Raises:
+            Refused: all bodies, or those of this user, would have too many bytes.
+        """
+        held = request.state.held
+        before, more = _counted(held), _counted(held + size) - _counted(held)
+        user = user_of(request).id
+        if more and self._bodies.taken > before and not self._bodies.has_room(user, more):
+            problem = f"bodies of {self._bodies.taken} bytes are on their way"
+            raise Refused(429, f"{problem}, and service.max_waiting_bytes={self._bodies.most}: send it again later")
+        request.state.held += size
+        self._bodies.take(user, more)
+
+    def stop_receiving(self) -> None:
+        """Gives up on bodies that have not come yet."""
+        cut(self._receiving)
+
+    def close(self) -> None:
+        """Ends the parsing thread."""
+        self._parsing.shutdown(wait=False)
+
+
+def user_of(request: Request) -> User:
+    """Returns the user whose key the request has brought."""
+    user: User = request.state.user
+    return user
+
+
+def log_ids(request: Request, **ids: str) -> None:
+    """Has the log of requests name these ids."""
+    request.state.ids |= {name: value[:_ID_CHARACTERS] for name, value in ids.items()}
+
+
+def media_type(request: Request) -> str:
+    """Returns the content type without its parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip()
+
+
+def error_response(status: int, problem: str) -> Response:
+    """Returns an answer in the API's form of errors, which tells clients whether to try again."""
+    retry = {"x-should-retry": "true" if status in (408, 429, 503) else "false"}
+    return JSONResponse({"error": problem, "detail": problem}, status_code=status, headers=retry)
+
+
+@contextlib.asynccontextmanager
+async def within(seconds: float, deadlines: set[asyncio.Timeout]) -> AsyncIterator[None]:
+    """Raises TimeoutError after so many seconds, or when `cut` is called with this set."""
+    async with asyncio.timeout(seconds) as deadline:
+        deadlines.add(deadline)
+        try:
+            yield
+        finally:
+            deadlines.discard(deadline)
+
+
+def cut(deadlines: set[asyncio.Timeout]) -> None:
+    """Lets all deadlines pass now."""
+    for deadline in [deadline for deadline in deadlines if not deadline.expired()]:
+        deadline.reschedule(asyncio.get_running_loop().time())
+
+
+def _counted(size: int) -> int:
+    return max(0, size - _FREE_BYTES)
+
+
+def _decompressed(data: bytes, max_bytes: int) -> bytes:
+    """Decompresses one whole frame of zstd that becomes at most `max_bytes` long."""
+    reader = zstandard.ZstdDecompressor(max_window_size=2**27).decompressobj()
+    parts, size, offset = [], 0, 0
+    try:
+        while offset < len(data) and not reader.eof:
+            parts.append(reader.decompress(data[offset : offset + _PIECE_BYTES]))
+            size, offset = size + len(parts[-1]), offset + _PIECE_BYTES
+            if size > max_bytes:
+                problem = f"the body is larger than service.max_body_bytes={max_bytes} when it is decompressed"
+                raise Refused(413, problem)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise Refused(400, f"the body is no zstd: {error}") from None
+    if not reader.eof:
+        raise Refused(400, "the body is no zstd: its frame is cut off")
+    if reader.unused_data or offset < len(data):
+        raise Refused(400, "the body is no zstd: there is more behind its first frame")
+    return b"".join(parts)
+
+
+def _netloc(origin: str) -> str | None:
+    """Returns an origin's host and port, or None where it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
+
+
+def _is_address(host: str, listening_at: str) -> bool:
+    """Returns whether a Host header names this machine by what nobody else can give to another one."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if name in ("localhost", listening_at):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
