@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,26 +14,26 @@ from typing import Any
 from actors.rollout.server_launch import longest_sample
 from actors.rollout.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
-from actors.service.catalogue import Catalogue, RunRecord, SamplerRecord, Saved
+from actors.service.catalogue import Catalogue, SamplerRecord, Saved
 from actors.service.datums import Work, output_of, work_of
 from actors.service.operations import Metrics, RequestLog
 from actors.service.results import Answer, Result, Results
+from actors.service.run_table import RunTable
 from actors.service.run_weights import run_weights_of
 from actors.service.sample_requests import response_of, sample_request
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.saving import load_newest, save_for_sampler, save_under_a_name, save_weights
-from actors.service.sessions import Made, NotFound, Session
+from actors.service.saving import save_for_sampler, save_weights
+from actors.service.sessions import NotFound, Session
 from actors.service.supervised_engine import SupervisedEngine
 from actors.service.training_runs import RequestKind, TrainingRun, require_same_kind
 from actors.service.users import User
 from actors.workers.group_calls import GroupCalls
 from slimefsdp.config import RunConfig
-from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, SlimeError, StateError
+from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ResourceError, StateError
 from slimefsdp.models.hf_folder import read_model_folder
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.sampling.requests import SamplingStats
 
-_MISSING_S = 60.0  # clients try to send a part again for half a minute before they send the next one
 _MOST_LR = 1000.0  # AdamW moves a weight by about as much: no finite gradients lead to an infinite weight from there
 _LEAST_EPS = 1e-15  # AdamW divides by it alone where the second moment has decayed to 0 and the first has not
 _SHOWN = 200  # characters of an id that is not known, which has any length
@@ -68,71 +66,39 @@ class Service:
         )
         self.catalogue = Catalogue(config.run.dir)
         self.weights = run_weights_of(config, group, self.catalogue)
-        self.samplers = Samplers(engine, config.service.max_samplers)
+        self.samplers = Samplers(engine, limits.max_samplers)
         self.sessions: dict[str, Session] = {}
-        self.runs: dict[str, TrainingRun] = {}
-        self._not_loaded: set[str] = set()  # runs of earlier starts, none of whose checkpoints is whole
+        self._run_table = RunTable(self.weights, self.results, self.catalogue, self.sessions, limits.max_runs)
         self.is_ending = False
         self.began = time.time()
         self.metrics = Metrics()
         self.log = RequestLog(config.run.dir / "service" / "requests.jsonl")
         self.engine = engine
-        self._run_dir, self._group = config.run.dir, group
-        self._making = ThreadPoolExecutor(4, thread_name_prefix="making-runs")
-        self._lock = threading.Lock()
+        self._group = group
 
     def continue_runs(self) -> None:
-        """Has the runs that had not ended when the last service in the same run.dir did, each at its newest checkpoint.
+        """Continues the runs and sampling clients of the last start in the same run.dir.
 
-        One without a whole checkpoint is not there, which is said. Sampling clients are there, but for those with
-        weights without a name.
+        Sampling clients whose weights have no name are not continued.
 
         Raises:
-            SlimeError: one of them cannot be had with these settings.
+            SlimeError: a run does not fit the settings of this server.
         """
-        self.catalogue.remove_unknown()
-        for record in self.catalogue.kept_runs():
-            self.weights.check_rank(record.rank)
-            if not (checkpoints := self.catalogue.checkpoints_of(record.run, record.rank)):
-                print(f"{record.run} had no checkpoint, and is gone", file=sys.stderr, flush=True)
-                self.catalogue.forget_run(record.run)
-                continue
-            self.weights.reopen(record.run, record.rank)
-            calls = self.weights.calls(record.run)
-            run = TrainingRun(
-                record.run, record.session, record.owner, record.rank, calls, self.results, record.user_metadata
-            )
-            if (checkpoint := load_newest(run, checkpoints)) is None:
-                self.weights.end(record.run)
-                self._not_loaded.add(run.id)
-                continue
-            run.resume(checkpoint.progress)
-            run.is_made.set()
-            if checkpoint.name is not None:
-                run.save()  # what a recovery of ranks goes on from: the client may delete the other one
-            if not record.is_finished:
-                run.resumed_at = save_under_a_name(run, checkpoint, self.catalogue)
-                self.catalogue.remove_made_at_starts(run.id, but=run.resumed_at)
-            self.runs[run.id] = run
-            self.sessions.setdefault(run.session, Session(run.session, run.owner, record.sdk_version))
-            self._keep(run)  # behind this, its newest checkpoint is no longer all that it was asked for
-        for sampler in self.catalogue.kept_samplers():
-            saved = None if sampler.path is None else self.catalogue.find(sampler.path)
+        self._run_table.continue_kept()
+        for record in self.catalogue.kept_samplers():
+            saved = None if record.path is None else self.catalogue.find(record.path)
             version = None if saved is None else _version_of(saved, self.catalogue)
-            if (None if version is None else version.name) != sampler.version:
-                continue  # its weights are there no more
-            self.samplers.sessions[sampler.id] = SamplerSession(
-                sampler.id, sampler.session, sampler.owner, version, sampler.path
+            if (None if version is None else version.name) != record.version:
+                continue  # its weights were deleted
+            self.samplers.sessions[record.id] = SamplerSession(
+                record.id, record.session, record.owner, version, record.path
             )
-            session = Session(sampler.session, sampler.owner, sampler.sdk_version)
-            self.sessions.setdefault(session.id, session)
+            self.sessions.setdefault(record.session, Session(record.session, record.owner, record.sdk_version))
 
-    def _keep(self, run: TrainingRun, *, is_finished: bool = False) -> None:
-        session = self.sessions.get(run.session)
-        sdk_version = "" if session is None else session.sdk_version
-        self.catalogue.keep_run(
-            RunRecord(run.id, run.session, run.owner, sdk_version, run.rank, run.user_metadata, is_finished)
-        )
+    @property
+    def runs(self) -> dict[str, TrainingRun]:
+        """The training runs by their ids."""
+        return self._run_table.by_id
 
     # ------------------------------------------------------------------ sessions
 
@@ -177,23 +143,9 @@ class Service:
         """
         if self.sessions.pop(key, None) is None:
             return
-        for run in [one for one in list(self.runs.values()) if one.session == key]:
-            run.is_ending = True
-            self._making.submit(self._end_run, run, is_overdue)
+        self._run_table.end_session(key, is_overdue=is_overdue)
         self.catalogue.forget_samplers(key)
         await self.samplers.end(key)
-
-    def _end_run(self, run: TrainingRun, is_overdue: bool = False) -> None:
-        run.is_made.wait()
-        run.close()
-        try:
-            self.weights.end(run.id)
-        except SlimeError as error:  # it was never made
-            print(f"{run.id}: {error.message}", file=sys.stderr, flush=True)
-        if not is_overdue:
-            self.catalogue.remove_made_at_starts(run.id)
-        self.catalogue.forget_run(run.id)
-        self.runs.pop(run.id, None)
 
     # ------------------------------------------------------------------ training
 
@@ -213,74 +165,15 @@ class Service:
             return {"type": "create_model", "model_id": run.id}
 
         session = self.session(body.session_id, user)
-        return self._made("create_model", session, body.model_seq_id, rank, body.user_metadata, make)
-
-    def _made(
-        self,
-        call: str,
-        session: Session,
-        number: int,
-        rank: int,
-        user_metadata: dict[str, Any] | None,
-        make: Callable[[TrainingRun], Answer],
-    ) -> tuple[str, Result]:
-        run_id = f"{session.id}:train:{number}"
-        with self._lock:
-            if (known := session.made.get(number)) is not None:
-                require_same_kind("model_seq_id", number, known.by, call)
-                if known.run.is_ending:
-                    raise NotFound(f"{run_id} has ended", is_gone=True)
-                return run_id, known.result
-            if run_id in self.runs:
-                problem = f"{run_id} goes on since before the server was started anew"
-                raise StateError(problem, field="model_seq_id", hint="go on with it, or give another number")
-            if run_id in self._not_loaded:
-                problem = f"{run_id} is of before the server was started anew, which could not load its checkpoints"
-                raise StateError(problem, field="model_seq_id", hint="give another number")
-            if len(self.runs) >= self.config.service.max_runs:
-                raise ResourceError(
-                    f"there are {len(self.runs)} training runs, which is service.max_runs",
-                    field="service.max_runs",
-                    hint="end one, or raise it",
-                )
-            running = [one for one in list(self.runs.values()) if not one.is_ending]
-            self.weights.check_free([one.id if one.owner == session.owner else "another user's run" for one in running])
-            result = self.results.new(session.owner)
-            calls = self.weights.calls(run_id)
-            run = TrainingRun(run_id, session.id, session.owner, rank, calls, self.results, user_metadata or {})
-            self.runs[run_id], session.made[number] = run, Made(call, run, result)
-
-        def work() -> None:
-            try:
-                answer = make(run)
-                self._keep(run)
-            except Exception as error:
-                run.is_made.set()
-                self._end_run(run)
-                result.fail(error)
-                return
-            run.is_made.set()
-            result.set(answer)
-
-        self._making.submit(work)
-        return run_id, result
+        return self._run_table.make("create_model", session, body.model_seq_id, rank, body.user_metadata, make)
 
     def unload(self, run: TrainingRun) -> Result:
         """Ends a run."""
-        result = self.results.new(run.owner, is_needed=True)
-        run.is_ending = True
-
-        def work() -> None:
-            self._end_run(run)
-            result.set({"type": "unload_model", "model_id": run.id})
-
-        self._making.submit(work)
-        return result
+        return self._run_table.unload(run)
 
     def refuse_behind_lost(self) -> None:
-        """To be called now and then: what waits for requests that an end without warning has lost is told so."""
-        for run in list(self.runs.values()):
-            run.refuse_behind_lost(_MISSING_S)
+        """Fails requests that wait for lost ones; it is to be called every few seconds."""
+        self._run_table.refuse_behind_lost()
 
     def run(self, key: str, user: User) -> TrainingRun:
         """The run, whose client is there.
@@ -386,7 +279,7 @@ class Service:
                 return {"type": "load_weights", "path": body.path, "model_id": run.id}
 
             session = self.session(body.session_id, user)
-            return self._made("load_weights", session, body.model_seq_id, saved.rank, None, make)
+            return self._run_table.make("load_weights", session, body.model_seq_id, saved.rank, None, make)
         if body.model_id is None or body.seq_id is None:
             raise ConfigError("neither a run nor a session is named", field="model_id", hint="name one")
         run = self.run(body.model_id, user)
@@ -496,15 +389,7 @@ class Service:
     def close(self) -> None:
         """Finishes what was taken, and saves every run for the next start."""
         self.is_ending = True
-        self._making.shutdown()  # runs that are being made or ended are there, or not, behind this
-        for run in list(self.runs.values()):
-            run.close(finishes=True)
-            try:
-                if run.lost is None:
-                    run.save()
-                self._keep(run, is_finished=run.lost is None and run.resumed_at is None)
-            except SlimeError as error:  # the others can be kept, and this one as its checkpoint before has it
-                print(f"{run.id} is kept without its newest updates: {error}", file=sys.stderr, flush=True)
+        self._run_table.close()
         self.log.close()
 
     @property

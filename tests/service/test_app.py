@@ -573,7 +573,7 @@ def test_an_operator_sees_counts_and_ids_and_no_word_of_clients(http: TestClient
     metrics = http.get("/metrics").text
     assert 'slimefsdp_requests_total{path="forward_backward",status="200"} 1.0' in metrics
     assert "slimefsdp_trained_tokens_total 4.0" in metrics and "slimefsdp_sampling_rows 3.0" in metrics
-    text = (service._run_dir / "service" / "requests.jsonl").read_text()
+    text = (service.config.run.dir / "service" / "requests.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     (logged,) = [line for line in lines if line["path"] == "forward_backward"]
     assert logged["model_id"] == run and logged["request_id"] == sent.json()["request_id"]
@@ -750,7 +750,7 @@ def test_a_save_for_a_sampler_that_its_session_does_not_see_the_end_of_leaves_no
     may_go_on.set()
     assert wait_until(lambda: not service.runs)
     assert service.samplers.sessions == {}
-    assert list((service._run_dir / "service" / "sampler_weights").rglob("_session-*")) == []
+    assert list((service.config.run.dir / "service" / "sampler_weights").rglob("_session-*")) == []
 
 
 def test_nobody_is_told_that_a_run_is_there_which_is_not_or_was_asked_for_otherwise(

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from starlette.testclient import TestClient
 
-import actors.service.service
+import actors.service.run_table
 from actors.service import tinker_pb2
 from actors.service.app import make_app
 from actors.service.catalogue import adapter_of
@@ -130,7 +130,7 @@ def test_a_part_that_waits_for_lost_ones_is_told_in_time(start: Start, monkeypat
     part = gradient(http, run, 6)
     service.refuse_behind_lost()
     assert service.runs[run].waiting == 1  # those before it may still come
-    monkeypatch.setattr(actors.service.service, "_MISSING_S", 0.0)
+    monkeypatch.setattr(actors.service.run_table, "_MISSING_S", 0.0)
     service.refuse_behind_lost()
     assert "requests 5 to 5" in cast(Any, answer(http, part))["error"]
 
@@ -149,7 +149,7 @@ def test_what_a_client_saved_is_a_checkpoint_too_and_gradients_are_in_none(start
     train(http, run, 8)
     assert service.runs[run].updates == 3
     shutil.rmtree(service.catalogue.folder_of(run, 4, "mine"))
-    store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
+    store = CheckpointStore.of_run(service.config.run.dir, "actor", adapter_of(run))
     (store.path_of(2) / "manifest.json").write_text("torn")
     assert run not in start().runs  # of step 2 there was this one alone
 
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_for_the_one_before(start: S
     run = new_run(http)
     train(http, run, 1, 3, 5, 7)
     service = start()
-    store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
+    store = CheckpointStore.of_run(service.config.run.dir, "actor", adapter_of(run))
     assert (service.runs[run].updates, store.steps()) == (4, [2, 4])
     for one in (store, store.named("update-4-request-8")):
         (one.path_of(4) / "manifest.json").write_text("torn")
@@ -179,7 +179,7 @@ def test_of_what_starts_save_for_a_client_there_is_one_checkpoint_until_it_ends_
         http = client(service)
         listed = [one.name for one in service.catalogue.listed(ALL, run)]
         assert listed == ["update-1-request-1", f"update-{service.runs[run].updates}-request-{number - 1}"]
-        named = {one.parent.name for one in service._run_dir.rglob("named/*/step_*")}
+        named = {one.parent.name for one in service.config.run.dir.rglob("named/*/step_*")}
         assert {one for one in named if one.startswith("update-")} == set(listed)
         path = service.catalogue.listed(ALL, run)[-1].path
         posted(http, "load_weights", model_id=run, seq_id=number, path=path, optimizer=True)
@@ -188,7 +188,7 @@ def test_of_what_starts_save_for_a_client_there_is_one_checkpoint_until_it_ends_
         posted(http, "unload_model", model_id=run)
     else:  # it may come back for it
         asyncio.run(service.end_session(service.runs[run].session, is_overdue=True))
-        service._making.shutdown()
+        service._run_table._threads.shutdown()
     assert [one.name for one in service.catalogue.listed(ALL, run)] == listed[: 2 - says_so]
 
 
@@ -200,7 +200,7 @@ def test_a_run_whose_checkpoints_cannot_be_read_is_not_begun_anew_under_its_name
     answer(http, http.post("/api/v1/create_model", json={**asked, "model_seq_id": 1}))
     for one in (run, run.replace(":0", ":1")):
         train(http, one, 1, 3)
-    store = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run))
+    store = CheckpointStore.of_run(service.config.run.dir, "actor", adapter_of(run))
     (store.path_of(2) / "weights").unlink()
     service = start()
     http = client(service)
@@ -219,7 +219,7 @@ def test_runs_without_a_checkpoint_and_those_that_have_ended_do_not_come_back(st
     assert posted(http, "unload_model", model_id=runs[1])["model_id"] == runs[1]
     session = runs[2].partition(":")[0]
     http.post(f"/api/v1/sessions/{session}/finish", json={})
-    service._making.shutdown()
+    service._run_table._threads.shutdown()
     again = start()
     assert list(again.runs) == [runs[3]] and f"{runs[0]} had no checkpoint" in capfd.readouterr().err
     assert client(again).post("/api/v1/get_info", json={"model_id": runs[0]}).status_code == 404
@@ -234,7 +234,7 @@ def test_of_a_run_that_has_ended_the_disk_has_what_it_saved_under_a_name(start: 
     train(http, run, 1, 3)
     posted(http, "load_weights", model_id=run, seq_id=5, path=path, optimizer=True)
     posted(http, "save_weights", model_id=run, seq_id=6, path="kept")
-    folder = CheckpointStore.of_run(service._run_dir, "actor", adapter_of(run)).root
+    folder = CheckpointStore.of_run(service.config.run.dir, "actor", adapter_of(run)).root
     names = {one.name for one in folder.iterdir()}, {one.name for one in (folder / "named").iterdir()}
     assert "step_00000002" in names[0] and len(names[1]) == 2 and "kept" in names[1]
     posted(http, "unload_model", model_id=run)
@@ -296,7 +296,7 @@ def test_behind_a_start_no_recovery_needs_what_a_client_can_delete(start: Start)
     second = start()
     assert cast(Any, second._group).loaded_names == [None] and second.runs[run].resumed_at is None
     second.close()
-    store = CheckpointStore.of_run(second._run_dir, "actor", adapter_of(run))
+    store = CheckpointStore.of_run(second.config.run.dir, "actor", adapter_of(run))
     (store.path_of(1) / "manifest.json").write_text("torn")
     third = start()
     assert cast(Any, third._group).loaded_names == ["a"] and third.runs[run].resumed_at is None
@@ -312,8 +312,8 @@ def test_weights_to_sample_from_that_were_lost_with_a_start_are_saved_again_unde
     path = posted(http, "save_weights_for_sampler", seq_id=5, **sampled)["path"]
     posted(http, "save_weights_for_sampler", seq_id=6, model_id=run, path="uncatalogued")
     posted(http, "save_weights_for_sampler", seq_id=7, model_id=run, sampling_session_seq_id=0)
-    folders = service._run_dir / "service" / "sampler_weights" / adapter_of(run)
-    (file,) = (service._run_dir / "service" / "saved").glob("*.uncatalogued.json")
+    folders = service.config.run.dir / "service" / "sampler_weights" / adapter_of(run)
+    (file,) = (service.config.run.dir / "service" / "saved").glob("*.uncatalogued.json")
     file.unlink()  # as if the service had ended before it was written
     assert len(list(folders.iterdir())) == 3
     service = start()
@@ -377,7 +377,7 @@ def test_records_that_are_none_or_lead_elsewhere_are_passed_over_and_named(
     run = new_run(http)
     train(http, run, 1, 3)
     path = posted(http, "save_weights", model_id=run, seq_id=5, path="mine")["path"]
-    folder, victim = service._run_dir / "service", tmp_path / "victim"
+    folder, victim = service.config.run.dir / "service", tmp_path / "victim"
     victim.mkdir()
     record = json.loads(next((folder / "saved").iterdir()).read_text())
     bad = {

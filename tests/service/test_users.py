@@ -148,7 +148,7 @@ def test_who_has_what_holds_over_starts_and_no_key_is_written_or_said(service: S
         has = made(alice)
         texts = [alice.get(f"/api/v1/{path}").text for path in ("training_runs", "checkpoints")]
         texts.append(client(alice.app, "tml-operator").get("/status.json").text)
-    for file in (one for one in service._run_dir.rglob("*") if one.is_file()):
+    for file in (one for one in service.config.run.dir.rglob("*") if one.is_file()):
         texts.append(file.read_bytes().decode("latin-1"))
     assert len(texts) > 6 and not [key for key in KEYS for text in (*texts, *capfd.readouterr()) if key in text]
     again = Service(service.config, service._group, Engine(2))
