@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 
 from actors.dpo import DpoLoop
+from actors.engines.pool import EnginePool
+from actors.engines.supervised import RestartingEngines
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.model_folders import with_model_folders
 from actors.rollout.ahead import AheadCollector
 from actors.rollout.collect import Collector, Metrics, launch_rewards, timed
-from actors.rollout.engine import EnginePool
 from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts, with_data_commits, with_steps_left, without_overlong
 from actors.rollout.prompts import PromptStream
 from actors.rollout.record_sets import record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import Rewards
-from actors.rollout.supervised import RestartingEngines
 from actors.run_dir import RecordedBatches, RunFolder
 from actors.sft import SftLoop
 from actors.signals import Interrupts

@@ -97,7 +97,7 @@ def played(config: Any, number: int, at_once: int, log: str) -> dict[str, Any]:
     """Episodes of so many records, each of which must come to what its kind says."""
     import ray
 
-    from actors.rollout.engine import EnginePool
+    from actors.engines.pool import EnginePool
     from actors.rollout.environment_workers import EnvironmentWorkers
     from actors.rollout.episodes import EpisodeRunner
     from actors.workers.worker_group import WorkerGroup

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import ray  # noqa: E402
 
 from actors.cluster.connect import connect, disconnect  # noqa: E402
-from actors.rollout.supervised import RestartingEngines  # noqa: E402
+from actors.engines.supervised import RestartingEngines  # noqa: E402
 from actors.workers.worker_group import WorkerGroup  # noqa: E402
 from benchmarks.faults import software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402

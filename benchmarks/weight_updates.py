@@ -35,8 +35,8 @@ import ray  # noqa: E402
 import torch  # noqa: E402
 
 from actors.cluster.connect import connect, disconnect  # noqa: E402
-from actors.rollout.embedded import EmbeddedEngine  # noqa: E402
-from actors.rollout.engine import EnginePool  # noqa: E402
+from actors.engines.embedded import EmbeddedEngine  # noqa: E402
+from actors.engines.pool import EnginePool  # noqa: E402
 from actors.workers import weights_folder  # noqa: E402
 from actors.workers.broadcast_update import BroadcastUpdate  # noqa: E402
 from actors.workers.disk_update import DiskUpdate  # noqa: E402

@@ -22,7 +22,7 @@ case "$*" in
   --engines)
     bash scripts/setup_vllm.sh
     export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
-    exec .venv/bin/python -m pytest tests/engines
+    exec .venv/bin/python -m pytest tests/engines/real
     ;;
   --cookbook)
     bash scripts/setup_cookbook.sh
@@ -54,8 +54,8 @@ quietly() {  # WHAT COMMAND...
 quietly "with the lowest supported transformers" bash scripts/test_lowest_transformers.sh .venv/bin/python
 if wait "$vllm"; then
   export SLIMEFSDP_VLLM_PYTHON=$PWD/.venv-vllm/bin/python
-  quietly "with a real vLLM" .venv/bin/python -m pytest --all tests/engines/test_vllm.py \
-    "tests/engines/test_vllm_runs.py::test_a_run_samples_from_a_server_what_it_trains_on[in turn]"
+  quietly "with a real vLLM" .venv/bin/python -m pytest --all tests/engines/real/test_vllm.py \
+    "tests/engines/real/test_vllm_runs.py::test_a_run_samples_from_a_server_what_it_trains_on[in turn]"
 else
   tail -3 "$vllm_log" >&2
   echo "scripts/test.sh: vLLM could not be installed, and was not tested" >&2

@@ -23,6 +23,7 @@ DOORS = {
     "ray": ("actors/",),
     "pydantic": ("actors/service/", "slimefsdp/config/", "scripts/settings_reference.py"),
     "transformers": (
+        "actors/engines/",
         "actors/rollout/",
         "scripts/",
         "slimefsdp/attention/hf_interface.py",
@@ -41,7 +42,19 @@ ROOMS = {
     ),
     "actors": (
         *("cluster", "startup", "signals", "run_dir", "model_folders"),
-        *("workers", "fault_tolerance", "torchrun", "rollout", "environments", "sft", "dpo", "loop", "service", "cli"),
+        *(
+            "workers",
+            "fault_tolerance",
+            "torchrun",
+            "engines",
+            "rollout",
+            "environments",
+            "sft",
+            "dpo",
+            "loop",
+            "service",
+            "cli",
+        ),
     ),
 }
 # below the trainer functions take values, not settings; what prepares a step, or estimates it, makes values of settings

@@ -13,7 +13,7 @@ from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("slimefsdp", "actors")
-ELSEWHERE = {"slimefsdp.weight_sync.vllm_plugin"}  # is imported inside vLLM alone: tests/engines
+ELSEWHERE = {"slimefsdp.weight_sync.vllm_plugin"}  # is imported inside vLLM alone: tests/engines/real
 
 
 def imports_of(path: Path) -> set[str]:

@@ -151,8 +151,8 @@ def evaluated(config: RunConfig, prompts: Prompts) -> Metrics:
     Raises:
         SlimeError: any typed error; all processes are ended before it travels on.
     """
+    from actors.engines.pool import EnginePool
     from actors.rollout.collect import Collector, launch_rewards
-    from actors.rollout.engine import EnginePool
     from actors.rollout.evaluation import Evaluator
     from actors.workers.worker_group import WorkerGroup
 

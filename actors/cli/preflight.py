@@ -20,6 +20,8 @@ from actors.cluster.connect import (
     has_nvidia_driver,
     require_answer,
 )
+from actors.engines.server_client import ServerClient
+from actors.engines.server_launch import is_on_cpu
 from actors.model_folders import NotHere, models_to_look_at, with_model_folders
 from actors.rollout.data_sets import DataSource, require_reader
 from actors.rollout.environment import check_concurrency, load_environment
@@ -37,8 +39,6 @@ from actors.rollout.prompt_files import (
 )
 from actors.rollout.record_sets import RecordSet, record_sets, warn_of_shared_prompts
 from actors.rollout.rewards import driver_scorer
-from actors.rollout.server_client import ServerClient
-from actors.rollout.server_launch import is_on_cpu
 from actors.rollout.tokenizer import run_beside
 from actors.run_dir import RunFolder
 from actors.startup import stage
@@ -419,7 +419,7 @@ def check_functions(config: RunConfig) -> None:
     if config.rollout.filter is not None:
         load_filter(config.rollout.filter)
     if config.rollout.engine != "embedded":
-        from actors.rollout.engine import engine_class
+        from actors.engines.pool import engine_class
 
         engine_class(config)
 
@@ -461,7 +461,7 @@ def check_servers(config: RunConfig, absent: Sequence[NotHere] = ()) -> None:
             raise ConfigError(problem, field="rollout.engine_python", hint=hint)
     if config.rollout.engine_urls is None:
         return
-    from actors.rollout.engine import engine_class
+    from actors.engines.pool import engine_class
 
     alive = getattr(engine_class(config), "ALIVE", "")
     for place, url in enumerate(config.rollout.engine_urls):

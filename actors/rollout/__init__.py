@@ -1,1 +1,1 @@
-"""Where samples come from: prompts, the embedded engine, rewards and filters."""
+"""Where samples come from: prompts, rewards, environments and filters."""

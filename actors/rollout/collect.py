@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollout.engine import EnginePool, SampledResponse
+from actors.engines.pool import EnginePool, SampledResponse
 from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.episodes import EpisodeRunner, Outcome
 from actors.rollout.filters import Filter, ScoredSample, load_filter

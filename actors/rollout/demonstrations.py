@@ -27,20 +27,17 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from actors.engines.tokenizer import encode_prompt, load_tokenizer, require_read, require_tools_written, templated
 from actors.rollout.prompts import (
     Record,
     answer_fault,
-    encode_prompt,
     place_of,
     prompt_fault,
     prompt_of_template,
     read_data,
-    require_read,
-    require_tools_written,
-    templated,
     text_fault,
 )
-from actors.rollout.tokenizer import answer_beside, end_with_parent, error_beside, load_tokenizer, stream_of_answer
+from actors.rollout.tokenizer import answer_beside, end_with_parent, error_beside, stream_of_answer
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, ModelError, SlimeError, short_repr
@@ -211,7 +208,7 @@ def encode_demonstration(
 
     Args:
         train_on: as data.train_on.
-        template_kwargs: as `actors.rollout.prompts.encode_prompt`.
+        template_kwargs: as `actors.engines.tokenizer.encode_prompt`.
 
     Raises:
         ConfigError: the chat template refuses the record or does not tell its turns apart, or nothing of it would be

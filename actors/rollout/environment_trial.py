@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from actors.engines.tokenizer import encode_prompt, load_tokenizer
 from actors.rollout.environment import TOOL_USE, EnvironmentFault, checked_prompt, is_token_ids, load_environment
 from actors.rollout.prompt_files import Prompts
-from actors.rollout.prompts import Record, encode_prompt, place_of
+from actors.rollout.prompts import Record, place_of
 from actors.rollout.rewards import Response, RewardScorer, is_url, overdue
-from actors.rollout.tokenizer import LONGEST_WAIT_S, end_with_parent, load_tokenizer, run_beside, stream_of_answer
+from actors.rollout.tokenizer import LONGEST_WAIT_S, end_with_parent, run_beside, stream_of_answer
 from actors.startup import stage
 from slimefsdp.config import RunConfig
 from slimefsdp.config.callables import failure_of

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from actors.engines.pool import EnginePool, SampledResponse
+from actors.engines.protocol import Request
 from actors.rollout.call_workers import PendingCalls
-from actors.rollout.engine import EnginePool, SampledResponse
 from actors.rollout.environment import Prompt, is_token_ids
 from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall, EpisodeKey, failed_episode
 from actors.rollout.prompt_files import most_sample_tokens
-from actors.rollout.protocol import Request
 from actors.rollout.rewards import MOST, Scores
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ConfigError, SlimeError

@@ -22,7 +22,7 @@ from slimefsdp.config.callables import failure_of, load_function
 from slimefsdp.errors import BatchError, SlimeError, short_repr
 
 if TYPE_CHECKING:
-    from actors.rollout.engine import SampledResponse
+    from actors.engines.pool import SampledResponse
 
 FILTERS: dict[str, str] = {"mixed_groups": "drop groups whose rewards are all equal; arXiv 2503.14476"}
 """The filters that need no module in their name, with a line for people."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MAX_LINE = 16_000_000  # characters; a prompt of millions of tokens fits
 MAX_LEVELS = 100  # of brackets in a record; what Python can read once, it may not be able to write from elsewhere
 _COLUMNS = ("prompt", "answer")  # under which a record has its prompt and its answer
-_SAID = "what the assistant has said"  # in the turn that a chat template is asked for
 _SPLITS = {"train": "train", "heldout": "test"}  # of a data set of several, where the settings name none
 
 
@@ -280,129 +279,6 @@ def answer_fault(answer: Any) -> str | None:
     is_number = type(answer) is int or (type(answer) is float and math.isfinite(answer))
     is_text = isinstance(answer, str) and answer.strip() and not text_fault(answer)
     return None if is_number or is_text else f"is {short_repr(answer)}"
-
-
-def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids of a prompt, up to where the response begins.
-
-    With a chat template, a text becomes one user message, and the opening of the assistant's turn is included. Without
-    one, a text is encoded as the tokenizer does by itself, its own special tokens included.
-
-    Args:
-        prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
-        template_kwargs: more that the chat template is given, such as enable_thinking.
-
-    Raises:
-        ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, tools for one
-            that does not write them, template_kwargs that it does not read, or a prompt that encodes to no token.
-    """
-    tokens: list[int]
-    require_read(tokenizer, template_kwargs)
-    if tokenizer.chat_template:
-        messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
-        require_tools_written(tokenizer, tools)
-        # a dictionary is transformers' default
-        options = {**(template_kwargs or {}), "tools": tools}
-        tokens = templated(tokenizer, messages, "prompt", tokenize=True, return_dict=False, **options)
-    elif isinstance(prompt, str):
-        tokens = tokenizer.encode(prompt)
-    else:
-        raise ConfigError(
-            "the prompt is a list of chat messages, but the tokenizer has no chat template",
-            field="prompt",
-            hint="use a chat model's tokenizer, or write the prompts as text",
-        )
-    if not tokens:
-        raise ConfigError(f"the prompt {prompt!r} encodes to no token", field="prompt", hint="drop it or give it text")
-    return tokens
-
-
-def require_tools_written(tokenizer: Any, tools: object) -> None:
-    """
-    Raises:
-        ConfigError: there are tools, and the chat template would leave them out without a word.
-    """
-    if tools and "tools" not in str(tokenizer.chat_template):
-        raise ConfigError(
-            "the prompt has tools, and the chat template of the tokenizer does not write them",
-            field="prompt",
-            hint="use a model whose chat template does, or say in the prompt itself what the tools are",
-        )
-
-
-def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
-    """Token ids that follow the text of a response, up to where the next response begins.
-
-    With a chat template they begin with what ends an assistant's turn; a text becomes one user message. Without one a
-    text follows as it is, without special tokens.
-
-    Args:
-        observation: a text, or a list of chat messages.
-        template_kwargs: as `encode_prompt`.
-
-    Raises:
-        ConfigError: as `encode_prompt`.
-    """
-    require_read(tokenizer, template_kwargs)
-    if not tokenizer.chat_template:
-        if isinstance(observation, str):
-            tokens: list[int] = tokenizer.encode(observation, add_special_tokens=False)
-            return tokens
-        raise ConfigError(
-            "the observation is a list of chat messages, but the tokenizer has no chat template",
-            field="observation",
-            hint="use a chat model's tokenizer, or have the environment answer in text",
-        )
-    # the template is asked for a turn of known text, so that what was sampled is never tokenised again
-    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
-    known = _SAID
-    while known in repr(messages):  # an environment may say anything
-        known += "."
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": known}]
-    text: str = templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
-    _, found, follows = text.rpartition(known)
-    if not found:
-        raise ConfigError(
-            "the chat template leaves out what the assistant said",
-            field="observation",
-            hint="correct the chat template of the model folder, or have the environment answer in token ids",
-        )
-    return list(tokenizer.encode(follows, add_special_tokens=False))
-
-
-def require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
-    """
-    Raises:
-        ConfigError: the chat template, if there is one, does not name one of these, and would pass over it.
-    """
-    for name in template_kwargs or {}:
-        if name not in str(tokenizer.chat_template):
-            raise ConfigError(
-                f"data.chat_template_kwargs has {name}, which the chat template of the tokenizer does not read",
-                field="data.chat_template_kwargs",
-                hint="remove it, or correct its name",
-            )
-
-
-def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
-    """What the chat template makes of messages, or of a text as the only one of a user; it opens the answer's turn.
-
-    Args:
-        what: the messages, for an error.
-        options: of `apply_chat_template`.
-
-    Raises:
-        ConfigError: the template refuses them.
-    """
-    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    try:
-        return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options})
-    except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
-        raise ConfigError(
-            f"the chat template failed on the {what} {messages!r:.200}: {type(error).__name__}: {error!s:.300}",
-            field=what,
-            hint=f"correct the {what}'s messages, or the chat template of the model folder",
-        ) from error
 
 
 def digest_of(records: Iterable[Mapping[str, Any]]) -> str:

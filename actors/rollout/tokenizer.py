@@ -1,4 +1,4 @@
-"""A model's tokenizer: how it is loaded, and what records come to in tokens, found in a process of its own.
+"""What records come to in tokens, counted in a process of its own, and how such processes are run.
 
 `python -m actors.rollout.tokenizer` is that process: a chat template can compute for long, and what counts tokens
 before a run starts must be able to end it.
@@ -16,58 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.prompts import Record, encode_prompt, place_of
+from actors.engines.tokenizer import encode_prompt, end_token_ids, load_tokenizer
+from actors.rollout.prompts import Record, place_of
 from slimefsdp.errors import ConfigError, ModelError, ResourceError, SlimeError
-from slimefsdp.models.hf_folder import check_tokenizer
 
 LONGEST_WAIT_S = 2e6  # for a process: it is asked for in milliseconds, of 32 bits
 PR_SET_PDEATHSIG = 1  # of prctl(2)
-
-
-def load_tokenizer(model_path: str) -> Any:
-    """Of a model folder, by the code of transformers alone: what the folder brings along is not run.
-
-    Raises:
-        ModelError: there are no files of one, or transformers cannot make one of them.
-    """
-    check_tokenizer(Path(model_path))
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the files can hold anything
-        said = " ".join(str(error).split())[:500]  # one line, which is what is shown of an engine that did not start
-        raise ModelError(
-            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {said}",
-            field="model.path",
-            hint="give a folder with a tokenizer that needs no code of its own",
-        ) from error
-
-
-def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
-    """The tokenizer's end token and those of generation_config.json, where chat models list more than one.
-
-    Raises:
-        ModelError: generation_config.json is not to be understood.
-    """
-    from transformers import GenerationConfig
-
-    ids = {tokenizer_eos}
-    file = Path(model_path) / "generation_config.json"
-    if file.exists():
-        try:
-            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
-            ids |= set(listed) if isinstance(listed, list) else {listed}
-            ids = {token for token in ids if token is not None}
-            if not all(type(token) is int for token in ids):
-                raise TypeError(f"eos_token_id = {listed!r:.100}")
-        except Exception as error:  # the file can hold anything
-            raise ModelError(
-                f"{file} cannot be used: {type(error).__name__}: {error!s:.300}",
-                field="model.path",
-                hint="restore the model's own file, or remove it",
-            ) from error
-    return {token for token in ids if token is not None}
 
 
 def encode_records(

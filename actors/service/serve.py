@@ -185,8 +185,8 @@ def _started_engine(config: RunConfig) -> Any:
     import ray
     from ray.exceptions import RayError
 
-    from actors.service.sampling_engine import start_sampling_engine
-    from actors.service.vllm_sampling_engine import start_vllm_sampling_engine
+    from actors.engines.sampling_engine import start_sampling_engine
+    from actors.engines.vllm_sampling_engine import start_vllm_sampling_engine
     from actors.workers.futures import meaning_of
 
     start = start_vllm_sampling_engine if config.rollout.engine == "vllm" else start_sampling_engine

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.server_launch import longest_sample
-from actors.rollout.tokenizer import end_token_ids, load_tokenizer
+from actors.engines.server_launch import longest_sample
+from actors.engines.tokenizer import end_token_ids, load_tokenizer
 from actors.service import wire
 from actors.service.catalogue import Catalogue, SamplerRecord, Saved
 from actors.service.datums import Work, output_of, work_of

@@ -29,7 +29,7 @@ _PING_S = 5.0
 
 
 class BroadcastUpdate(WeightUpdate):
-    """To engines (`actors.rollout.protocol.Engine`). The group stays from update to update while its engines do.
+    """To engines (`actors.engines.protocol.Engine`). The group stays from update to update while its engines do.
 
     A member that fails breaks the group. Where the update goes on without it, those that are left form another one, and
     BeginAgain asks for everything anew. Where nobody knows which member it was, all of them have one more try.

@@ -26,7 +26,7 @@ _LOOK_S = 0.1
 
 
 class DiskUpdate(WeightUpdate):
-    """To engines (`actors.rollout.protocol.Engine`), which go on with their weights while the folder is written.
+    """To engines (`actors.engines.protocol.Engine`), which go on with their weights while the folder is written.
 
     Once all have committed, no other folder is left beside it.
 

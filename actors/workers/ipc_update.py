@@ -14,7 +14,7 @@ from slimefsdp.weight_sync.shared_buffer import SharedBuffer
 
 
 class IpcUpdate(WeightUpdate):
-    """To engines (`actors.rollout.protocol.Engine`). Of two buffers engines read one while the other is filled.
+    """To engines (`actors.engines.protocol.Engine`). Of two buffers engines read one while the other is filled.
 
     Args:
         device: of the tensors that are sent; engines on the same GPU where it is one, else on the same machine.

@@ -55,7 +55,7 @@ class WeightUpdate:
         self._sending: Future[None] | None = None
 
     def has_frozen(self, source: str) -> bool:
-        """As `actors.rollout.protocol.Engine`, of all of them."""
+        """As `actors.engines.protocol.Engine`, of all of them."""
         are_engines = all(hasattr(actor, "has_frozen") for actor in self._left.values())
         return are_engines and all(self._call("has_frozen", source).values())
 

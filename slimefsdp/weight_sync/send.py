@@ -37,7 +37,7 @@ def stream_weights(
 
     A receiver may have `takes_device_tensors`, to be given them as they are; `keeps_nothing`, where it has read a
     bucket when `receive` returns, so that tensors may be the parameters' own memory; and `has_frozen`, as of
-    `actors.rollout.protocol.Engine`, where it need not be sent frozen parameters twice.
+    `actors.engines.protocol.Engine`, where it need not be sent frozen parameters twice.
 
     Args:
         named: parameters sharded over `shard_group`, under the names the receivers know.

@@ -13,9 +13,9 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from actors.engines.embedded import EmbeddedEngine
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.loop import train
-from actors.rollout.embedded import EmbeddedEngine
 from actors.workers.watchdog import remote_class
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.batching.packing import local_share, pack

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.rollout.prompts import encode_prompt
+from actors.engines.tokenizer import encode_prompt
 from slimefsdp.monitoring.metrics_log import read_metrics
 from tests.support.waiting import PATIENCE_S
 

@@ -11,8 +11,8 @@ import torch
 from ray.util import placement_group_table
 from transformers import AutoModelForCausalLM
 
+from actors.engines.pool import EnginePool
 from actors.loop import _restore_reference_group, train
-from actors.rollout.engine import EnginePool
 from actors.rollout.prompts import PromptStream, read_jsonl
 from actors.rollout.rewards import sorted_digits
 from actors.workers.worker_group import WorkerGroup

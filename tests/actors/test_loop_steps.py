@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engines.pool import SampledResponse
 from actors.loop import RolloutLoop
-from actors.rollout.engine import SampledResponse
 from actors.startup import waited_for
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.environments.calculator import calculator
 from actors.environments.tools import parse_calls
-from actors.rollout.prompts import encode_observation, encode_prompt, read_jsonl
+from actors.rollout.prompts import read_jsonl
 from slimefsdp.config import load_config
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from actors.rollout.prompts import encode_prompt, read_jsonl
+from actors.engines.tokenizer import encode_prompt
+from actors.rollout.prompts import read_jsonl
 from actors.rollout.rewards import sorted_digits
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_sort_digits.py"

@@ -15,11 +15,12 @@ import yaml
 from transformers import AutoTokenizer
 
 from actors.cli.main import main
+from actors.engines.tokenizer import encode_prompt
 from actors.environments import Environment, StepResult
 from actors.environments.tools import ToolUse
 from actors.rollout.environment_trial import begin_episodes, score_first, try_environment, try_reward
 from actors.rollout.prompt_files import Prompts
-from actors.rollout.prompts import Record, encode_prompt
+from actors.rollout.prompts import Record
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused

@@ -14,7 +14,7 @@ import pytest
 from ray.util.placement_group import placement_group_table
 
 from actors.cluster.cleanup import running_processes
-from actors.rollout.engine import EnginePool
+from actors.engines.pool import EnginePool
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.config import RunConfig
 from tests.support.waiting import wait_until

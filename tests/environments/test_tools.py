@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from transformers import AutoTokenizer
 
+from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.environments import StepResult
 from actors.environments.tools import ToolCall, ToolUse, parse_calls, shortened
 from actors.rollout.environment import checked_prompt, checked_result, load_environment
 from actors.rollout.environment_workers import EnvironmentWorkers, EpisodeCall
-from actors.rollout.prompts import Record, encode_observation, encode_prompt
+from actors.rollout.prompts import Record
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.tiers import examples

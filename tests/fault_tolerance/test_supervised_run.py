@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import ray
 
+from actors.engines.supervised import RestartingEngines
 from actors.fault_tolerance.recovery import RECOVERIES
 from actors.fault_tolerance.supervisor import SupervisedGroup
 from actors.loop import train
-from actors.rollout.supervised import RestartingEngines
 from tests.support.runs import bits, rows_of
 from tests.support.waiting import PATIENCE_S
 

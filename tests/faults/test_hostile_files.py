@@ -25,9 +25,9 @@ import yaml
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from actors.rollout.engine import EnginePool
-from actors.rollout.prompts import encode_prompt, read_jsonl
-from actors.rollout.tokenizer import end_token_ids, load_tokenizer
+from actors.engines.pool import EnginePool
+from actors.engines.tokenizer import encode_prompt, end_token_ids, load_tokenizer
+from actors.rollout.prompts import read_jsonl
 from actors.run_dir import RunFolder
 from slimefsdp.attention.hf_interface import ATTENTION_NAME
 from slimefsdp.attention.select import AttentionShape, choose_strategy

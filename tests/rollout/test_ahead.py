@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import ray
 
+from actors.engines.pool import EnginePool
 from actors.loop import RolloutLoop, train
 from actors.rollout.ahead import AheadCollector
-from actors.rollout.engine import EnginePool
 from actors.run_dir import RunFolder
 from actors.signals import Interrupts
 from slimefsdp.config import RunConfig

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engines.pool import SampledResponse
 from actors.loop import RolloutLoop, train
 from actors.rollout.collect import Collector, overlong_penalty
-from actors.rollout.engine import SampledResponse
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import PromptStream, Record

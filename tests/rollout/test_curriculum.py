@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engines.pool import SampledResponse
 from actors.rollout.collect import Collector
-from actors.rollout.engine import SampledResponse
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts, read_prompts
 from actors.run_dir import RecordedBatches

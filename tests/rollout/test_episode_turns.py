@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engines.pool import SampledResponse
+from actors.engines.protocol import Request
 from actors.environments import Environment, StepResult
-from actors.rollout.engine import SampledResponse
 from actors.rollout.environment_workers import EnvironmentHost
 from actors.rollout.episodes import EpisodeRunner
-from actors.rollout.protocol import Request
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.sampling.params import SamplingParams, VersionSpan

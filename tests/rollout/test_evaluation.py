@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.engines.pool import SampledResponse
 from actors.rollout.collect import Collector
-from actors.rollout.engine import SampledResponse
 from actors.rollout.evaluation import Evaluator, pass_probability, share_of, solved_metrics
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record

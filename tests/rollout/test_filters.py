@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rollout.engine import SampledResponse
+from actors.engines.pool import SampledResponse
 from actors.rollout.filters import FILTERS, ScoredSample, load_filter, mixed_groups
 from actors.rollout.prompts import Record
 from slimefsdp.config import config_from_dict

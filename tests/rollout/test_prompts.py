@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from actors.engines.tokenizer import encode_observation, encode_prompt
 from actors.rollout import data_sets
-from actors.rollout.prompts import PromptStream, encode_observation, encode_prompt, place_of, read_jsonl, read_records
+from actors.rollout.prompts import PromptStream, place_of, read_jsonl, read_records
 from slimefsdp.config.rollout import DataSettings
 from slimefsdp.errors import CheckpointError, ConfigError
 from tests.support.refusals import refused

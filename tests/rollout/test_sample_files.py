@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rollout.engine import SampledResponse
+from actors.engines.pool import SampledResponse
 from actors.rollout.filters import ScoredSample
 from actors.rollout.prompts import Record
 from actors.rollout.sample_files import example_line, write_samples, write_step_samples

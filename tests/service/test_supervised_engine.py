@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from actors.cluster import ray_errors
+from actors.engines.sampling_engine import start_sampling_engine
 from actors.service import supervised_engine
 from actors.service.samplers import Samplers, SamplerSession, Version
-from actors.service.sampling_engine import start_sampling_engine
 from actors.service.supervised_engine import SupervisedEngine
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import BatchError, ResourceError, StateError, WorkerDied

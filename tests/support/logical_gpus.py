@@ -14,8 +14,8 @@ os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # loopback only, as actor
 
 import ray
 
+from actors.engines.supervised import RestartingEngines
 from actors.fault_tolerance.supervisor import SupervisedGroup
-from actors.rollout.supervised import RestartingEngines
 from slimefsdp.config import RunConfig, config_from_dict
 
 GPUS = 2

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.rollout.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample
+from actors.engines.protocol import ENGINE_TAGS, Engine, EngineInfo, EngineTag, Manifest, Request, Sample
 from slimefsdp import heartbeat
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import StateError

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from actors.rollout import sglang_launch, vllm_launch
-from actors.rollout.protocol import Request, Sample
-from actors.rollout.sglang_engine import SglangEngine
-from actors.rollout.vllm_engine import VllmEngine
+from actors.engines import sglang_launch, vllm_launch
+from actors.engines.protocol import Request, Sample
+from actors.engines.sglang_engine import SglangEngine
+from actors.engines.vllm_engine import VllmEngine
 from slimefsdp.config import RunConfig
 from slimefsdp.sampling.params import SamplingParams
 from tests.support import sglang_server, vllm_server

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.rollout.sglang_engine import SglangEngine
-from actors.rollout.vllm_engine import VllmEngine
+from actors.engines.sglang_engine import SglangEngine
+from actors.engines.vllm_engine import VllmEngine
 from tests.support.sglang_server import SglangServer
 from tests.support.vllm_server import ProtocolServer
 

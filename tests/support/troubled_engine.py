@@ -7,8 +7,8 @@ import signal
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from actors.rollout.embedded import EmbeddedEngine
-from actors.rollout.protocol import Manifest, TensorInfo
+from actors.engines.embedded import EmbeddedEngine
+from actors.engines.protocol import Manifest, TensorInfo
 
 
 class TroubledEngine(EmbeddedEngine):

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 
-from actors.rollout.protocol import EngineInfo, Manifest, TensorInfo
+from actors.engines.protocol import EngineInfo, Manifest, TensorInfo
 from actors.workers.object_store_update import unpack_bucket
 from actors.workers.watchdog import Watched
 from actors.workers.weights_folder import checked_weights, read_weights

@@ -1,6 +1,6 @@
 """What a server of vLLM 0.32 answers on the routes that an engine uses, as the real one was seen to; with faults.
 
-It takes weights from a broadcast group, as vLLM's workers do. What real servers do, tests/engines/test_vllm.py asks.
+It takes weights from a broadcast group, as the workers of vLLM do. Real servers: tests/engines/real/test_vllm.py.
 """
 
 from __future__ import annotations

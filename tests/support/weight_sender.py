@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from actors.rollout.protocol import TensorInfo
+from actors.engines.protocol import TensorInfo
 from slimefsdp.weight_sync.broadcast import BroadcastGroup, TorchBroadcastGroup
 
 

@@ -349,8 +349,8 @@ WAITS = {
 SAYS_HOW_LONG = {"timeout", "timeout_s", "timeout_seconds", "blocking"}
 WAITS_WITHOUT = {
     "actors/cli/calibrate.py: found.get()": "all who could put something there have ended",
-    "actors/rollout/child_server.py: started.wait()": "it has nothing to do but to leave",
-    "actors/rollout/child_server.py: server.wait()": "it was killed",
+    "actors/engines/child_server.py: started.wait()": "it has nothing to do but to leave",
+    "actors/engines/child_server.py: server.wait()": "it was killed",
     "actors/environments/python_snippets.py: process.communicate(code.encode(errors='surrogatepass'))": "in a timeout",
     "actors/environments/python_snippets.py: process.wait()": "it was killed",
     "actors/service/app.py: one.fetched.wait()": "in a timeout",

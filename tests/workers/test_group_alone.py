@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from actors.cluster import ray_errors
+from actors.engines.pool import EnginePool
 from actors.fault_tolerance.supervisor import SupervisedGroup
-from actors.rollout.engine import EnginePool
 from actors.workers import futures, worker_group
 from actors.workers.worker_group import WorkerGroup
 from slimefsdp.data.rollout_batch import RolloutBatch

@@ -13,8 +13,8 @@ import ray
 import torch
 from safetensors.torch import load_file
 
-from actors.rollout.embedded import EmbeddedEngine
-from actors.rollout.protocol import EngineInfo
+from actors.engines.embedded import EmbeddedEngine
+from actors.engines.protocol import EngineInfo
 from actors.workers.broadcast_update import BroadcastUpdate
 from actors.workers.object_store_update import ObjectStoreUpdate, pack_bucket, unpack_bucket
 from actors.workers.watchdog import remote_class

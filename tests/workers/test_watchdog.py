@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.rollout.engine import EnginePool
+from actors.engines.pool import EnginePool
 from actors.workers import watchdog, worker_group
 from actors.workers.futures import CallFuture
 from actors.workers.group_calls import RankRequest

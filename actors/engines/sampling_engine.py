@@ -1,0 +1,367 @@
+"""Sampling as a service: one process with a base, many versions of adapters beside it or of all weights, and many
+requests at once.
+
+The engine is an asynchronous Ray actor: its methods wait, and one thread computes. Whatever changes what is sampled
+happens in that thread between two tokens, so that requests join and leave there. Files of versions are read beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from actors.cluster.allocator import ALLOCATOR
+from actors.cluster.placement import gpus_per_rank
+from actors.engines.tokenizer import load_tokenizer
+from actors.model_folders import with_model_folders
+from actors.workers.watchdog import Watched, remote_class
+from slimefsdp import heartbeat
+from slimefsdp.config import RunConfig
+from slimefsdp.errors import ModelError, StateError, portable
+from slimefsdp.models.hf_folder import check_tokenizer, read_model_folder
+from slimefsdp.sampling.requests import SampleAnswer, SampleRequest, SamplingStats
+
+if TYPE_CHECKING:  # whoever only starts an engine needs no torch
+    from slimefsdp.sampling.turns import Versions
+
+Result = TypeVar("Result")
+_CALLS = 4096  # that an engine answers at once; more of them wait in Ray
+_CANCELLED_KEPT = 1000  # keys of requests, until they are forgotten: one may be cancelled before it has come
+_LOOK_S = 1.0  # of the thread, where nothing is to be done
+
+
+class SamplingEngine(Watched):
+    """A process that samples; a Ray actor, as `start_sampling_engine` makes one.
+
+    The base has the weights of model.path in precision.compute_dtype, to the bit those that a trainer of the same
+    settings freezes or begins with. Versions have the adapters' layout of lora.rank and lora.targets; without lora.rank
+    they are whole models.
+
+    Args:
+        config: its model.path is a folder.
+        max_rows: the most samples drawn at once, over all versions.
+        memory_bytes: the most that versions may have together.
+        max_samples: of a request.
+
+    Raises:
+        ModelError, ConfigError: as `slimefsdp.models.build.load_for_sampling`.
+    """
+
+    CONCURRENCY_GROUPS: ClassVar[dict[str, int]] = {"control": 2}
+
+    def __init__(
+        self, config: RunConfig, *, max_rows: int = 256, memory_bytes: int = 2**30, max_samples: int = 1024
+    ) -> None:
+
+        from slimefsdp.distributed.mesh import choose_device
+        from slimefsdp.models.build import load_for_sampling
+        from slimefsdp.sampling.adapter_versions import AdapterVersions
+        from slimefsdp.sampling.model_versions import ModelVersions
+        from slimefsdp.sampling.turns import VersionedSampler
+        from slimefsdp.training.build import compute_dtype, lora_of, parallelism_of, set_numerics
+
+        set_numerics(config)
+        device = choose_device(config.mesh.device)
+        self._is_on_cpu = device.type == "cpu"
+        self._use_one_thread()
+        path = Path(config.model.path)
+        folder = read_model_folder(path, field="model.path", with_weights=config.model.init == "folder")
+        lora = lora_of(config)
+        policy = load_for_sampling(
+            folder,
+            compute_dtype(config),
+            device,
+            lora,
+            buffer_dtype=parallelism_of(config, device).buffer_dtype,
+            random_seed=None if folder.has_weights else config.run.seed,
+        )
+        self._weights: Versions = ModelVersions(policy) if lora is None else AdapterVersions(policy, path)
+        self._sampler = VersionedSampler(
+            policy,
+            self._weights,
+            max_rows=max_rows,
+            memory_bytes=memory_bytes,
+            max_samples=max_samples,
+            decode=_decode_of(str(path)),
+        )
+        self._changed = threading.Condition()  # holds the lock of the next two
+        self._between: list[Callable[[], None]] = []  # what is to be done between two tokens, in order
+        self._end: Exception | None = None  # why nothing is done any more
+        # the thread's own: by number of the sampler's request, and the numbers by the requests' keys
+        self._answers: dict[int, _Answer[SampleAnswer]] = {}
+        self._numbers: dict[str, int] = {}
+        self._cancelled: deque[str] = deque(maxlen=_CANCELLED_KEPT)
+        self._thread = threading.Thread(target=self._sample, name="sampling", daemon=True)
+        self._thread.start()
+
+    async def load(self, version: str, folder: str) -> int:
+        """Reads a version's folder and holds it under that name, for `sample`; returns its bytes.
+
+        Args:
+            folder: of PEFT; without lora.rank a model's.
+
+        Raises:
+            StateError: there is a version of this name.
+            ResourceError: versions have all of `memory_bytes`; nothing is given up for a new one.
+            ModelError: the folder is malformed, of another model or base, or of more than lora.rank.
+        """
+        reserved: list[str] = []  # by this call, and not by another one of that name
+
+        def reserve() -> None:
+            self._sampler.reserve(version)
+            reserved.append(version)
+
+        def release() -> None:
+            for name in reserved:
+                self._sampler.release(name)
+
+        try:
+            await self._do(reserve)
+            read = await asyncio.to_thread(self._read, folder)
+        except BaseException:  # a call that was cancelled, too
+            with suppress(StateError):
+                self._post(release)
+            raise
+        return await self._do(partial(self._sampler.hold, version, read))
+
+    async def drop(self, version: str) -> None:
+        """Forgets a version and frees its memory; its requests end with a StateError.
+
+        Raises:
+            StateError: there is none of this name.
+        """
+
+        def drop() -> None:
+            for number in self._sampler.drop(version):
+                self._taken(number).fail(
+                    StateError(
+                        f"version {version!r} was dropped while it was sampled",
+                        field="version",
+                        hint="load it again, and drop it when its requests have been answered",
+                    )
+                )
+
+        await self._do(drop)
+
+    async def versions(self) -> list[str]:
+        """Names of those that are held, in the order in which they came."""
+        return await self._do(lambda: self._sampler.versions)
+
+    async def sample(self, request: SampleRequest, key: str | None = None) -> SampleAnswer:
+        """Answers when all samples have ended; a call that is cancelled frees its rows.
+
+        Args:
+            key: of this request alone, for `cancel`.
+
+        What a sample draws follows from its version, `params.seed` and its number. What else is sampled enters by the
+        rounding of its probabilities alone.
+
+        Raises:
+            StateError: there is no such version, or it was dropped meanwhile; its logits are not finite; the request
+                was cancelled by its key; or the engine has been shut down.
+            BatchError: naming what of the request cannot be. ResourceError: there was no memory to sample with.
+        """
+        answer: _Answer[SampleAnswer] = _Answer(key)
+        numbers: list[int] = []
+
+        def add() -> None:
+            if key is not None and key in self._numbers:
+                raise StateError(f"there is a request {key!r}", field="key", hint="give each a key of its own")
+            if key is not None and key in self._cancelled:
+                raise _was_cancelled(key)
+            numbers.append(self._sampler.add(request))
+            self._answers[numbers[0]] = answer
+            if key is not None:
+                self._numbers[key] = numbers[0]
+
+        def give_up() -> None:
+            for number in numbers:
+                if number in self._answers:
+                    self._taken(number)
+                    self._sampler.cancel(number)
+
+        self._post(add, answer)
+        try:
+            return await answer.future
+        except asyncio.CancelledError:
+            with suppress(StateError):
+                self._post(give_up)
+            raise
+
+    async def cancel(self, key: str) -> None:
+        """Ends the request of this key, now or when it comes, with a StateError; nothing where it was answered.
+
+        For callers that wait by Ray: `ray.cancel` of a call that has not left its caller holds up the ones behind it
+        (Ray 2.60).
+        """
+
+        def cancel() -> None:
+            self._cancelled.append(key)
+            if (number := self._numbers.get(key)) is not None:
+                self._taken(number).fail(_was_cancelled(key))
+                self._sampler.cancel(number)
+
+        await self._do(cancel)
+
+    async def stats(self) -> SamplingStats:
+        """How much is being sampled and held."""
+        return await self._do(self._sampler.stats)
+
+    async def shutdown(self) -> None:
+        """Ends the sampling: what has no answer fails with a StateError, and so does what comes later; idempotent."""
+        with self._changed:
+            if self._end is None:
+                self._end = StateError("the engine has been shut down", field="engine", hint="start another one")
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # ------------------------------------------------------------------ inside
+
+    async def _do(self, function: Callable[[], Result]) -> Result:
+        """What a function returns that the thread calls between two tokens."""
+        answer: _Answer[Result] = _Answer()
+        self._post(lambda: answer.give(function()), answer)
+        return await answer.future
+
+    def _post(self, function: Callable[[], None], answer: _Answer[Any] | None = None) -> None:
+        """Has the thread call a function between two tokens.
+
+        Args:
+            answer: gets what the function raises.
+
+        Raises:
+            StateError: the thread has ended.
+        """
+
+        def call() -> None:
+            try:
+                if self._end is not None:
+                    raise self._end
+                function()
+            except Exception as error:
+                if answer is not None:
+                    answer.fail(error)
+
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            self._between.append(call)
+            self._changed.notify()
+
+    def _sample(self) -> None:
+        """What the thread does."""
+        self._use_one_thread()
+        heartbeat.enter(heartbeat.IDLE)
+        try:
+            while self._end is None:
+                self._call_what_waits()
+                if self._sampler.is_idle:
+                    continue
+                with heartbeat.during("sample"):
+                    while self._end is None and not self._sampler.is_idle:
+                        for number, found in self._sampler.step():
+                            answer = self._taken(number)
+                            if isinstance(found, Exception):
+                                answer.fail(found)
+                            else:
+                                answer.give(found)
+                        self._call_what_waits()
+        except Exception as error:  # of this file or the sampler's own
+            self._end = error
+        finally:
+            with self._changed:
+                calls, self._between = self._between, []
+            for call in calls:
+                call()
+            assert self._end is not None
+            for answer in self._answers.values():
+                answer.fail(self._end)
+            self._answers.clear()
+
+    def _call_what_waits(self) -> None:
+        with self._changed:
+            while self._sampler.is_idle and not self._between and self._end is None:
+                self._changed.wait(_LOOK_S)
+            calls, self._between = self._between, []
+        for call in calls:
+            call()
+
+    def _taken(self, number: int) -> _Answer[SampleAnswer]:
+        """The answer that a request of the sampler waits for, which is about to be settled."""
+        answer = self._answers.pop(number)
+        if answer.key is not None:
+            del self._numbers[answer.key]
+        return answer
+
+    def _read(self, folder: str) -> Any:
+        self._use_one_thread()
+        return self._weights.read(Path(folder))
+
+    def _use_one_thread(self) -> None:
+        import torch
+
+        if self._is_on_cpu:
+            torch.set_num_threads(1)  # as in ranks; per thread
+
+
+class _Answer(Generic[Result]):
+    """What a coroutine waits for and the thread gives; made in the coroutine."""
+
+    def __init__(self, key: str | None = None) -> None:
+        self.key = key
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Result] = self._loop.create_future()
+
+    def give(self, result: Result) -> None:
+        self._settle(lambda: self.future.set_result(result))
+
+    def fail(self, error: Exception) -> None:
+        self._settle(lambda: self.future.set_exception(portable(error)))
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        def unless_cancelled() -> None:
+            if not self.future.done():
+                settle()
+
+        with suppress(RuntimeError):  # the loop has ended, and with it whoever waits
+            self._loop.call_soon_threadsafe(unless_cancelled)
+
+
+def start_sampling_engine(
+    config: RunConfig, *, max_rows: int = 256, memory_bytes: int = 2**30, max_samples: int = 1024
+) -> Any:
+    """The handle of a `SamplingEngine` that is being started; `ray.kill` ends its process.
+
+    Raises:
+        ModelError, ConfigError, ResourceError: as `with_model_folders`.
+    """
+    gpus = gpus_per_rank(config.mesh.device)
+    options: dict[str, Any] = {
+        "num_cpus": 1,
+        "num_gpus": gpus,
+        "max_restarts": 0,  # a restarted one would come back without its versions
+        "max_concurrency": _CALLS,
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **ALLOCATOR}} if gpus == 0 else {},
+    }
+    limits = {"max_rows": max_rows, "memory_bytes": memory_bytes, "max_samples": max_samples}
+    return remote_class(SamplingEngine).options(**options).remote(with_model_folders(config), **limits)
+
+
+def _was_cancelled(key: str) -> StateError:
+    return StateError(f"request {key!r} was cancelled", field="key", hint="send it again under another key")
+
+
+def _decode_of(path: str) -> Callable[[Any], str] | None:
+    """Of the model's tokenizer; None: its folder has none, and there are no stop texts."""
+    try:
+        check_tokenizer(Path(path))
+    except ModelError:
+        return None
+    decode: Callable[[Any], str] = load_tokenizer(path).decode
+    return decode

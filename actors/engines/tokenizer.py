@@ -1,0 +1,181 @@
+"""Turns prompts into token ids: loading a model's tokenizer, its end tokens, and its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slimefsdp.errors import ConfigError, ModelError
+from slimefsdp.models.hf_folder import check_tokenizer
+
+_SAID = "what the assistant has said"  # in the turn that a chat template is asked for
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """Of a model folder, by the code of transformers alone: what the folder brings along is not run.
+
+    Raises:
+        ModelError: there are no files of one, or transformers cannot make one of them.
+    """
+    check_tokenizer(Path(model_path))
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the files can hold anything
+        said = " ".join(str(error).split())[:500]  # one line, which is what is shown of an engine that did not start
+        raise ModelError(
+            f"transformers cannot make a tokenizer of {model_path}: {type(error).__name__}: {said}",
+            field="model.path",
+            hint="give a folder with a tokenizer that needs no code of its own",
+        ) from error
+
+
+def end_token_ids(model_path: str, tokenizer_eos: int) -> set[int]:
+    """The tokenizer's end token and those of generation_config.json, where chat models list more than one.
+
+    Raises:
+        ModelError: generation_config.json is not to be understood.
+    """
+    from transformers import GenerationConfig
+
+    ids = {tokenizer_eos}
+    file = Path(model_path) / "generation_config.json"
+    if file.exists():
+        try:
+            listed = GenerationConfig.from_pretrained(model_path, local_files_only=True).eos_token_id
+            ids |= set(listed) if isinstance(listed, list) else {listed}
+            ids = {token for token in ids if token is not None}
+            if not all(type(token) is int for token in ids):
+                raise TypeError(f"eos_token_id = {listed!r:.100}")
+        except Exception as error:  # the file can hold anything
+            raise ModelError(
+                f"{file} cannot be used: {type(error).__name__}: {error!s:.300}",
+                field="model.path",
+                hint="restore the model's own file, or remove it",
+            ) from error
+    return {token for token in ids if token is not None}
+
+
+def encode_prompt(tokenizer: Any, prompt: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    """Token ids of a prompt, up to where the response begins.
+
+    With a chat template, a text becomes one user message, and the opening of the assistant's turn is included. Without
+    one, a text is encoded as the tokenizer does by itself, its own special tokens included.
+
+    Args:
+        prompt: a text, a list of chat messages, or `{"messages": [...], "tools": [...]}`.
+        template_kwargs: more that the chat template is given, such as enable_thinking.
+
+    Raises:
+        ConfigError: chat messages for a tokenizer without chat template or for one that refuses them, tools for one
+            that does not write them, template_kwargs that it does not read, or a prompt that encodes to no token.
+    """
+    tokens: list[int]
+    require_read(tokenizer, template_kwargs)
+    if tokenizer.chat_template:
+        messages, tools = (prompt["messages"], prompt["tools"]) if isinstance(prompt, Mapping) else (prompt, None)
+        require_tools_written(tokenizer, tools)
+        # a dictionary is transformers' default
+        options = {**(template_kwargs or {}), "tools": tools}
+        tokens = templated(tokenizer, messages, "prompt", tokenize=True, return_dict=False, **options)
+    elif isinstance(prompt, str):
+        tokens = tokenizer.encode(prompt)
+    else:
+        raise ConfigError(
+            "the prompt is a list of chat messages, but the tokenizer has no chat template",
+            field="prompt",
+            hint="use a chat model's tokenizer, or write the prompts as text",
+        )
+    if not tokens:
+        raise ConfigError(f"the prompt {prompt!r} encodes to no token", field="prompt", hint="drop it or give it text")
+    return tokens
+
+
+def encode_observation(tokenizer: Any, observation: Any, template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    """Token ids that follow the text of a response, up to where the next response begins.
+
+    With a chat template they begin with what ends an assistant's turn; a text becomes one user message. Without one a
+    text follows as it is, without special tokens.
+
+    Args:
+        observation: a text, or a list of chat messages.
+        template_kwargs: as `encode_prompt`.
+
+    Raises:
+        ConfigError: as `encode_prompt`.
+    """
+    require_read(tokenizer, template_kwargs)
+    if not tokenizer.chat_template:
+        if isinstance(observation, str):
+            tokens: list[int] = tokenizer.encode(observation, add_special_tokens=False)
+            return tokens
+        raise ConfigError(
+            "the observation is a list of chat messages, but the tokenizer has no chat template",
+            field="observation",
+            hint="use a chat model's tokenizer, or have the environment answer in text",
+        )
+    # the template is asked for a turn of known text, so that what was sampled is never tokenised again
+    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+    known = _SAID
+    while known in repr(messages):  # an environment may say anything
+        known += "."
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": known}]
+    text: str = templated(tokenizer, [*said, *messages], "observation", tokenize=False, **(template_kwargs or {}))
+    _, found, follows = text.rpartition(known)
+    if not found:
+        raise ConfigError(
+            "the chat template leaves out what the assistant said",
+            field="observation",
+            hint="correct the chat template of the model folder, or have the environment answer in token ids",
+        )
+    return list(tokenizer.encode(follows, add_special_tokens=False))
+
+
+def require_tools_written(tokenizer: Any, tools: object) -> None:
+    """
+    Raises:
+        ConfigError: there are tools, and the chat template would leave them out without a word.
+    """
+    if tools and "tools" not in str(tokenizer.chat_template):
+        raise ConfigError(
+            "the prompt has tools, and the chat template of the tokenizer does not write them",
+            field="prompt",
+            hint="use a model whose chat template does, or say in the prompt itself what the tools are",
+        )
+
+
+def require_read(tokenizer: Any, template_kwargs: Mapping[str, Any] | None) -> None:
+    """
+    Raises:
+        ConfigError: the chat template, if there is one, does not name one of these, and would pass over it.
+    """
+    for name in template_kwargs or {}:
+        if name not in str(tokenizer.chat_template):
+            raise ConfigError(
+                f"data.chat_template_kwargs has {name}, which the chat template of the tokenizer does not read",
+                field="data.chat_template_kwargs",
+                hint="remove it, or correct its name",
+            )
+
+
+def templated(tokenizer: Any, messages: Any, what: str, **options: Any) -> Any:
+    """What the chat template makes of messages, or of a text as the only one of a user; it opens the answer's turn.
+
+    Args:
+        what: the messages, for an error.
+        options: of `apply_chat_template`.
+
+    Raises:
+        ConfigError: the template refuses them.
+    """
+    messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    try:
+        return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True, **options})
+    except Exception as error:  # a template can refuse a prompt, and do anything that its sandbox lets it do
+        raise ConfigError(
+            f"the chat template failed on the {what} {messages!r:.200}: {type(error).__name__}: {error!s:.300}",
+            field=what,
+            hint=f"correct the {what}'s messages, or the chat template of the model folder",
+        ) from error
