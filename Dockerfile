@@ -33,6 +33,7 @@ COPY --chown=10001 actors /src/actors
 RUN pip install --no-cache-dir -c /src/constraints.txt "/src[data,serve,wandb]"
 COPY --chown=10001 configs configs
 COPY --chown=10001 scripts scripts
+COPY --chown=10001 examples examples
 ENTRYPOINT ["slimefsdp"]
 
 # vLLM in an environment of its own: it needs other releases than the trainer.

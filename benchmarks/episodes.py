@@ -24,9 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from actors.environments import Environment, StepResult  # noqa: E402
 from actors.rollout.environment import MOST_CHARACTERS  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
+from slimefsdp import Environment, StepResult  # noqa: E402
 
 KINDS = {"plain": 0.964, "raise": 0.015, "giant": 0.01, "wrong": 0.01, "exit": 0.0005, "hang": 0.0005}
 FAILURES = {

@@ -85,7 +85,7 @@ draw() {  # FAMILY DATA_SET TRAIN HELDOUT SETTING...
   local family=$1 data_set=$2 train=$3 held
   held=$(least "$4" "$heldout")
   shift 4
-  [ -d "$home/data/$family" ] || "$python" -m actors.cli data reasoning-gym "$data_set" "$home/data/$family" "$@" \
+  [ -d "$home/data/$family" ] || "$python" examples/environments/reasoning_gym_tasks.py "$data_set" "$home/data/$family" "$@" \
     --train "$train" --heldout "$held" --seed "$seed" --instruction "Reply with the answer only."
 }
 draw chain_sum chain_sum 80 120 min_terms=2 max_terms=2 min_digits=1 max_digits=1
@@ -127,6 +127,6 @@ else
   "$python" -m actors.cli train configs/demo_llm_grpo.yaml "run.dir=$run" "run.export_dir=$run/model" \
     "run.seed=$seed" "run.steps=$steps" "optim.total_updates=$((steps > 3 ? steps : 3))" "model.path=$model" \
     "data.train=$home/train.jsonl" "${heldout_sets[@]}" "checkpoint.resume=$resume" \
-    "rollout.reward=actors.environments.reasoning_gym:$reward" "${engine[@]}" ${settings[@]+"${settings[@]}"}
+    "rollout.reward=examples/environments/reasoning_gym_tasks.py:$reward" "${engine[@]}" ${settings[@]+"${settings[@]}"}
 fi
 "$python" scripts/demo_llm_report.py "$home"

@@ -1,6 +1,7 @@
 """slimefsdp: an FSDP2 training backend for RL post-training.
 
-Names are resolved on first use, so that importing the package, its errors or its settings costs no torch import.
+Names are resolved on first use, so that importing the package, its errors or its settings costs no torch import. The
+names that need Ray (`connect`, the groups of workers, the engines) are kept in `actors`.
 """
 
 from __future__ import annotations
@@ -9,22 +10,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from actors.cluster.connect import connect
+    from actors.engines.pool import EnginePool
+    from actors.engines.supervised import RestartingEngines
+    from actors.fault_tolerance.group_host import launch_named
+    from actors.fault_tolerance.supervisor import SupervisedGroup
+    from actors.rollout.environment import Environment, Observation, Prompt, StepResult
+    from actors.rollout.prompts import PromptStream, read_records
+    from actors.workers.worker_group import WorkerGroup
     from slimefsdp.batching.plan import Plan
     from slimefsdp.config import RunConfig, load_config
     from slimefsdp.data.rollout_batch import RolloutBatch
     from slimefsdp.results import LogProbs
     from slimefsdp.trainer import Trainer
 
-__all__ = ["LogProbs", "Plan", "RolloutBatch", "RunConfig", "Trainer", "load_config"]
+__all__ = [
+    "EnginePool", "Environment", "LogProbs", "Observation", "Plan", "Prompt", "PromptStream", "RestartingEngines",
+    "RolloutBatch", "RunConfig", "StepResult", "SupervisedGroup", "Trainer", "WorkerGroup", "connect", "launch_named",
+    "load_config", "read_records",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _HOME = {
+    "EnginePool": "actors.engines.pool",
+    "Environment": "actors.rollout.environment",
     "LogProbs": "slimefsdp.results",
+    "Observation": "actors.rollout.environment",
     "Plan": "slimefsdp.batching.plan",
+    "Prompt": "actors.rollout.environment",
+    "PromptStream": "actors.rollout.prompts",
+    "RestartingEngines": "actors.engines.supervised",
     "RolloutBatch": "slimefsdp.data.rollout_batch",
     "RunConfig": "slimefsdp.config",
+    "StepResult": "actors.rollout.environment",
+    "SupervisedGroup": "actors.fault_tolerance.supervisor",
     "Trainer": "slimefsdp.trainer",
+    "WorkerGroup": "actors.workers.worker_group",
+    "connect": "actors.cluster.connect",
+    "launch_named": "actors.fault_tolerance.group_host",
     "load_config": "slimefsdp.config",
+    "read_records": "actors.rollout.prompts",
 }
 
 

@@ -62,7 +62,8 @@ PARTS: dict[str, tuple[str, set[str]]] = {
     "help of every command": (HELP, {*RAY, "requests"}),
     "finding an environment": (
         "from actors.rollout.environment import load_environment\n"
-        "load_environment('actors.environments.tools:ToolUse', {'tools': ['python']})(['calculator', 'python'])",
+        f"environment = load_environment('{ROOT}/examples/environments/tools.py:ToolUse', {{'tools': ['python']}})\n"
+        "environment(['calculator', 'python'])",
         RAY,
     ),
     "finding a filter": ("from actors.rollout.filters import load_filter; load_filter('mixed_groups')", RAY),

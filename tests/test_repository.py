@@ -30,7 +30,7 @@ DOORS = {
         "slimefsdp/checkpoint/hf_export.py",
         "slimefsdp/models/",
     ),
-    "actors": ("actors/", "scripts/"),
+    "actors": ("actors/", "scripts/", "slimefsdp/__init__.py"),
 }
 # the rooms of each package, from the ground up: each may import those above it in this list, and nothing else
 ROOMS = {
@@ -48,7 +48,6 @@ ROOMS = {
             "torchrun",
             "engines",
             "rollout",
-            "environments",
             "sft",
             "dpo",
             "loop",

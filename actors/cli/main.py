@@ -1,4 +1,4 @@
-"""The command line: `slimefsdp train`, `serve`, `eval`, `data`, `replay`, `plan`, `calibrate`, `check` and so on.
+"""The command line: `slimefsdp train`, `serve`, `eval`, `replay`, `plan`, `calibrate`, `check` and so on.
 
 What can be answered without a model is answered before torch, ray or transformers are imported. Errors print as a few
 lines and set the exit status of their class; `--debug` shows the traceback.
@@ -25,7 +25,6 @@ from actors.cli.calibrate import add_calibrate_arguments, calibrate_command
 from actors.cli.check import add_check_arguments, check_command
 from actors.cli.convert import add_convert_arguments, convert_command
 from actors.cli.curves import add_curves_arguments, curves_command
-from actors.cli.data import add_data_arguments, data_command
 from actors.cli.dry_run import start_lines
 from actors.cli.evaluate import (
     add_eval_arguments,
@@ -195,7 +194,6 @@ def _commands() -> dict[str, _Command]:
         "stop": ("end a named group", add_stop_arguments, stop_command),
         "eval": ("how a model folder answers held-out prompts", add_eval_arguments, _eval),
         "curves": ("draw a run's curves from what it has written so far", add_curves_arguments, curves_command),
-        "data": ("prompt files of tasks, with problems held out", add_data_arguments, data_command),
         "replay": ("run one recorded batch through train_step", add_replay_arguments, _replay),
         "plan": ("schedule, balance, traffic and memory, without running anything", add_plan_arguments, plan_command),
         "calibrate": (

@@ -25,8 +25,6 @@ Observation = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """What follows a response: a text, which is one user message where the tokenizer has a chat template; chat messages, of
 whatever roles the template knows; or token ids, which follow as they are."""
 
-TOOL_USE = "actors.environments.tools:ToolUse"
-"""Our own; it rewards by a function, `exact_match` where none is named."""
 MOST_CHARACTERS = 1_000_000
 """Of a prompt or an observation; contexts are shorter, and it travels between processes."""
 OF_EPISODES = {"reward", "turns", "ended_by_turns", "ended_by_room"}
@@ -106,7 +104,7 @@ def load_environment(name: str, arguments: Mapping[str, Any]) -> type[Environmen
         raise ConfigError(
             f"{name} is no environment",
             field="rollout.environment",
-            hint="name a class made from actors.environments.Environment, with a step() of its own",
+            hint="name a class that subclasses slimefsdp.Environment, with a step() of its own",
         )
     for method, takes in (("reset", ("record", "seed")), ("step", ("response", "finished"))):
         try:

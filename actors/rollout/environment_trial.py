@@ -19,7 +19,7 @@ from copy import deepcopy
 from typing import Any
 
 from actors.engines.tokenizer import encode_prompt, load_tokenizer
-from actors.rollout.environment import TOOL_USE, EnvironmentFault, checked_prompt, is_token_ids, load_environment
+from actors.rollout.environment import EnvironmentFault, checked_prompt, is_token_ids, load_environment
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import Record, place_of
 from actors.rollout.rewards import Response, RewardScorer, is_url, overdue
@@ -187,11 +187,10 @@ def begin_episodes(
                 if not is_token_ids(prompt):
                     encode(prompt)
             except SlimeError as error:
-                is_of_tools = name == TOOL_USE and isinstance(prompt, Mapping)
                 raise ConfigError(
                     f"{name} begins an episode of {place_of(record)} with what is no context: {error.message}",
                     field=_FIELD,
-                    hint=f"{error.hint} (environment.arguments: described: prompt)" if is_of_tools else error.hint,
+                    hint=error.hint,
                 ) from error
             except EnvironmentFault as fault:
                 raise ConfigError(

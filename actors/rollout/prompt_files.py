@@ -15,7 +15,6 @@ from typing import Any
 from actors.model_folders import DOWNLOADED, NotHere, recorded_settings
 from actors.rollout.data_sets import DataSource, fetched
 from actors.rollout.demonstrations import Demonstration, encoded_demonstrations, form_of, read_demonstrations
-from actors.rollout.environment import TOOL_USE
 from actors.rollout.preferences import demonstrations, read_pairs
 from actors.rollout.prompts import PromptStream, Record, check_answers, digest_of, place_of, read_records
 from actors.rollout.rewards import READ_ANSWERS
@@ -158,11 +157,8 @@ def _read_heldout(config: RunConfig) -> dict[str, list[Record]]:
 
 
 def _reads_answers(config: RunConfig) -> bool:
-    """Whether the reward is one of ours that every record must have an `answer` for."""
-    name: object = config.rollout.reward
-    if config.rollout.environment == TOOL_USE:
-        name = config.environment.arguments.get("reward", READ_ANSWERS[0])
-    return name in READ_ANSWERS
+    """Returns whether the reward is one of ours that compares with the record's `answer`."""
+    return config.rollout.reward in READ_ANSWERS
 
 
 def _all(sets: Mapping[str, list[Record]]) -> list[Record]:

@@ -85,7 +85,7 @@ def _keyword_arguments(value: Any) -> dict[str, Any]:
 
 def _template_arguments(value: Any) -> dict[str, Any]:
     if "tools" in _keyword_arguments(value):
-        hint = "have an environment return them with its prompts, as actors.environments.tools:ToolUse does"
+        hint = "have an environment return them with its prompts, as examples/environments/tools.py:ToolUse does"
         raise broken_rule("must not have tools, which belong to a prompt", hint)
     return value  # type: ignore[no-any-return]
 

@@ -87,7 +87,7 @@ def function_name(value: str) -> str:
 
 def class_name(value: str) -> str:
     """As `function_name`, of a class."""
-    return _named(value, "must be module:Class or file.py:Class", "actors.environments.tools:ToolUse")
+    return _named(value, "must be module:Class or file.py:Class", "examples/environments/tools.py:ToolUse")
 
 
 def _named(value: str, rule: str, example: str) -> str:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calculator import calculator
+from tools import parse_calls
 from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
-from actors.environments.calculator import calculator
-from actors.environments.tools import parse_calls
 from actors.rollout.prompts import read_jsonl
 from slimefsdp.config import load_config
 

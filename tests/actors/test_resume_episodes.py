@@ -22,7 +22,7 @@ TURNS, EPISODES = 3, 8  # of an episode, of a step
 WORLD = '''
 import os, random, time
 from pathlib import Path
-from actors.environments import Environment, StepResult
+from slimefsdp import Environment, StepResult
 
 class Echo(Environment):
     """Says some of the letters back; counts its steps in a file, and stands still at one of them if asked to."""

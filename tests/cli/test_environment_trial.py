@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import yaml
+from tools import ToolUse
 from transformers import AutoTokenizer
 
 from actors.cli.main import main
 from actors.engines.tokenizer import encode_prompt
-from actors.environments import Environment, StepResult
-from actors.environments.tools import ToolUse
 from actors.rollout.environment_trial import begin_episodes, score_first, try_environment, try_reward
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import Record
+from slimefsdp import Environment, StepResult
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
@@ -88,9 +88,8 @@ def test_a_chat_template_that_writes_no_tools_is_found_before_a_run_starts(examp
     def encode(prompt: Any) -> list[int]:
         return encode_prompt(tokenizer, prompt)
 
-    with refused(ConfigError, "rollout.environment", "does not write them", "train.jsonl:1") as caught:
+    with refused(ConfigError, "rollout.environment", "does not write them", "train.jsonl:1"):
         begun("", TRAIN, name=name, encode=encode, tools=["calculator"])
-    assert "described: prompt" in str(caught.value.hint)
     begun("", TRAIN, name=name, encode=encode, tools=["calculator"], described="prompt")
     tokenizer.chat_template += "{{ tools }}"
     begun("", TRAIN, name=name, encode=encode, tools=["calculator"])

@@ -126,7 +126,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str], int, str, list[str]
         ["rollout.environment=bisect_game"],
         2,
         "rollout.environment",
-        ["module:Class", "actors.environments.tools:ToolUse"],
+        ["module:Class", "examples/environments/tools.py:ToolUse"],
     ),
     "a setting written as an option": (nothing, ["--steps", "3"], 2, "--steps", ["write run.steps=3"]),
     "a setting in full written as an option": (

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from actors.environments import Environment, StepResult
 from actors.rollout.environment import MOST_CHARACTERS, check_concurrency, load_environment
 from actors.rollout.environment_workers import Answer, EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record
+from slimefsdp import Environment, StepResult
 from slimefsdp.errors import BatchError, ConfigError, SlimeError, StateError
 from tests.support.refusals import refused
 from tests.support.waiting import wait_until
@@ -290,7 +290,7 @@ def test_environments_are_closed_once_when_they_are_done_failed_or_forgotten(lau
     [
         (f"{HERE}:Played", {}, "rollout.environment", "no environment"),
         (f"{HERE}:HERE", {}, "rollout.environment", "HERE"),
-        ("actors.environments:Environment", {}, "rollout.environment", "no environment"),
+        ("slimefsdp:Environment", {}, "rollout.environment", "no environment"),
         (f"{HERE}:Counting", {"level": 3}, "environment.arguments", "level"),
         (f"{HERE}:Picky", {"level": 3}, "environment.arguments", "KeyError: 3"),
     ],

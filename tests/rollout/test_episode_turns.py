@@ -10,9 +10,9 @@ import pytest
 
 from actors.engines.pool import SampledResponse
 from actors.engines.protocol import Request
-from actors.environments import Environment, StepResult
 from actors.rollout.environment_workers import EnvironmentHost
 from actors.rollout.episodes import EpisodeRunner
+from slimefsdp import Environment, StepResult
 from slimefsdp.config import config_from_dict
 from slimefsdp.errors import BatchError, ConfigError
 from slimefsdp.sampling.params import SamplingParams, VersionSpan

@@ -11,12 +11,12 @@ import pytest
 
 from actors.engines.pool import EnginePool
 from actors.engines.tokenizer import load_tokenizer
-from actors.environments import Environment, StepResult
 from actors.rollout.collect import Collector
 from actors.rollout.environment_workers import EnvironmentWorkers
 from actors.rollout.evaluation import Evaluator
 from actors.rollout.prompt_files import Prompts
 from actors.rollout.prompts import PromptStream, Record
+from slimefsdp import Environment, StepResult
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError

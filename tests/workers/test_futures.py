@@ -351,8 +351,6 @@ WAITS_WITHOUT = {
     "actors/cli/calibrate.py: found.get()": "all who could put something there have ended",
     "actors/engines/child_server.py: started.wait()": "it has nothing to do but to leave",
     "actors/engines/child_server.py: server.wait()": "it was killed",
-    "actors/environments/python_snippets.py: process.communicate(code.encode(errors='surrogatepass'))": "in a timeout",
-    "actors/environments/python_snippets.py: process.wait()": "it was killed",
     "actors/service/app.py: one.fetched.wait()": "in a timeout",
     "actors/service/service.py: run.is_made.wait()": "for the calls that make it, which have a deadline",
     "actors/service/samplers.py: self._idle.wait()": "for a sample in the engine, which ends at max_tokens",

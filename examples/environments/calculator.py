@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from actors.environments.tool_functions import ToolError
+from tool_functions import ToolError
 
 MOST_CHARACTERS = 1000  # of an expression
 MOST_DEPTH = 100  # of operations inside each other

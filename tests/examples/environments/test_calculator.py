@@ -7,10 +7,10 @@ import time
 
 import hypothesis.strategies as st
 import pytest
+from calculator import MOST_BITS, calculator
 from hypothesis import example, given
+from tool_functions import ToolError
 
-from actors.environments.calculator import MOST_BITS, calculator
-from actors.environments.tool_functions import ToolError
 from tests.support.tiers import examples
 
 NUMBERS = st.one_of(

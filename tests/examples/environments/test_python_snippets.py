@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from python_snippets import SnippetLimits, python_tool, run_snippet
+from tool_functions import Tool, ToolError
 
-from actors.environments.python_snippets import SnippetLimits, python_tool, run_snippet
-from actors.environments.tool_functions import Tool, ToolError
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.waiting import wait_until

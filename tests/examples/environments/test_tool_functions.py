@@ -6,11 +6,11 @@ import asyncio
 from typing import Any, Literal
 
 import pytest
+from calculator import calculator
+from python_snippets import SnippetLimits, python_tool
+from tool_functions import Tool, ToolError, load_tool
 from transformers.utils import get_json_schema
 
-from actors.environments.calculator import calculator
-from actors.environments.python_snippets import SnippetLimits, python_tool
-from actors.environments.tool_functions import Tool, ToolError, load_tool
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import reasoning_gym
+import reasoning_gym_tasks as environment
+from reasoning_gym_tasks import answer_in, distinct_problems, main, scored, solved, well_formed
 
-from actors.cli.main import main
-from actors.environments import reasoning_gym as environment
-from actors.environments.reasoning_gym import answer_in, distinct_problems, scored, solved, well_formed
 from actors.rollout.prompts import read_jsonl
 from actors.rollout.rewards import load_reward
 from slimefsdp.errors import BatchError, ConfigError
@@ -61,10 +60,10 @@ def test_a_seed_decides_the_problems_and_held_out_ones_stay_when_more_are_traine
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_read_from_the_file_is_scored_as_what_was_drawn(name: str, tmp_path: Path) -> None:
-    assert main(["data", "reasoning-gym", name, str(tmp_path / "d"), "--train", "6", "--heldout", "4"]) == 0
+    assert main([name, str(tmp_path / "d"), "--train", "6", "--heldout", "4"]) == 0
     sides = [read_jsonl(tmp_path / f"d/{side}.jsonl", field="test") for side in ("train", "heldout")]
     assert [len(side) for side in sides] == [6, 4] and not questions(list(sides[0])) & questions(list(sides[1]))
-    reward = load_reward("actors.environments.reasoning_gym:scored")
+    reward = load_reward("examples/environments/reasoning_gym_tasks.py:scored")
     theirs = reasoning_gym.get_score_answer_fn(name)
     for one in (*sides[0], *sides[1]):
         assert one["metadata"]["source_dataset"] == name
@@ -78,7 +77,7 @@ def test_the_command_takes_settings_of_the_data_set_and_a_last_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [f"{key}={value}" for key, value in ONE_DIGIT.items()]
-    words = ["data", "reasoning-gym", "chain_sum", str(tmp_path / "d"), *settings]
+    words = ["chain_sum", str(tmp_path / "d"), *settings]
     assert main([*words, "--train", "50", "--heldout", "30", "--seed", "3", "--instruction", "Only the number."]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'd'}: 50 problems to train on, 30 to hold out; no question twice\n"
     train = [json.loads(line) for line in (tmp_path / "d/train.jsonl").read_text().splitlines()]
@@ -109,21 +108,21 @@ def test_wrong_words_are_typed_errors_and_leave_nothing(
 ) -> None:
     words, field, value = WRONG[case]
     monkeypatch.chdir(tmp_path)
-    assert main(["data", "reasoning-gym", *words]) == ConfigError.exit_code
+    assert main(words) == ConfigError.exit_code
     said = capsys.readouterr().err
-    assert f"field: {field}\n" in said and value in said and "hint:" in said
+    assert field in said and value in said
     assert not list(tmp_path.iterdir())
 
 
 def test_data_sets_and_what_one_can_be_set_to_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "reasoning-gym", "--list"]) == 0
+    assert main(["--list"]) == 0
     names = capsys.readouterr().out.splitlines()
     assert names == sorted(reasoning_gym.factory.DATASETS) and set(NAMES) <= set(names)
-    assert main(["data", "reasoning-gym", "chain_sum", "--settings"]) == 0
+    assert main(["chain_sum", "--settings"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "min_terms: int = 2" in lines and "allow_negation: bool = False" in lines
     assert not any(line.startswith(("seed", "size")) for line in lines)
-    assert main(["data", "reasoning-gym", "chain_som", "--settings"]) == 2
+    assert main(["chain_som", "--settings"]) == 2
     assert "chain_sum" in capsys.readouterr().err
     assert all(environment.settings_of(name) is not None for name in names), "of every one"
 

@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from actors.environments.calculator import calculator
-from actors.environments.python_snippets import SnippetLimits, python_tool
-from actors.environments.tool_functions import Tool, ToolError, load_tool
-from actors.rollout.environment import MOST_CHARACTERS, Environment, Prompt, StepResult
+from calculator import calculator
+from python_snippets import SnippetLimits, python_tool
+from tool_functions import Tool, ToolError, load_tool
+
+from actors.rollout.environment import MOST_CHARACTERS
 from actors.rollout.rewards import load_reward
+from slimefsdp import Environment, Prompt, StepResult
 from slimefsdp.errors import ConfigError, short_repr
 from slimefsdp.io.user_files import parse_json
 

@@ -18,7 +18,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
-from actors.environments.tool_functions import ToolError
+from tool_functions import ToolError
+
 from slimefsdp.errors import ConfigError, short_repr
 
 # What a process runs before the snippet. Hard limits cannot be raised again. RLIMIT_NPROC counts processes of the user

@@ -11,14 +11,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
+from tools import ToolCall, ToolUse, parse_calls, shortened
 from transformers import AutoTokenizer
 
 from actors.engines.tokenizer import encode_observation, encode_prompt
-from actors.environments import StepResult
-from actors.environments.tools import ToolCall, ToolUse, parse_calls, shortened
 from actors.rollout.environment import checked_prompt, checked_result, load_environment
 from actors.rollout.environment_workers import EnvironmentWorkers, EpisodeCall
 from actors.rollout.prompts import Record
+from slimefsdp import StepResult
 from slimefsdp.errors import ConfigError
 from tests.support.refusals import refused
 from tests.support.tiers import examples
@@ -228,7 +228,7 @@ def test_arguments_that_make_no_environment_are_refused(arguments: Any, fault: s
     with refused(ConfigError, "environment.arguments", fault):
         ToolUse(**arguments)
     with refused(ConfigError, "environment.arguments", fault):  # before a run starts, too
-        load_environment("actors.environments.tools:ToolUse", arguments)
+        load_environment("examples/environments/tools.py:ToolUse", arguments)
 
 
 def test_a_reward_that_is_none_is_refused() -> None:
@@ -241,7 +241,7 @@ def workers(cluster: None, make_config: Any) -> Iterator[EnvironmentWorkers]:
     arguments = {"tools": ["calculator", "python"], "python": {"timeout_s": 30.0, "cpu_s": 2}}
     found = EnvironmentWorkers.launch(
         make_config(
-            rollout={"environment": "actors.environments.tools:ToolUse"},
+            rollout={"environment": "examples/environments/tools.py:ToolUse"},
             environment={"workers": 2, "arguments": arguments},
         )
     )

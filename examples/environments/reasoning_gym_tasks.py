@@ -1,8 +1,8 @@
 """Tasks of reasoning_gym (https://github.com/open-thought/reasoning-gym): prompt files, and rewards by its own scorers.
 
-`distinct_problems` draws from any of its data sets. The files of two calls with one seed, data set and settings are the
-same. The rewards, `scored`, `solved` and `well_formed`, are for `rollout.reward`, e.g.
-`actors.environments.reasoning_gym:solved`.
+As a script it writes prompt files: `python examples/environments/reasoning_gym_tasks.py chain_sum data/chain_sum`. Two
+calls with the same seed, data set and settings write the same files. The functions `scored`, `solved` and `well_formed`
+are rewards: `rollout.reward: examples/environments/reasoning_gym_tasks.py:solved`.
 
 Models answer in sentences, so a part of the response is scored (`answer_in`):
 
@@ -19,17 +19,22 @@ Importing this file costs no reasoning_gym.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from slimefsdp.errors import BatchError, ConfigError, short_repr, short_text
+from slimefsdp.config.loader import apply_override
+from slimefsdp.errors import BatchError, ConfigError, SlimeError, short_repr, short_text
+from slimefsdp.io.atomic_dir import new_folder, require_free_folder
+from slimefsdp.io.user_files import path_argument
 
 Record = dict[str, Any]
 Scores = dict[str, float]
@@ -279,7 +284,7 @@ def _score(answer: str, record: Mapping[str, Any]) -> float:
         raise BatchError(
             f"the record of {short_repr(record.get('prompt'))} has no question and data set of reasoning_gym's",
             field="metadata",
-            hint="write the file with `slimefsdp data reasoning-gym`",
+            hint="write the file with `python examples/environments/reasoning_gym_tasks.py`",
         )
     entry = {"question": record["question"], "answer": record.get("answer"), "metadata": metadata}
     try:
@@ -297,3 +302,67 @@ def _scorer(name: str) -> Any:
     import reasoning_gym
 
     return reasoning_gym.get_score_answer_fn(name)
+
+
+# ---------------------------------------------------------------------- the script
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Write prompt files of a data set of reasoning_gym.")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the data set, e.g. chain_sum")
+    parser.add_argument("target", nargs="?", type=path_argument, metavar="DIR", help="a new folder for the two files")
+    parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of the data set: max_terms=3")
+    parser.add_argument("--train", type=int, default=1000, help="number of problems to train on (default 1000)")
+    parser.add_argument("--heldout", type=int, default=200, help="number of other problems, to hold out (default 200)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default 0)")
+    parser.add_argument("--instruction", default="", metavar="TEXT", help="text to put on a last line of each prompt")
+    parser.add_argument("--list", action="store_true", help="print the names of all data sets and stop")
+    parser.add_argument("--settings", action="store_true", help="print the settings of NAME and stop")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the script and returns its exit status."""
+    try:
+        print(_answer(_parser().parse_args(arguments)))
+    except SlimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _answer(options: argparse.Namespace) -> str:
+    """Writes the files, unless only a list is asked for; returns the text to print.
+
+    Raises:
+        ConfigError: as `distinct_problems`, or an argument is missing or out of range.
+        CheckpointError: the folder exists already or cannot be written.
+    """
+    if options.list:
+        return "\n".join(data_set_names())
+    for name, value in (("NAME", options.name), ("DIR", options.target)):
+        if value is None and not (name == "DIR" and options.settings):
+            hint = "give NAME and DIR, or --list for the names, or NAME --settings"
+            raise ConfigError(f"{name} is missing", field=name, hint=hint)
+    if options.settings:
+        return "\n".join(f"{name}: {kind} = {default}" for name, kind, default in settings_of(options.name))
+    counts = {"train": options.train, "heldout": options.heldout}
+    for name, count in counts.items():
+        if count < 1:
+            raise ConfigError(f"--{name}={count} is no number of problems", field=f"--{name}", hint="give 1 or more")
+    require_free_folder(options.target, field="DIR")
+    settings: dict[str, object] = {}
+    for override in options.overrides:
+        apply_override(settings, override)
+    train, heldout = distinct_problems(
+        options.name, settings, **counts, seed=options.seed, instruction=options.instruction
+    )
+    with new_folder(options.target) as folder:
+        for name, records in (("train", train), ("heldout", heldout)):
+            lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return f"{options.target}: {len(train):,} problems to train on, {len(heldout):,} to hold out; no question twice"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
