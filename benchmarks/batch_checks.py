@@ -21,8 +21,8 @@ import numpy as np
 
 from slimefsdp.config import config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.prepared import checked_advantages
+from slimefsdp.training.plan import plan_training
+from slimefsdp.training.prepare import checked_advantages
 
 ROUNDS = 7
 

@@ -41,9 +41,9 @@ from slimefsdp.batching.cost import CostModel  # noqa: E402
 from slimefsdp.config import RunConfig, config_from_dict  # noqa: E402
 from slimefsdp.data.rollout_batch import RolloutBatch  # noqa: E402
 from slimefsdp.model_spec import ModelSpec  # noqa: E402
-from slimefsdp.preparation.plan import batch_metrics, loss_weights  # noqa: E402
-from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch  # noqa: E402
 from slimefsdp.training.metrics import Throughput  # noqa: E402
+from slimefsdp.training.plan import batch_metrics, loss_weights  # noqa: E402
+from slimefsdp.training.prepare import BatchPlanner, PreparedBatch  # noqa: E402
 
 RANKS = (8, 32, 128, 512, 1024)
 SAMPLES, GROUP, UPDATES = 100_000, 8, 4

@@ -31,7 +31,7 @@ import torch
 from benchmarks.record import write_record
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.plan import plan_training
+from slimefsdp.training.plan import plan_training
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep, make_batch, settings
 from tests.support.rank_pool import RankPool

@@ -35,7 +35,7 @@ from actors.workers.train_worker import TrainWorker  # noqa: E402
 from benchmarks.faults import software  # noqa: E402
 from benchmarks.record import write_record  # noqa: E402
 from benchmarks.rpc_overhead import cpu_seconds, random_batch, save_model, settings  # noqa: E402
-from slimefsdp.preparation import prepared  # noqa: E402
+from slimefsdp.training import prepare  # noqa: E402
 
 LIMIT = 0.02  # of the step's time
 WHAT = (
@@ -131,14 +131,14 @@ def driver_stopwatch() -> Stopwatch:
     """Watches this process's guarding code."""
     stopwatch = Stopwatch()
     for name in ("checked_advantages", "check_plan"):
-        stopwatch.watch(prepared, name, "checking batch and plan")
+        stopwatch.watch(prepare, name, "checking batch and plan")
     for name in ("submit", "_prepare_and_log"):
         stopwatch.watch(Supervisor, name, "call log")
     for name in ("append", "remove", "forget"):
         stopwatch.watch(CallLog, name, "call log")
     for owner, name in (  # what a group without a supervisor does as well, and what is no check
         (worker_group.WorkerGroup, "check"), (worker_group.WorkerGroup, "prepared"),
-        (worker_group.WorkerGroup, "begin"), (prepared, "_policy_advantages"),
+        (worker_group.WorkerGroup, "begin"), (prepare, "_policy_advantages"),
     ):  # fmt: skip
         stopwatch.watch(owner, name, None)
     return stopwatch

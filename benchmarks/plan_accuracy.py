@@ -44,6 +44,7 @@ from slimefsdp.perf_model.from_config import (
 )
 from slimefsdp.perf_model.step_time import Candidate, Workload, candidate
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.rank_pool import RankPool
 
 WHAT = (
@@ -206,7 +207,8 @@ def predicted(case: Case, folder: Path, rates: Rates) -> tuple[Workload, Candida
     model_spec = ModelSpec.from_config(model)
     computing = computing_of(config, model_spec, on_cpu=DEVICE.type == "cpu")
     choice = choose_strategy(config.attention.strategy, AttentionShape.of_model_spec(model_spec), config.mesh.cp)
-    found = simulate_settings(config, model_spec, choice, case.batch(model_spec.vocab), computing=computing)
+    batch = case.batch(model_spec.vocab)
+    found = simulate_settings(config, model_spec, choice, batch, computing=computing, plan_batch=plan_training)
     beside = colocated_models_of(config, model_spec, model_spec)
     again = computing.recomputed_share(model_spec.layers)
     work = workload_of(model_spec, found, byte_sizes_of(config), beside, again)

@@ -39,7 +39,7 @@ NAMES = {  # name -> where it may be: the first that is there
     "RolloutBatch": ("slimefsdp:RolloutBatch",),
     "load_config": ("slimefsdp:load_config",),
     "SlimeError": ("slimefsdp.errors:SlimeError",),
-    "plan_training": ("slimefsdp.preparation.plan:plan_training", "slimefsdp.phase:plan_training"),
+    "plan_training": ("slimefsdp.training.plan:plan_training", "slimefsdp.preparation.plan:plan_training"),
     "SupervisedGroup": ("actors.fault_tolerance.supervisor:SupervisedGroup", "actors.supervisor:SupervisedGroup"),
 }
 REPLAY = ("-m", "slimefsdp.replay")  # CONFIG --batch FILE --export DIR, prints the metrics as JSON

@@ -36,7 +36,6 @@ from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.models.lora import merged_rows
 from slimefsdp.monitoring.replica_check import compare_replicas, describe_model, model_tensors, optimizer_tensors
 from slimefsdp.optim.optimizer_step import OptimizerStep
-from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import (
     TAGS,
     AdapterInfo,
@@ -69,7 +68,10 @@ from slimefsdp.rpc import (
 from slimefsdp.training import build, step
 from slimefsdp.training.adapters import Adapters, adapters_beside
 from slimefsdp.training.checkpointing import Checkpoints, export_adapters, export_model
+from slimefsdp.training.metrics import throughput_for
 from slimefsdp.training.packs import check_policy_loss
+from slimefsdp.training.plan import model_spec_of
+from slimefsdp.training.prepare import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.weight_sync.receive import Receiver, WeightReceiver
 from slimefsdp.weight_sync.send import all_take_adapters, stream_weights
 
@@ -117,7 +119,13 @@ class Trainer:
         self._state.updater = build.updater_for(config, role, model)
         memory_manager.optimizer = self.updater.optimizer
         self._state.checkpoints = Checkpoints(config, role, folder, mesh, model)
-        self._state.throughput = build.throughput_for(config, folder, model, mesh)
+        self._state.throughput = throughput_for(
+            model,
+            model_spec_of(folder.config),
+            mesh,
+            compute_dtype=build.compute_dtype(config),
+            stated_tflops=config.profile.peak_tflops,
+        )
         self._state.profiler = build.profiler_for(config, role, mesh)
         if role == "actor" and config.lora.rank is not None:
             self._adapters = adapters_beside(
@@ -223,7 +231,7 @@ class Trainer:
 
         Args:
             batch: as in `compute_log_probs`; prepared, it has the plan and the options.
-            plan: of `slimefsdp.preparation.plan.plan_training`; made here when not given.
+            plan: of `slimefsdp.training.plan.plan_training`; made here when not given.
             gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
 
         An error on the way, or an end by loss.max_kl, leaves no gradients.

@@ -27,8 +27,8 @@ from slimefsdp.algorithms.registry import (
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.config.algorithm import CORRECTION_BOUNDS
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.plan import plan_everything, plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_everything, plan_training
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_algorithms import PlainPolicy, PlainTraining
 from tests.support.rank_pool import RankPool

@@ -10,8 +10,8 @@ import torch
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.comparisons import (
     error_norm,
     largest_difference,

@@ -38,8 +38,8 @@ assert {'train', 'replay', 'plan', 'calibrate', 'check', 'convert dcp-to-hf', 'b
 
 PARTS: dict[str, tuple[str, set[str]]] = {
     "batches": ("import slimefsdp.data.rollout_batch", RAY),
-    "judging a batch": ("import slimefsdp.preparation.advantages", RAY),
-    "planning": ("import slimefsdp.preparation.prepared", RAY),
+    "judging a batch": ("import slimefsdp.training.advantages", RAY),
+    "planning": ("import slimefsdp.training.prepare", RAY),
     "simulating": ("import slimefsdp.perf_model.simulate", {*RAY, "pydantic"}),
     "reading a model folder": ("import slimefsdp.models.hf_folder", {*ANY, "safetensors"}),
     "settings": (

@@ -19,10 +19,10 @@ from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import build_mesh
 from slimefsdp.errors import SlimeError
 from slimefsdp.models.build import build_policy, materialise
-from slimefsdp.preparation import plan as plan_module
-from slimefsdp.preparation.advantages import response_advantages
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
+from slimefsdp.training import plan as plan_module
+from slimefsdp.training.advantages import response_advantages
 from slimefsdp.training.metrics import MetricSums
 from slimefsdp.training.packs import accumulate_gradients, micro_batches, objective_for
 from tests.support import tiers

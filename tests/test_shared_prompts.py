@@ -12,8 +12,8 @@ import torch
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.comparisons import largest_difference, plain_gradients
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import settings

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, ResourceError, StateError
-from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
+from slimefsdp.training.plan import plan_training
+from slimefsdp.training.prepare import PreparedBatch
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused

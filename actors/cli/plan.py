@@ -44,8 +44,8 @@ from slimefsdp.perf_model.memory import Computing
 from slimefsdp.perf_model.recommend import Device, as_record, lightest_strategy, look_ahead
 from slimefsdp.perf_model.simulate import MeshShape
 from slimefsdp.perf_model.step_time import ColocatedModels
-from slimefsdp.preparation.plan import cost_model_of
 from slimefsdp.rpc import Role
+from slimefsdp.training.plan import cost_model_of, plan_training
 
 # beyond these a plan takes longer than anybody waits, and more memory than it plans for
 _MOST_RANKS, _MOST_SAMPLES = 100_000, 10_000_000
@@ -121,7 +121,14 @@ def plan_command(options: argparse.Namespace) -> int:
     samples = read_samples(spec, config.samples_per_step, seed=config.run.seed)
     cost = cost_model_of(config, folder.config)
     found = simulate_settings(
-        config, model_spec, choice, samples, computing=computing, counted_share=options.counted, cost=cost
+        config,
+        model_spec,
+        choice,
+        samples,
+        computing=computing,
+        counted_share=options.counted,
+        cost=cost,
+        plan_batch=plan_training,
     )
     if folder.max_sample_tokens is not None and found.longest > folder.max_sample_tokens:
         raise BatchError(

@@ -15,7 +15,7 @@ from slimefsdp.perf_model.memory import Memory
 from slimefsdp.perf_model.recommend import Outlook, lightest_strategy
 from slimefsdp.perf_model.simulate import MeshShape, Simulation
 from slimefsdp.perf_model.step_time import Candidate
-from slimefsdp.preparation.plan import may_share
+from slimefsdp.training.plan import may_share
 
 _WIDTH = 120  # of running text
 

@@ -54,8 +54,8 @@ from slimefsdp.model_spec import ModelSpec
 from slimefsdp.models.hf_folder import check_architecture, check_tokenizer, read_model_folder
 from slimefsdp.models.named_shapes import is_shape, made_by
 from slimefsdp.models.peft_folder import read_peft_folder
-from slimefsdp.preparation import advantages
 from slimefsdp.rpc import ROLES
+from slimefsdp.training import advantages
 
 _METRICS = "metrics.jsonl"
 _PYTHON_S, _SERVER_S = 60.0, 10.0  # for the python of servers to start, and for a server to answer

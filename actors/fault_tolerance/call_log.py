@@ -28,8 +28,8 @@ from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError
 from slimefsdp.io.checksummed_files import io_reported
-from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.rpc import Role
+from slimefsdp.training.prepare import PreparedBatch
 
 TRAINING = {"train_step", "forward_backward", "optimizer_step", "zero_grad"}
 CHANGES_STATE = TRAINING | {"update_ref", "sleep", "wake_up", "save", "load", "create_adapter", "delete_adapter"}

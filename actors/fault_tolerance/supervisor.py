@@ -33,9 +33,9 @@ from slimefsdp.errors import (
     SyncError,
     WorkerDied,
 )
-from slimefsdp.preparation.prepared import Planning
 from slimefsdp.results import Health
 from slimefsdp.rpc import Role
+from slimefsdp.training.prepare import Planning
 
 KEPT_IN_STORE = 4
 """Of the calls in the call log that have a batch, how many of the newest have it in Ray's object store."""

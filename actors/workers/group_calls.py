@@ -24,7 +24,6 @@ from slimefsdp.checkpoint.store import require_name
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import SlimeError
-from slimefsdp.preparation.prepared import BatchPlanner, Planning
 from slimefsdp.results import (
     TAGS,
     AdapterInfo,
@@ -49,6 +48,7 @@ from slimefsdp.rpc import (
     require_receivers,
     require_update_settings,
 )
+from slimefsdp.training.prepare import BatchPlanner, Planning
 
 Result = TypeVar("Result", covariant=True)
 
@@ -168,7 +168,7 @@ class GroupCalls:
         """All updates over one rollout batch; returns metrics averaged over them.
 
         Args:
-            plan: of `slimefsdp.preparation.plan.plan_training`; made here when not given.
+            plan: of `slimefsdp.training.plan.plan_training`; made here when not given.
             gae_lambda, kl_coefficient: of a critic's targets, instead of those in the settings.
 
         Raises:

@@ -16,9 +16,9 @@ from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.from_config import byte_sizes_of, colocated_models_of, computing_of
 from slimefsdp.perf_model.memory import Memory, MicroBatches, step_memory
 from slimefsdp.perf_model.step_time import bytes_beside
-from slimefsdp.preparation.plan import model_spec_of
 from slimefsdp.rpc import Role
 from slimefsdp.training.packs import TOKENS
+from slimefsdp.training.plan import model_spec_of
 
 _MICRO_BATCHES = 2  # of an update, or more: of one alone, gradients would take less
 

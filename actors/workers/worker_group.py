@@ -26,10 +26,10 @@ from actors.workers.watchdog import Limits, Watchdog, remote_class
 from slimefsdp.config import RunConfig
 from slimefsdp.errors import ModelError, PeerFailed, SlimeError, StateError, WorkerDied, WorkerHung
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.preparation.plan import cost_model_of
-from slimefsdp.preparation.prepared import BatchPlanner, Planning, PreparedBatch
 from slimefsdp.results import Health
 from slimefsdp.rpc import Role, require_role
+from slimefsdp.training.plan import cost_model_of
+from slimefsdp.training.prepare import BatchPlanner, Planning, PreparedBatch
 
 SAVE_GRACE_S = 60.0  # how long `shutdown` waits for a save in the background
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from slimefsdp.attention.select import Choice
 from slimefsdp.batching.cost import ELEMENT_BYTES, CostModel
+from slimefsdp.batching.plan import Plan
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError
@@ -17,7 +19,6 @@ from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.memory import ByteSizes, Computing, MicroBatches, Sharding, choose_sharding
 from slimefsdp.perf_model.simulate import MeshShape, Simulation, simulate, simulate_plan
 from slimefsdp.perf_model.step_time import HEADROOM, ColocatedModels, Workload, bytes_beside
-from slimefsdp.preparation.plan import plan_training
 
 AUTO_LEVELS: tuple[Sharding, ...] = ("full", "keep_parameters", "optimizer")
 """What `fsdp.sharding=auto` chooses from."""
@@ -121,12 +122,14 @@ def simulate_settings(
     computing: Computing,
     counted_share: float | None = None,
     cost: CostModel | None = None,
+    plan_batch: Callable[[RunConfig, RolloutBatch, CostModel], Plan] | None = None,
 ) -> Simulation:
     """What these settings, whose mesh.dp is a number, make of samples; of a batch the plan that training makes.
 
     Args:
         samples: int64 [B], tokens per sample; or a batch, of which the first epoch is looked at.
         counted_share: of the tokens, those whose log-probs are asked for; None: those that the batch trains, or all.
+        plan_batch: plans a batch, as `slimefsdp.training.plan.plan_training` does; not called for lengths.
 
     Raises:
         BatchError: a sample is longer than `batch.max_tokens_per_rank` x `mesh.cp`, or nothing in the batch trains.
@@ -148,7 +151,8 @@ def simulate_settings(
             cost=cost,
             **shape,
         )
-    plan = plan_training(config, samples, cost)
+    assert plan_batch is not None, "a batch needs a planner"
+    plan = plan_batch(config, samples, cost)
     plan = replace(plan, updates=plan.updates[: plan.num_first_epoch_updates])
     if not plan.updates:
         problem = "nothing in this batch trains: its tokens are masked, or all rewards of each group are equal"

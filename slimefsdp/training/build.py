@@ -32,18 +32,13 @@ from slimefsdp.io.hub import HubId, reads_like_id, snapshot
 from slimefsdp.models.build import AnyModel, load_model
 from slimefsdp.models.decoder import DecoderModel, PolicyModel
 from slimefsdp.models.hf_folder import ModelFolder, check_architecture, read_model_folder
-from slimefsdp.models.lora import Lora, adapted_matrices
+from slimefsdp.models.lora import Lora
 from slimefsdp.models.peft_folder import PeftFolder, read_peft_folder
 from slimefsdp.monitoring.profiler import UpdateProfiler
 from slimefsdp.optim.optimizer import MuonRule, build_optimizer, learning_rate, matrix_names, undecayed_names
 from slimefsdp.optim.optimizer_step import LossScale, OptimizerStep
-from slimefsdp.perf_model.flops import peak_tflops
-from slimefsdp.perf_model.from_config import AUTO_LEVELS, colocated_models_of, with_chosen_sharding
-from slimefsdp.perf_model.simulate import MeshShape
-from slimefsdp.perf_model.step_time import ColocatedModels
-from slimefsdp.preparation.plan import cost_model_of, model_spec_of
 from slimefsdp.rpc import Role
-from slimefsdp.training.metrics import Throughput
+from slimefsdp.training.plan import cost_model_of, model_spec_of
 from slimefsdp.training.reference_model import ColocatedReference, PolicyWithoutAdapters, Reference
 
 _CUBLAS_WORKSPACES = (":4096:8", ":16:8")  # those with which its products repeat
@@ -237,16 +232,21 @@ def peft_folder_for(config: RunConfig, group: dist.ProcessGroup) -> PeftFolder |
 
 
 def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh) -> RunConfig:
-    """Collective: settings whose fsdp.sharding is a level, on every rank the same.
+    """Collective: returns settings in which fsdp.sharding is a level, the same one on every rank.
 
-    `auto` is what the checkpoint says from which the run is resumed, if that is of the same mesh: at another level the
-    same gradients are summed in another order. Else it looks at what is free now.
+    For `auto`, a resumed run keeps the level of its checkpoint if that is of the same mesh, since another level sums
+    the same gradients in another order. Otherwise the level follows from the memory that is free now.
     """
     if config.fsdp.sharding != "auto":
         return config
-    found: list[str | None] = []
-    run_on_first(lambda: found.append(_recorded_sharding(config, role, mesh)), mesh.group)
-    recorded: str | None = gathered(found, mesh.group)[0][0]
+    # called here alone, so that a Trainer with a level of its own needs no performance model
+    from slimefsdp.perf_model.from_config import colocated_models_of, with_chosen_sharding
+    from slimefsdp.perf_model.simulate import MeshShape
+    from slimefsdp.perf_model.step_time import ColocatedModels
+
+    recorded_level: list[str | None] = []
+    run_on_first(lambda: recorded_level.append(_recorded_sharding(config, role, mesh)), mesh.group)
+    recorded: str | None = gathered(recorded_level, mesh.group)[0][0]
     if recorded is not None:
         return config.with_sharding(recorded)
     free = torch.tensor(free_bytes(mesh.device), dtype=torch.int64, device=mesh.device)
@@ -254,17 +254,19 @@ def with_sharding(config: RunConfig, role: Role, folder: ModelFolder, mesh: Mesh
     shape, on_cpu = MeshShape(mesh.dp_replicate, mesh.dp, mesh.cp), mesh.device.type == "cpu"
     policy = model_spec_of(folder.config)
     # a reference and a critic are loaded after the policy, and taken to be as large
-    beside = colocated_models_of(config, policy, policy) if role == "actor" else ColocatedModels()
-    return with_chosen_sharding(config, policy, shape, beside=beside, memory_bytes=int(free), on_cpu=on_cpu)
+    others = colocated_models_of(config, policy, policy) if role == "actor" else ColocatedModels()
+    return with_chosen_sharding(config, policy, shape, beside=others, memory_bytes=int(free), on_cpu=on_cpu)
 
 
 def _recorded_sharding(config: RunConfig, role: Role, mesh: Mesh) -> str | None:
-    """The level at which the role trained that this run resumes, on this mesh; None: no checkpoint says it."""
+    """Returns the level in the checkpoint that this run resumes from, if the mesh is the same; else None."""
+    from slimefsdp.perf_model.from_config import AUTO_LEVELS
+
     if not config.checkpoint.resume or config.run.dir is None or role == "ref":
         return None
     store = CheckpointStore.of_run(config.run.dir, role)
     for folder in store.candidates()[0]:
-        with suppress(CheckpointError):  # a damaged one is passed over when it is loaded, too
+        with suppress(CheckpointError):  # loading passes over a damaged one, too
             info = store.manifest_of(folder).info
             check_info(info, folder)
             level = info["config"].get("fsdp", {}).get("sharding")
@@ -453,24 +455,6 @@ def _check_muon(config: RunConfig, trained: Set[str], matrices: Set[str]) -> Non
             field="optim.adamw_lr",
             hint="remove it, or train others too",
         )
-
-
-def throughput_for(config: RunConfig, folder: ModelFolder, model: DecoderModel, mesh: Mesh) -> Throughput:
-    """What the seconds of a step are measured by; the stated rates of devices are those of half precision."""
-    peak = config.profile.peak_tflops
-    if peak is None and mesh.device.type == "cuda" and compute_dtype(config).itemsize == 2:
-        peak = peak_tflops(torch.cuda.get_device_name(mesh.device))
-    weights = [parameter for _, parameter in model.named_weights()]
-    adapters = sum(matrix.a.numel() + matrix.b.numel() for matrix in adapted_matrices(model) if not matrix.is_stack)
-    trained = sum(parameter.numel() for parameter in weights if parameter.requires_grad)
-    return Throughput(
-        ranks=dist.get_world_size(mesh.group),
-        model_spec=model_spec_of(folder.config),
-        trained_share=trained / sum(parameter.numel() for parameter in weights),
-        adapter_parameters=adapters,
-        has_vocabulary_head=isinstance(model, PolicyModel),
-        peak_tflops=peak,
-    )
 
 
 def profiler_for(config: RunConfig, role: Role, mesh: Mesh) -> UpdateProfiler:

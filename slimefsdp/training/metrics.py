@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 from slimefsdp.batching.plan import Plan
 from slimefsdp.data.rollout_batch import RolloutBatch
+from slimefsdp.distributed.mesh import Mesh
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.perf_model.flops import training_flops
+from slimefsdp.models.decoder import DecoderModel, PolicyModel
+from slimefsdp.models.lora import adapted_matrices
+from slimefsdp.perf_model.flops import peak_tflops, training_flops
 
 
 class MetricSums:
@@ -149,3 +152,33 @@ class Throughput:
             trained_share=self.trained_share,
             adapter_parameters=self.adapter_parameters,
         ).total
+
+
+def throughput_for(
+    model: DecoderModel,
+    model_spec: ModelSpec | None,
+    mesh: Mesh,
+    *,
+    compute_dtype: torch.dtype,
+    stated_tflops: float | None,
+) -> Throughput:
+    """Returns what the seconds of a model's steps are measured by.
+
+    Args:
+        model_spec: None: its sizes are not known.
+        stated_tflops: rate of a rank's device; None: the maker's, which is known for half precision on some GPUs.
+    """
+    peak = stated_tflops
+    if peak is None and mesh.device.type == "cuda" and compute_dtype.itemsize == 2:
+        peak = peak_tflops(torch.cuda.get_device_name(mesh.device))
+    weights = [parameter for _, parameter in model.named_weights()]
+    adapters = sum(matrix.a.numel() + matrix.b.numel() for matrix in adapted_matrices(model) if not matrix.is_stack)
+    trained = sum(parameter.numel() for parameter in weights if parameter.requires_grad)
+    return Throughput(
+        ranks=dist.get_world_size(mesh.group),
+        model_spec=model_spec,
+        trained_share=trained / sum(parameter.numel() for parameter in weights),
+        adapter_parameters=adapters,
+        has_vocabulary_head=isinstance(model, PolicyModel),
+        peak_tflops=peak,
+    )

@@ -31,16 +31,16 @@ from slimefsdp.models.decoder import DecoderModel
 from slimefsdp.models.hf_folder import ModelFolder
 from slimefsdp.monitoring.profiler import UpdateProfiler, phase
 from slimefsdp.optim.optimizer_step import OptimizerStep
-from slimefsdp.preparation.advantages import check_functions, response_advantages, value_targets
-from slimefsdp.preparation.plan import batch_metrics, loss_weights, samples_together
-from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
 from slimefsdp.results import ForwardBackward, LogProbs
 from slimefsdp.rpc import Role, UpdateSettings
 from slimefsdp.training.adapters import Adapters
+from slimefsdp.training.advantages import check_functions, response_advantages, value_targets
 from slimefsdp.training.build import master_dtype
 from slimefsdp.training.checkpointing import Checkpoints
 from slimefsdp.training.metrics import MetricSums, Throughput, mean_over_updates
 from slimefsdp.training.packs import accumulate_gradients, objective_for, outputs_of_packs
+from slimefsdp.training.plan import batch_metrics, loss_weights, samples_together
+from slimefsdp.training.prepare import PreparedBatch, batch_digest
 from slimefsdp.training.reference_model import Reference
 
 

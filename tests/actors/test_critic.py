@@ -18,7 +18,7 @@ from slimefsdp.checkpoint.store import CheckpointStore
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ConfigError, ModelError, SlimeError, StateError
-from slimefsdp.preparation.plan import plan_training
+from slimefsdp.training.plan import plan_training
 from tests.support.refusals import refused
 from tests.support.runs import Untouchable, bits, rows_of
 from tests.support.tiny_models import save_tiny_model

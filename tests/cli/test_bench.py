@@ -24,7 +24,7 @@ from benchmarks.step import harness
 from benchmarks.step.workloads import DEFAULT_WORKLOADS, WORKLOADS, build_batch, padding, write_model
 from slimefsdp.config import load_config
 from slimefsdp.errors import ConfigError
-from slimefsdp.preparation.advantages import response_advantages
+from slimefsdp.training.advantages import response_advantages
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks/results/train_step.json"

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
+from slimefsdp.training.plan import plan_training
 from tests.support.comparisons import error_norm, largest_difference, trainer_weights
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep, make_batch, settings

@@ -17,9 +17,9 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.fsdp import parameter_groups
 from slimefsdp.errors import StateError
-from slimefsdp.preparation.plan import plan_everything
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import packs
+from slimefsdp.training.plan import plan_everything
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import make_batch, settings

@@ -27,9 +27,9 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import StateError, SyncError, WorkerDied
 from slimefsdp.models.hf_folder import read_model_folder
-from slimefsdp.preparation import prepared
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.results import LogProbs
+from slimefsdp.training import prepare
+from slimefsdp.training.plan import plan_training
 from tests.support.refusals import refused
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -165,7 +165,7 @@ def may_plan(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         assert event.wait(PATIENCE_S)
         return plan_training(*args, **how)
 
-    monkeypatch.setattr(prepared, "plan_training", waits)
+    monkeypatch.setattr(prepare, "plan_training", waits)
     return event
 
 

@@ -15,7 +15,7 @@ from actors.fault_tolerance.call_log import SpilledBatches
 from slimefsdp.batching.plan import plan_batch
 from slimefsdp.batching.prefix_tree import find_prefixes
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.prepared import PreparedBatch, batch_digest
+from slimefsdp.training.prepare import PreparedBatch, batch_digest
 from tests.support.process_resources import unnamed_files
 from tests.support.rollouts import batches, three_samples
 

@@ -29,7 +29,7 @@ from actors.workers.group_calls import RankRequest
 from slimefsdp.batching.plan import Plan
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, CheckpointError, ResourceError, SlimeError, StateError, SyncError, WorkerDied
-from slimefsdp.preparation.prepared import PreparedBatch
+from slimefsdp.training.prepare import PreparedBatch
 from tests.support.process_resources import files_up_to, unnamed_files
 from tests.support.refusals import names, refused
 from tests.support.tiers import examples

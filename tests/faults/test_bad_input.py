@@ -45,8 +45,8 @@ from slimefsdp.errors import (
     SyncError,
 )
 from slimefsdp.models.hf_folder import SINGLE_FILE
-from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.prepared import PreparedBatch, checked_advantages
+from slimefsdp.training.plan import plan_training
+from slimefsdp.training.prepare import PreparedBatch, checked_advantages
 from tests.support.waiting import PATIENCE_S
 
 MOST_SECONDS = 2.0

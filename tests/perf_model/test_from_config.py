@@ -33,11 +33,11 @@ from slimefsdp.perf_model.from_config import (
 from slimefsdp.perf_model.memory import ByteSizes, Computing
 from slimefsdp.perf_model.simulate import MeshShape, attention_comm_bytes
 from slimefsdp.perf_model.step_time import HEADROOM, ColocatedModels
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import build
 from slimefsdp.training.build import cost_for
 from slimefsdp.training.metrics import Throughput
+from slimefsdp.training.plan import plan_training
 from tests.support.rank_pool import RankPool
 from tests.support.refusals import refused
 from tests.support.tiny_models import TinyFolder, save_tiny_model
@@ -149,7 +149,7 @@ def test_a_batch_is_planned_as_training_plans_it(
     cp, choice = config.mesh.cp, choose_strategy(strategy, AttentionShape.of_model_spec(MODEL), config.mesh.cp)
     cost = CostModel.of_model(MODEL, strategy=choice.traffic, bytes_per_element=byte_sizes_of(config).compute)
     plan = plan_training(config, batch, cost)
-    found = simulate_settings(config, MODEL, choice, batch, computing=Computing())
+    found = simulate_settings(config, MODEL, choice, batch, computing=Computing(), plan_batch=plan_training)
     first = plan.updates[: plan.num_first_epoch_updates]
     packs = [
         pack(batch, samples, trained_only=False, shared=plan.shared)
@@ -183,10 +183,13 @@ def test_a_batch_is_planned_as_training_plans_it(
 def test_a_batch_in_which_nothing_trains_or_does_not_fit_is_refused() -> None:
     batch, choice = batch_of_groups(1, prompt=40, responses=4), Choice("ring", "as set")
     with refused(BatchError, "rewards"):
-        simulate_settings(settings(mesh={"dp": 1}), MODEL, choice, batch, computing=Computing())
+        simulate_settings(
+            settings(mesh={"dp": 1}), MODEL, choice, batch, computing=Computing(), plan_batch=plan_training
+        )
     small = settings(mesh={"dp": 1}, batch={"max_tokens_per_rank": 50})
     with refused(BatchError, "batch.max_tokens_per_rank", 50):
-        simulate_settings(small, MODEL, choice, batch_of_groups(2, 40, 4), computing=Computing())
+        batch = batch_of_groups(2, 40, 4)
+        simulate_settings(small, MODEL, choice, batch, computing=Computing(), plan_batch=plan_training)
 
 
 def costs_of_ranks(rank: int, folders: list[Path], calibrations: list[str]) -> str | tuple[str, str | None]:

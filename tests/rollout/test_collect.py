@@ -23,8 +23,8 @@ from actors.run_dir import RecordedBatches
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, EngineError
-from slimefsdp.preparation.plan import loss_weights, plan_training
 from slimefsdp.results import SyncReport
+from slimefsdp.training.plan import loss_weights, plan_training
 from tests.support.refusals import refused
 
 NUM_PROMPTS, PROMPTS_PER_STEP, GROUP, LONGEST = 23, 4, 3, 6

@@ -23,9 +23,9 @@ from actors.service.users import User
 from actors.workers.group_calls import GroupCalls, RankRequest
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.errors import ConfigError, StateError
-from slimefsdp.preparation.prepared import BatchPlanner
 from slimefsdp.results import LogProbs
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.prepare import BatchPlanner
 from tests.support.datums import parts_of, plain, request
 from tests.support.float64 import KeepFloat64
 from tests.support.rank_pool import RankPool

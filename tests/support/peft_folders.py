@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_lora import ALL, PeftStep, Weights, adapters_of, some_b, unstacked
 from tests.support.plain_step import PlainStep

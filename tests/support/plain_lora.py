@@ -16,9 +16,9 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.distributed.mesh import local_shard
 from slimefsdp.models.load_weights import local_rows
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.build import compute_dtype
+from slimefsdp.training.plan import plan_training
 from slimefsdp.weight_sync.gather import Bucket
 from slimefsdp.weight_sync.receive import Manifest, WeightReceiver
 from tests.support.float64 import KeepFloat64

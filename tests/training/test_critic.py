@@ -13,10 +13,10 @@ from transformers import AutoModelForTokenClassification
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, ModelError, SlimeError, StateError
-from slimefsdp.preparation.plan import plan_everything, plan_training
-from slimefsdp.preparation.prepared import PreparedBatch
 from slimefsdp.trainer import Trainer
 from slimefsdp.training import step
+from slimefsdp.training.plan import plan_everything, plan_training
+from slimefsdp.training.prepare import PreparedBatch
 from tests.support.classifiers import save_classifier, separate_values
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64

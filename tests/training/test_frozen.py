@@ -17,8 +17,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError
 from slimefsdp.models import build, fused_log_probs
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.float64 import KeepFloat64
 from tests.support.plain_step import PlainStep, make_batch, settings
 from tests.support.rank_pool import RankPool

@@ -12,8 +12,8 @@ from slimefsdp.algorithms.kl import next_coefficient
 from slimefsdp.config import RunConfig, config_from_dict
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.checkpoints import forge_info
 from tests.support.plain_step import make_batch
 from tests.support.rank_pool import RankPool

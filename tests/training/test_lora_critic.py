@@ -15,8 +15,8 @@ from slimefsdp.config import RunConfig
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, SlimeError
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.classifiers import save_classifier, separate_values
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64

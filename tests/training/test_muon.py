@@ -11,9 +11,9 @@ import torch
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import CheckpointError, ConfigError
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.rpc import UpdateSettings
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.classifiers import save_classifier
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from slimefsdp.config import RunConfig
 from slimefsdp.convert.convert import checkpoint_to_hugging_face
 from slimefsdp.errors import CheckpointError, ConfigError, ModelError, SlimeError, StateError
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.comparisons import largest_difference
 from tests.support.float64 import KeepFloat64
 from tests.support.peft_folders import (

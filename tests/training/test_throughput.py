@@ -13,10 +13,10 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.model_spec import ModelSpec
 from slimefsdp.perf_model.flops import peak_tflops, training_flops
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.rpc import Role
 from slimefsdp.trainer import Trainer
 from slimefsdp.training.metrics import Throughput
+from slimefsdp.training.plan import plan_training
 from tests.support.rank_pool import RankPool
 from tests.support.tiny_models import TinyFolder, tiny_model
 from tests.support.trainers import CPU, fresh_batch, settings

@@ -44,10 +44,10 @@ from slimefsdp.errors import (
     WorkerDied,
     WorkerHung,
 )
-from slimefsdp.preparation.plan import plan_training
 from slimefsdp.results import Health, Memory
 from slimefsdp.rpc import ROLES_OF_CALLS, UpdateSettings
 from slimefsdp.trainer import Trainer
+from slimefsdp.training.plan import plan_training
 from tests.support.refusals import refused
 from tests.support.rpcs import RPCS
 from tests.support.runs import TIMES, Untouchable, bits

@@ -24,14 +24,14 @@ from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.preparation.advantages import (
+from slimefsdp.rpc import Role, require_loss
+from slimefsdp.training.advantages import (
     check_pairs,
     require,
     response_advantages,
     value_targets,
 )
-from slimefsdp.preparation.plan import plan_everything, plan_training, samples_together
-from slimefsdp.rpc import Role, require_loss
+from slimefsdp.training.plan import plan_everything, plan_training, samples_together
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,7 +64,7 @@ class BatchPlanner:
     Args:
         vocab_size: of the group's model.
         max_sample_tokens: positions that the model learned; None: it has no such limit.
-        cost: what plans are balanced by, as `slimefsdp.preparation.plan.cost_model_of` the model.
+        cost: what plans are balanced by, as `slimefsdp.training.plan.cost_model_of` the model.
     """
 
     config: RunConfig
@@ -326,7 +326,7 @@ def check_plan(
         else:
             return
     raise BatchError(
-        f"plan {fault}", field="plan", hint="make it with slimefsdp.preparation.plan.plan_training for this batch"
+        f"plan {fault}", field="plan", hint="make it with slimefsdp.training.plan.plan_training for this batch"
     )
 
 

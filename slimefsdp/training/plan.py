@@ -24,7 +24,7 @@ from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ModelError
 from slimefsdp.model_spec import ModelSpec
-from slimefsdp.preparation.advantages import (
+from slimefsdp.training.advantages import (
     has_variance,
     scores_of,
 )

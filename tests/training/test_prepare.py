@@ -15,8 +15,8 @@ from slimefsdp.batching.cost import DEFAULT_COST_MODEL
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError, StateError
-from slimefsdp.preparation.plan import plan_training
-from slimefsdp.preparation.prepared import BatchPlanner, PreparedBatch
+from slimefsdp.training.plan import plan_training
+from slimefsdp.training.prepare import BatchPlanner, PreparedBatch
 from slimefsdp.training.step import prepared_together
 from tests.support.rank_pool import RankPool
 from tests.support.small_batches import VOCAB, make_batch, settings

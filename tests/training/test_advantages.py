@@ -15,8 +15,8 @@ from slimefsdp.algorithms.registry import GROUPED, PAIRED_ESTIMATORS, TOKEN_ESTI
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.preparation.advantages import check_functions, check_pairs, response_advantages, value_targets
-from slimefsdp.preparation.prepared import checked_advantages
+from slimefsdp.training.advantages import check_functions, check_pairs, response_advantages, value_targets
+from slimefsdp.training.prepare import checked_advantages
 from tests.support.refusals import assert_refusal, names, refused
 from tests.support.small_batches import VOCAB, make_batch, settings
 

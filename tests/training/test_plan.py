@@ -18,14 +18,14 @@ from slimefsdp.batching.prefix_tree import SharedPrefixes
 from slimefsdp.config import RunConfig
 from slimefsdp.data.rollout_batch import RolloutBatch
 from slimefsdp.errors import BatchError, ConfigError
-from slimefsdp.preparation.plan import (
+from slimefsdp.training.plan import (
     batch_metrics,
     cost_model_of,
     loss_weights,
     plan_everything,
     plan_training,
 )
-from slimefsdp.preparation.prepared import batch_digest, check_plan, checked_advantages
+from slimefsdp.training.prepare import batch_digest, check_plan, checked_advantages
 from tests.support.refusals import names, refused
 from tests.support.small_batches import VOCAB, make_batch, settings
 
